@@ -1,0 +1,162 @@
+"""Attention as manifoldkv computes it, and the way into a transformers model.
+
+Every supported decoder rotates queries and keys and then calls the attention function that its
+configuration names. manifoldkv registers one such function, `NAME`; a caller inside `intercepted`
+passes a layer its own callable as the keyword `manifoldkv_attend`, which the layer hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import sdpa_mask
+
+from manifoldkv.errors import UnsupportedModelError
+
+NAME = "manifoldkv"
+
+_WITHOUT_EFFECT = frozenset(
+    # Masks already carry windows and causality; dropout is off; the rest steers other back ends.
+    {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "logits_to_keep"}
+)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What an attention module does to scores besides masking.
+
+    Parameters
+    ----------
+    scaling : float
+        Factor of the scores.
+    softcap : float or None
+        Scores pass through ``softcap * tanh(scores / softcap)`` (Gemma 2).
+    sinks : Tensor or None
+        One extra logit per query head that takes part in the softmax only, (H_q,) (gpt-oss).
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def from_arguments(cls, module: nn.Module, arguments: dict[str, Any]) -> AttentionSettings:
+        """Read the keywords a module passes to its attention function.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If a keyword is set whose meaning is not known: ignoring it would change the result.
+        """
+        known = {"scaling", "softcap", "s_aux"} | _WITHOUT_EFFECT
+        unknown = [k for k, v in arguments.items() if k not in known and v is not None]
+        if unknown:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, "
+                "which manifoldkv does not implement"
+            )
+        return cls(arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
+
+
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+"""Stands in for attention inside one layer call.
+
+Receives the attention module, queries, keys, values (B, H, tokens, d), the mask and the keywords
+the module passes on; returns the attention output, (B, m, H_q, d).
+"""
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, settings: AttentionSettings
+) -> Tensor:
+    """Grouped-query attention over rotated queries and keys.
+
+    Parameters
+    ----------
+    queries : Tensor
+        (B, H_q, m, d)
+    keys : Tensor
+        (B, H_kv, n, d)
+    values : Tensor
+        (B, H_kv, n, e); e may differ from d
+    mask : Tensor
+        Boolean, True where a query sees a key; broadcasts to (B, 1, m, n).
+
+    Returns
+    -------
+    Tensor
+        (B, H_q, m, e)
+    """
+    batch, heads, rows, _ = queries.shape
+    kv_heads = keys.shape[1]
+    share = heads // kv_heads
+    if settings.softcap is not None or settings.sinks is not None:
+        mixed = attention_weights(queries, keys, mask, settings) @ values.unsqueeze(2)
+        return mixed.reshape(batch, heads, rows, -1)
+    # The query heads of a group become rows of its KV head: no key or value is repeated.
+    grouped = queries.reshape(batch, kv_heads, share * rows, -1)
+    mixed = nn.functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask.repeat(1, 1, share, 1), scale=settings.scaling
+    )
+    return mixed.reshape(batch, heads, rows, -1)
+
+
+def attention_weights(
+    queries: Tensor, keys: Tensor, mask: Tensor, settings: AttentionSettings
+) -> Tensor:
+    """Softmax of the masked scores, (B, H_kv, H_q/H_kv, m, n). Parameters as in `attend`."""
+    batch, heads, rows, _ = queries.shape
+    kv_heads = keys.shape[1]
+    share = heads // kv_heads
+    grouped = queries.reshape(batch, kv_heads, share * rows, -1)
+    scores = (grouped @ keys.mT * settings.scaling).view(batch, kv_heads, share, rows, -1)
+    if settings.softcap is not None:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
+    if settings.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = settings.sinks.to(scores.dtype).view(1, kv_heads, share, 1, 1)
+    sinks = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+@contextmanager
+def intercepted(config: PretrainedConfig) -> Iterator[None]:
+    """Let layers with this configuration use manifoldkv's attention inside the block."""
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    manifoldkv_attend: Attend | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    if manifoldkv_attend is not None:
+        return manifoldkv_attend(module, query, key, value, attention_mask, arguments), None
+    settings = AttentionSettings.from_arguments(module, arguments)
+    return attend(query, key, value, attention_mask, settings).transpose(1, 2), None
+
+
+def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Stock boolean mask, never skipped: manifoldkv attends with arbitrary query rows."""
+    return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
+
+
+AttentionInterface.register(NAME, _attention_function)
+AttentionMaskInterface.register(NAME, _explicit_mask)

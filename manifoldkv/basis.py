@@ -1,0 +1,188 @@
+"""Low-rank bases of keys or values, and which heads share one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldkv.errors import RankError
+
+ORTHONORMAL_TOLERANCE = 1e-4
+"""Largest entry of PᵀP - I up to which a float32 basis counts as orthonormal."""
+
+
+@dataclass(frozen=True)
+class HeadGrouping:
+    """Which KV heads share a basis.
+
+    ``"shared"``: one d×r basis used by every head (the paper's keys). An integer g: the heads of
+    each run of g are concatenated and share a (g·d)×(g·r) basis; 1 is a basis per head (the paper's
+    values), ``"all"`` is one run of all heads. The cached bytes are the same for every grouping.
+
+    Parameters
+    ----------
+    name : str or int
+        ``"shared"``, ``"all"`` or the number of concatenated heads.
+    heads : int
+        KV heads of the layer.
+
+    Raises
+    ------
+    RankError
+        If the name is none of these or the number does not divide `heads`.
+    """
+
+    name: str | int
+    heads: int
+
+    def __post_init__(self) -> None:
+        parse_grouping(self.name)
+        if isinstance(self.name, int) and self.heads % self.name:
+            divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
+            raise RankError(
+                f"grouping {self.name} does not divide the {self.heads} KV heads; "
+                f"possible: shared, all, {', '.join(map(str, divisors))}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Heads concatenated in one basis."""
+        if self.name == "shared":
+            return 1
+        return self.heads if self.name == "all" else int(self.name)
+
+    @property
+    def groups(self) -> int:
+        """Number of bases."""
+        return 1 if self.name == "shared" else self.heads // self.width
+
+    def split(self, x: Tensor) -> Tensor:
+        """Concatenate the features of grouped heads: (B, H, n, d) to (B, H/width, n, width·d)."""
+        batch, heads, tokens, features = x.shape
+        runs = x.reshape(batch, heads // self.width, self.width, tokens, features)
+        return runs.transpose(2, 3).reshape(batch, heads // self.width, tokens, -1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Inverse of `split`: (B, H/width, n, width·d) to (B, H, n, d)."""
+        batch, runs, tokens, features = x.shape
+        parts = x.reshape(batch, runs, tokens, self.width, features // self.width)
+        return parts.transpose(2, 3).reshape(batch, runs * self.width, tokens, -1)
+
+
+def parse_grouping(value: str | int) -> str | int:
+    """Read a grouping as typed: ``"shared"``, ``"all"`` or a positive number.
+
+    Raises
+    ------
+    RankError
+        If it is none of these.
+    """
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in ("shared", "all") or (isinstance(value, int) and value >= 1):
+        return value
+    raise RankError(f"unknown head grouping {value!r}; known: shared, all, or a number of heads")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A low-rank basis for the keys or values of one layer.
+
+    Parameters
+    ----------
+    down : Tensor
+        Projects into the cache, (groups, width·d, width·r), float32 or float64.
+    up : Tensor
+        Leads back, same shape. The very same tensor for an orthonormal basis; for an oblique one
+        ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
+    grouping : HeadGrouping
+        Which heads use which of the bases.
+    """
+
+    down: Tensor
+    up: Tensor
+    grouping: HeadGrouping
+
+    @property
+    def orthonormal(self) -> bool:
+        return self.down is self.up
+
+    @property
+    def rank(self) -> int:
+        """Numbers cached per token and KV head."""
+        return self.down.shape[-1] // self.grouping.width
+
+    @property
+    def head_dim(self) -> int:
+        return self.down.shape[-2] // self.grouping.width
+
+    def project(self, x: Tensor) -> Tensor:
+        """Down and up again: what attention sees of `x`, (B, H, n, d) to (B, H, n, d)."""
+        latents = self.grouping.split(x) @ self.down  # (B, H/width, n, width·r)
+        return self.grouping.merge(latents @ self.up.mT)
+
+    def projector(self) -> Tensor:
+        """``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""
+        return self.down @ self.up.mT
+
+
+def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
+    """A basis from orthonormal columns (groups, width·d, width·r), signs fixed.
+
+    Raises
+    ------
+    RankError
+        If the columns are not orthonormal to `ORTHONORMAL_TOLERANCE`.
+    """
+    identity = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
+    error = float((columns.mT @ columns - identity).abs().max())
+    if not error <= ORTHONORMAL_TOLERANCE:
+        raise RankError(f"columns are not orthonormal: largest entry of PᵀP - I is {error:.1e}")
+    columns = fix_signs(columns)
+    return Basis(down=columns, up=columns, grouping=grouping)
+
+
+def fix_signs(columns: Tensor) -> Tensor:
+    """Flip columns so that the largest entry of each is positive: reproducible artefacts."""
+    largest = columns.abs().argmax(dim=-2, keepdim=True)
+    return columns * columns.gather(-2, largest).sign()
+
+
+def principal_angles(first: Basis, second: Basis) -> Tensor:
+    """Angles in radians between the spans of two bases of equal shape, (groups, width·r)."""
+    cosines = torch.linalg.svdvals(_orthonormal_span(first.up).mT @ _orthonormal_span(second.up))
+    return cosines.clamp(max=1.0).arccos()
+
+
+def projector_distance(first: Basis, second: Basis) -> float:
+    """Frobenius distance of the two projectors."""
+    return float(torch.linalg.vector_norm(first.projector() - second.projector()))
+
+
+def _orthonormal_span(columns: Tensor) -> Tensor:
+    return torch.linalg.qr(columns).Q
+
+
+def check_rank(rank: int, head_dim: int) -> None:
+    """Raise `RankError` unless 1 <= rank <= head_dim."""
+    if not 1 <= rank <= head_dim:
+        raise RankError(f"rank {rank} is not between 1 and head_dim {head_dim}")
+
+
+def rank_from_ratio(ratio: float, head_dim: int) -> int:
+    """The integer rank nearest to ``ratio * head_dim``.
+
+    Raises
+    ------
+    RankError
+        If that is not between 1 and `head_dim`.
+    """
+    rank = round(ratio * head_dim)
+    if not 1 <= rank <= head_dim:
+        raise RankError(
+            f"rank ratio {ratio:g} gives rank {rank} of head_dim {head_dim}; "
+            f"possible ratios: {1 / head_dim:g} to 1"
+        )
+    return rank

@@ -1,0 +1,191 @@
+"""From a text source to token ids: text, split, sampler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from manifoldkv.docstrings import HELD_OUT_FRACTION, Split, read_docstrings, read_pydoc_topics
+from manifoldkv.errors import TextError
+
+HELP = (
+    "a .txt file, a .jsonl file with a 'text' field, 'docstrings' (of installed packages), "
+    "'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
+    "(wikitext:wikitext-2-raw-v1, allenai/c4:en), read as a stream"
+)
+_HELD_OUT_EVERY = round(1 / HELD_OUT_FRACTION)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text that can be read from the start as often as needed.
+
+    Parameters
+    ----------
+    name : str
+        As the user typed it.
+    documents : callable
+        Given ``"calibration"``, ``"held-out"`` or None for the whole text, yields documents (str).
+    """
+
+    name: str
+    documents: Callable[[Split | None], Iterator[str]]
+
+
+def open_text(name: str) -> TextSource:
+    """Find a text source and check that it can be read.
+
+    Four fifths of a text are its calibration split, the rest is held out: of ``docstrings`` by a
+    hash of each document, of a ``.txt`` file the last fifth of its characters (cut at a line), of
+    everything else every fifth document.
+
+    Parameters
+    ----------
+    name : str
+        A ``.txt`` file, a ``.jsonl`` file with a ``text`` field in every line, ``docstrings``,
+        ``pydoc-topics``, or a Hub data set as ``name[:config[:split]]`` with a ``text`` column
+        (``wikitext:wikitext-2-raw-v1``), its training split if none is named.
+
+    Raises
+    ------
+    TextError
+        If the file is missing, unreadable or empty, or the name is not a text source.
+    """
+    if name == "docstrings":
+        return TextSource(name, read_docstrings)
+    if name == "pydoc-topics":
+        return TextSource(name, _every_fifth(read_pydoc_topics))
+    path = Path(name)
+    if path.suffix == ".txt":
+        _check_file(path)
+        return TextSource(name, lambda split: _read_txt(path, split))
+    if path.suffix == ".jsonl":
+        _check_file(path)
+        return TextSource(name, _every_fifth(lambda: _read_jsonl(path)))
+    if path.exists() or name.startswith((".", "/", "~")):
+        raise TextError(f"{name} is neither a .txt nor a .jsonl file; a text is {HELP}")
+    return TextSource(name, _every_fifth(lambda: _read_hub(name)))
+
+
+def sample_tokens(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequences: int,
+    length: int,
+    split: Split | None = None,
+) -> Tensor:
+    """The sampler ``consecutive``: the first windows of the text, one after the other.
+
+    Documents are joined by the tokenizer's end-of-sequence token, if it has one; windows do not
+    overlap and may begin inside a document. No more of the text is read than is needed.
+
+    Parameters
+    ----------
+    source : TextSource
+        From `open_text`.
+    tokenizer : PreTrainedTokenizerBase
+        The model's.
+    sequences, length : int
+        How many windows, and tokens in each.
+    split : {"calibration", "held-out"}, optional
+        The whole text if omitted.
+
+    Returns
+    -------
+    Tensor
+        (sequences, length), int64.
+
+    Raises
+    ------
+    TextError
+        If the text is empty or too short; the message says how much there is.
+    """
+    wanted = sequences * length
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for document in source.documents(split):
+        if document.strip():
+            ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
+        if len(ids) >= wanted:
+            return torch.tensor(ids[:wanted]).view(sequences, length)
+    part = f"{split} part of " if split else ""
+    if not ids:
+        raise TextError(f"the {part}text {source.name} is empty")
+    raise TextError(
+        f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences} sequences "
+        f"of {length}: ask for at most {len(ids) // length} sequences, or for shorter ones"
+    )
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open(encoding="utf-8") as file:
+            start = file.read(1 << 16)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
+        raise TextError(f"cannot read text {path}: {reason}") from error
+    if not start.strip():
+        raise TextError(f"text {path} is empty")
+
+
+def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+    cut = text.rfind("\n", 0, round(len(text) * (1 - HELD_OUT_FRACTION))) + 1
+    cut = cut or round(len(text) * (1 - HELD_OUT_FRACTION))
+    yield {None: text, "calibration": text[:cut], "held-out": text[cut:]}[split]
+
+
+def _read_jsonl(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise TextError(f"{path}, line {number}: no JSON with a 'text' field") from error
+            if not isinstance(text, str):
+                raise TextError(f"{path}, line {number}: 'text' is not a string")
+            yield text
+
+
+def _read_hub(name: str) -> Iterator[str]:
+    import datasets  # slow to import, needed by nothing else
+
+    data_set, *rest = name.split(":")
+    config, split = (*rest, None, None)[:2]
+    try:
+        rows: Iterable[dict] = datasets.load_dataset(
+            data_set, config, split=split or "train", streaming=True
+        )
+        for row in rows:
+            yield row["text"]
+    except KeyError as error:
+        raise TextError(f"data set {name} has no column 'text'") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TextError(
+            f"cannot read data set {name} from the Hub: {reason}; a text is {HELP}"
+        ) from error
+
+
+def _every_fifth(
+    read: Callable[[], Iterator[str]],
+) -> Callable[[Split | None], Iterator[str]]:
+    def documents(split: Split | None) -> Iterator[str]:
+        for index, document in enumerate(document for document in read() if document.strip()):
+            held_out = index % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+            if split is None or held_out == (split == "held-out"):
+                yield document
+
+    return documents

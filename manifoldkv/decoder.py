@@ -1,0 +1,161 @@
+"""A decoder layer as a differentiable function of its bases, on the query rows asked for.
+
+Only the attention is computed here. Everything after it (output projection, residual paths, norms,
+MLP) is the model's own layer, called with the attention output already made: no family's code is
+repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifoldkv.activations import Batch, LayerActivations, Rotary, call_layer
+from manifoldkv.attention import attend, attention_weights
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.models import attention_of
+
+
+def whole(activations: LayerActivations) -> Batch:
+    """The batch of all sequences and all query rows."""
+    return Batch(torch.arange(activations.sequences, device=activations.keys.device))
+
+
+def attention_output(
+    activations: LayerActivations,
+    key_basis: Basis | None = None,
+    value_basis: Basis | None = None,
+    *,
+    rotary: Rotary = "pre",
+    batch: Batch | None = None,
+) -> Tensor:
+    """Output of attention, heads apart and before W_O, with projected keys and values.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        The layer and what enters it.
+    key_basis, value_basis : Basis or None
+        None leaves keys or values as they are.
+    rotary : {"pre", "post"}
+        Whether keys are projected before or after rotation.
+    batch : Batch, optional
+        Sequences and query rows; all if omitted.
+
+    Returns
+    -------
+    Tensor
+        (b, H_q, m, d)
+    """
+    batch = batch or whole(activations)
+    queries = rotated_queries(activations, batch)
+    keys = rotated_keys(activations, key_basis, rotary, batch)
+    values = activations.values[batch.sequences]
+    if value_basis is not None:
+        values = value_basis.project(values)
+    return attend(queries, keys, values, mask_rows(activations, batch), activations.settings)
+
+
+def mixed_values(activations: LayerActivations, grouping: HeadGrouping, batch: Batch) -> Tensor:
+    """What a value basis acts on when keys are exact: attention weights times grouped values.
+
+    Because a basis acts on features and the weights on tokens, the two commute: with the result
+    kept, a new value basis costs two small products (see `project_mixed_values`).
+
+    Returns
+    -------
+    Tensor
+        (b, H_q, m, width·d)
+    """
+    weights = attention_weights(
+        rotated_queries(activations, batch),
+        rotated_keys(activations, None, "pre", batch),
+        mask_rows(activations, batch),
+        activations.settings,
+    )  # (b, H_kv, H_q/H_kv, m, n)
+    values = grouping.split(activations.values[batch.sequences])  # (b, runs, n, width·d)
+    values = values.repeat_interleave(grouping.width, dim=1)  # (b, H_kv, n, width·d)
+    return (weights @ values.unsqueeze(2)).flatten(1, 2)
+
+
+def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
+    """Attention output (b, H_q, m, d) from `mixed_values` and a value basis."""
+    grouping = basis.grouping
+    batch, heads, rows, features = mixed.shape
+    share = heads // grouping.heads
+    by_head = mixed.view(batch, -1, grouping.width, share * rows, features)  # (b, runs, width, …)
+    latents = by_head @ basis.down.unsqueeze(-3)  # (b, runs, width, share·m, width·r)
+    up = basis.up.unflatten(-2, (grouping.width, -1))  # (groups, width, d, width·r)
+    return (latents @ up.mT).reshape(batch, heads, rows, -1)
+
+
+def layer_output(
+    activations: LayerActivations, attention: Tensor, batch: Batch | None = None
+) -> Tensor:
+    """Finish the layer from an attention output.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        The layer and what enters it.
+    attention : Tensor
+        (b, H_q, m, d), for the sequences and rows of `batch`.
+    batch : Batch, optional
+        All sequences and rows if omitted.
+
+    Returns
+    -------
+    Tensor
+        (b, m, hidden)
+    """
+    batch = batch or whole(activations)
+    inputs = select_rows(activations.inputs, batch)
+    dtype = attention_of(activations.module).o_proj.weight.dtype
+
+    def already_computed(module: nn.Module, *ignored: Any) -> Tensor:
+        return attention.transpose(1, 2).to(dtype)  # (b, m, H_q, d)
+
+    output = call_layer(
+        activations.module,
+        inputs.to(dtype),
+        already_computed,
+        activations.cos.shape[-1],
+        activations.keywords,
+    )
+    return output.to(inputs.dtype)
+
+
+def select_rows(x: Tensor, batch: Batch) -> Tensor:
+    """Sequences and rows of (S, n, features): (b, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    return x[batch.sequences.unsqueeze(1), batch.rows]
+
+
+def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
+    """Sequences and rows of (S, H, n, features): (b, H, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    heads = torch.arange(x.shape[1], device=x.device)
+    return x[batch.sequences[:, None, None], heads[:, None], batch.rows]
+
+
+def rotated_queries(activations: LayerActivations, batch: Batch) -> Tensor:
+    return activations.rotate(select_head_rows(activations.queries, batch), batch.rows)
+
+
+def rotated_keys(
+    activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
+) -> Tensor:
+    keys = activations.keys[batch.sequences]
+    if basis is None:
+        return activations.rotate(keys)
+    if rotary == "pre":
+        return activations.rotate(basis.project(keys))
+    return basis.project(activations.rotate(keys))
+
+
+def mask_rows(activations: LayerActivations, batch: Batch) -> Tensor:
+    return activations.mask if batch.rows is None else activations.mask[:, :, batch.rows]

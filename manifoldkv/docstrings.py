@@ -1,0 +1,116 @@
+"""The ``docstrings`` text source: English technical prose every installation already has.
+
+Documents are the docstrings of the packages manifoldkv depends on, read from their source files
+with :mod:`ast` and never by importing them. Which split a document belongs to follows from a hash
+of its own words, so that another version of a package cannot move held-out text into calibration.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["calibration", "held-out"]
+
+PACKAGES = (
+    "numpy",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "torch",
+    "transformers",
+    "sympy",
+    "networkx",
+    "datasets",
+    "huggingface_hub",
+    "fsspec",
+    "geoopt",
+    "PIL",
+)
+"""Read beside the standard library. All are dependencies of manifoldkv, direct or not."""
+
+MINIMUM_CHARACTERS = 200
+HELD_OUT_FRACTION = 1 / 5
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "site-packages", "pydoc_data", "idlelib", "lib2to3", "__pycache__"}
+)
+
+
+def split_of(document: str) -> Split:
+    """Split of a document, from a SHA-256 hash of its words (white space does not count)."""
+    digest = hashlib.sha256(" ".join(document.split()).encode()).digest()
+    uniform = int.from_bytes(digest[:8]) / 2**64
+    return "held-out" if uniform < HELD_OUT_FRACTION else "calibration"
+
+
+def read_docstrings(split: Split | None = None) -> Iterator[str]:
+    """Yield the documents of one split (both if None), each once, in a fixed order.
+
+    Source files are visited in the order of a hash of their names, so that the first documents are
+    already a fair mixture of all packages and a reader that needs little text reads few files.
+
+    Yields
+    ------
+    str
+        One docstring of at least `MINIMUM_CHARACTERS` characters, indentation removed.
+    """
+    seen: set[bytes] = set()
+    for path in _source_files():
+        for document in _documents(path):
+            words = hashlib.sha256(" ".join(document.split()).encode()).digest()
+            if words in seen:
+                continue
+            seen.add(words)
+            if split is None or split_of(document) == split:
+                yield document
+
+
+def read_pydoc_topics() -> Iterator[str]:
+    """Yield the chapters of ``pydoc_data.topics``, the help texts of Python's own reference.
+
+    They are in no split of `read_docstrings`: a second corpus for evaluation.
+    """
+    path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Dict):
+            for value in node.values:
+                yield str(ast.literal_eval(value))
+
+
+def _source_files() -> list[Path]:
+    named: list[tuple[str, Path]] = []
+    for package, root in _roots():
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if _SKIPPED_FOLDERS.isdisjoint(relative.parts):
+                named.append((f"{package}/{relative.as_posix()}", path))
+    named.sort(key=lambda entry: hashlib.sha256(entry[0].encode()).digest())
+    return [path for _, path in named]
+
+
+def _roots() -> Iterator[tuple[str, Path]]:
+    yield "", Path(sysconfig.get_path("stdlib"))
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)  # finds the folder, imports nothing
+        for location in (spec.submodule_search_locations or []) if spec else []:
+            yield package, Path(location)
+
+
+def _documents(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's source
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            document = ast.get_docstring(node)
+            if document and len(document) >= MINIMUM_CHARACTERS:
+                yield document

@@ -1,0 +1,191 @@
+"""Figures, each drawn from a DataFrame that is saved beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart with every kind of colour vision.
+COLOURS = {
+    "k-svd": "#999999",
+    "eigen-attention": "#E69F00",
+    "kq-svd": "#56B4E9",
+    "layer-output": "#009E73",
+    "closed-form": "#0072B2",
+    "predictor": "#D55E00",
+    "riemannian-adam": "#CC79A7",
+}
+MARKERS = {"closed-form": "o", "predictor": "s", "riemannian-adam": "^"}
+SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
+ERROR_LABELS = {
+    "attention_output_error": "attention-output error",
+    "layer_output_error": "layer-output error",
+    "cosine_similarity": "cosine similarity",
+}
+_SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
+
+
+def colour_of(name: str, among: Sequence[str]) -> str:
+    """The colour of an objective or solver: always the same for ours, a spare one for others."""
+    others = [n for n in among if n not in COLOURS]
+    if name in COLOURS:
+        return COLOURS[name]
+    return _SPARE_COLOURS[others.index(name) % len(_SPARE_COLOURS)]
+
+
+def errors_per_layer(results: pd.DataFrame) -> Figure:
+    """Held-out errors against layer: a line per objective, a panel per site and error.
+
+    Parameters
+    ----------
+    results : DataFrame
+        ``results.csv`` of compare_objectives. Each objective is drawn at the smallest rank, with
+        the solver that has its lowest mean layer-output error; the band spans the seeds.
+    """
+    held_out = results[results["split"] == "held-out"]
+    held_out = held_out[held_out["rank"] == held_out["rank"].min()]
+    sites = _in_order(held_out["site"], SITE_TITLES)
+    figure = Figure(figsize=(9.0, 2.6 * len(sites)), layout="constrained")
+    panels = figure.subplots(len(sites), len(ERROR_LABELS), squeeze=False, sharex=True)
+    for row, site in zip(panels, sites, strict=True):
+        at_site = held_out[held_out["site"] == site]
+        names = list(dict.fromkeys(at_site["objective"]))
+        for axes, (column, label) in zip(row, ERROR_LABELS.items(), strict=True):
+            for name in names:
+                line = _best_solver(at_site[at_site["objective"] == name])
+                _line(axes, line, "layer", column, name, colour_of(name, names))
+            axes.set_title(f"{SITE_TITLES[site]}", fontsize=9)
+            axes.set_ylabel(label, fontsize=8)
+            axes.tick_params(labelsize=7)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in panels[-1]:
+        axes.set_xlabel("layer", fontsize=8)
+    _legend_below(figure, panels[0][0])
+    ratio = float(held_out["rank_ratio"].iloc[0])
+    figure.suptitle(
+        f"{_model(results)}: errors on held-out text, rank {int(held_out['rank'].iloc[0])} "
+        f"(ratio {ratio:.3g}), best solver of each objective",
+        fontsize=10,
+    )
+    return figure
+
+
+def error_against_rank(results: pd.DataFrame) -> Figure:
+    """Held-out layer-output error, mean over layers, against rank ratio."""
+    held_out = results[results["split"] == "held-out"]
+    sites = _in_order(held_out["site"], SITE_TITLES)
+    figure = Figure(figsize=(3.2 * len(sites), 3.2), layout="constrained")
+    for axes, site in zip(figure.subplots(1, len(sites), squeeze=False)[0], sites, strict=True):
+        at_site = held_out[held_out["site"] == site]
+        names = list(dict.fromkeys(at_site["objective"]))
+        for name in names:
+            best = at_site[at_site["objective"] == name]
+            best = pd.concat(_best_solver(part) for _, part in best.groupby("rank"))
+            means = best.groupby(["rank_ratio", "seed"])["layer_output_error"].mean().reset_index()
+            colour = colour_of(name, names)
+            _line(axes, means, "rank_ratio", "layer_output_error", name, colour)
+        axes.set_title(SITE_TITLES[site], fontsize=9)
+        axes.set_xlabel("achieved rank ratio r / d", fontsize=8)
+        axes.set_ylabel("layer-output error, held out", fontsize=8)
+        axes.set_yscale("log")
+        axes.tick_params(labelsize=7, which="both")
+    _legend_below(figure, figure.axes[0])
+    figure.suptitle(f"{_model(results)}: error against rank, mean over layers", fontsize=10)
+    return figure
+
+
+def error_against_seconds(results: pd.DataFrame) -> Figure:
+    """Held-out layer-output error against solving time: colour objective, marker solver."""
+    held_out = results[(results["split"] == "held-out") & (results["site"] != "both")]
+    held_out = held_out[held_out["rank"] == held_out["rank"].min()]
+    sites = _in_order(held_out["site"], SITE_TITLES)
+    figure = Figure(figsize=(4.2 * len(sites), 3.6), layout="constrained")
+    for axes, site in zip(figure.subplots(1, len(sites), squeeze=False)[0], sites, strict=True):
+        at_site = held_out[held_out["site"] == site]
+        names = list(dict.fromkeys(at_site["objective"]))
+        groups = at_site.groupby(["objective", "solver", "key_grouping", "value_grouping"])
+        for (objective, solver, *_), group in groups:
+            axes.plot(
+                group["seconds"].mean(),
+                group["layer_output_error"].mean(),
+                linestyle="none",
+                marker=MARKERS.get(solver, "D"),
+                color=colour_of(objective, names),
+                markersize=7,
+            )
+        for name in names:
+            axes.plot(
+                [],
+                [],
+                linestyle="none",
+                marker="_",
+                mew=4,
+                label=name,
+                color=colour_of(name, names),
+            )
+        for solver in dict.fromkeys(at_site["solver"]):
+            axes.plot(
+                [],
+                [],
+                linestyle="none",
+                marker=MARKERS.get(solver, "D"),
+                color="#444444",
+                label=solver,
+            )
+        axes.set_title(SITE_TITLES[site], fontsize=9)
+        axes.set_xscale("log")
+        axes.set_xlabel("seconds per layer", fontsize=8)
+        axes.set_ylabel("layer-output error, held out", fontsize=8)
+        axes.tick_params(labelsize=7, which="both")
+    _legend_below(figure, figure.axes[0])
+    figure.suptitle(
+        f"{_model(results)}: error against solving time, mean over layers, rank "
+        f"{int(held_out['rank'].iloc[0])}",
+        fontsize=10,
+    )
+    return figure
+
+
+def save_figure(figure: Figure, stem: Path) -> None:
+    """Write ``stem.png`` and ``stem.pdf``, without dates, so that equal data give equal files."""
+    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
+
+
+def _line(axes: Axes, frame: pd.DataFrame, x: str, y: str, label: str, colour: str) -> None:
+    by_x = frame.groupby(x)[y]
+    mean = by_x.mean()
+    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, color=colour)
+    if len(set(frame["seed"])) > 1:
+        axes.fill_between(mean.index, by_x.min(), by_x.max(), color=colour, alpha=0.2, linewidth=0)
+
+
+def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
+    columns = ["solver", "key_grouping", "value_grouping"]
+    parts = [part for _, part in frame.groupby(columns)]
+    return min(parts, key=lambda part: float(part["layer_output_error"].mean()))
+
+
+def _in_order(column: pd.Series, known: dict[str, str]) -> list[str]:
+    present = set(column)
+    return [name for name in known if name in present]
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 7),
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def _model(results: pd.DataFrame) -> str:
+    return str(results["model"].iloc[0])

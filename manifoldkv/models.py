@@ -1,0 +1,129 @@
+"""Loading models and telling which ones can be handled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from manifoldkv.errors import ModelError, UnsupportedModelError
+
+
+def load_model(
+    name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, frozen and ready to be measured.
+
+    Parameters
+    ----------
+    name : str
+        A local folder, or the id of a model on the Hugging Face Hub.
+    dtype : torch.dtype
+        What the weights are converted to.
+    device : str
+        Where the model goes.
+
+    Raises
+    ------
+    ModelError
+        If there is no such folder or model, or it does not load.
+    UnsupportedModelError
+        If its attention cannot be handled (see `check_supported`).
+    """
+    folder = Path(name)
+    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local and not (folder / "config.json").is_file():
+        raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"cannot load model {name}: {reason}") from error
+    check_supported(model)
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model, in order."""
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+        raise UnsupportedModelError(f"{_family(model)} has no list of decoder layers")
+    return layers
+
+
+def attention_of(layer: nn.Module) -> Any:
+    """The attention module of a decoder layer."""
+    return layer.self_attn
+
+
+def modeling_module(layer: nn.Module) -> Any:
+    """The transformers module that defines a layer's attention, and how it rotates."""
+    return sys.modules[type(attention_of(layer)).__module__]
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, by name, models whose cache is not one key and one value per KV head and token.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming the family and the feature in the way: latent attention (MLA), linear or recurrent
+        layers, chunked attention, layers that share their cache, rotations that depend on length,
+        or attention that does not go through transformers' attention interface.
+    """
+    config = model.config.get_text_config()
+    obstacle = _obstacle(config)
+    if obstacle is None:
+        for layer in decoder_layers(model):
+            obstacle = obstacle or _layer_obstacle(layer)
+    if obstacle is not None:
+        raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
+
+
+def _obstacle(config: PretrainedConfig) -> str | None:
+    if getattr(config, "kv_lora_rank", None):
+        return "its multi-head latent attention (MLA) already caches a latent"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers share the keys and values of others"
+    kinds = set(getattr(config, "layer_types", None) or [])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        return f"it has layers of type {', '.join(sorted(unknown))}"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_kind = parameters.values() if "rope_type" not in parameters else [parameters]
+    for rope in per_kind:
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            return f"its {rope['rope_type']} rotary embedding changes with the length of the text"
+    return None
+
+
+def _layer_obstacle(layer: nn.Module) -> str | None:
+    if not hasattr(layer, "self_attn"):
+        return f"{type(layer).__name__} has no self_attn"
+    attention = attention_of(layer)
+    if not isinstance(getattr(attention, "head_dim", None), int):
+        return f"{type(attention).__name__} has no head_dim"
+    module = modeling_module(layer)
+    if not hasattr(module, "apply_rotary_pos_emb"):
+        return f"{type(attention).__name__} does not rotate its keys"
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return f"{type(attention).__name__} does not go through the attention interface"
+    if not isinstance(getattr(attention, "o_proj", None), nn.Linear):
+        return f"{type(attention).__name__} has no linear o_proj"
+    return None
+
+
+def _family(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"

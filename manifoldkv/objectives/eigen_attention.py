@@ -1,0 +1,46 @@
+"""EigenAttention: keep the energy of keys and queries together (Eq. app_eigen)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manifoldkv.activations import LayerActivations, Rotary, Site
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.objectives.base import Objective, register_objective
+from manifoldkv.objectives.gram import GramProblem
+from manifoldkv.objectives.k_svd import ReconstructionProblem
+from manifoldkv.objectives.linear_algebra import gram_by_run
+
+
+class StackedProblem(GramProblem):
+    """Minimise ||Z - Z P Pᵀ||² / ||Z||² for Z = [K; Q].
+
+    All query heads are stacked beside the KV heads they read. Where g heads are concatenated, the
+    i-th query head of each of them are concatenated too, so that Z keeps its g·d columns.
+    """
+
+    def gram(self, sequences: Tensor | None) -> Tensor:
+        gram = gram_by_run(self.data(sequences), self.grouping)
+        queries = self.activations.queries_in(self.rotary, sequences)
+        by_share = queries.unflatten(1, (self.grouping.heads, -1))  # (S, H_kv, share, n, d)
+        for share in by_share.unbind(2):
+            gram = gram + gram_by_run(share, self.grouping)
+        return gram
+
+
+@register_objective("eigen-attention")
+class EigenAttention(Objective):
+    """SVD of [K; Q] for keys; for values the same as K-SVD. The paper's baseline."""
+
+    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        return True, ""
+
+    def problem(
+        self,
+        activations: LayerActivations,
+        site: Site,
+        grouping: HeadGrouping,
+        rotary: Rotary = "pre",
+    ) -> GramProblem:
+        problem = StackedProblem if site == "key" else ReconstructionProblem
+        return problem(activations, site, grouping, rotary)

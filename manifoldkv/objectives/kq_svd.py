@@ -1,0 +1,67 @@
+"""KQ-SVD: keep the scores QKᵀ, and the values as W_O reads them (Eqs. app_kqsvd, app_kqsvd_v)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manifoldkv.activations import LayerActivations, Rotary, Site
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.errors import UnsolvableError
+from manifoldkv.objectives.base import Objective, register_objective
+from manifoldkv.objectives.gram import GramProblem
+from manifoldkv.objectives.linear_algebra import block_diagonal, gram_by_run
+
+
+class InteractionProblem(GramProblem):
+    """Minimise the error of a product in which keys or values stand.
+
+    Keys: ||Q (K - K down upᵀ)ᵀ||² with the query heads of a KV head stacked. Before rotation Q and
+    K are unrotated, so the product is not the score the model computes but the part of it that
+    does not depend on position. Values: ||(V - V down upᵀ) W_O||², summed over the query heads
+    that read the KV head. The data enter through Gram matrices over all sequences.
+    """
+
+    def gram(self, sequences: Tensor | None) -> Tensor:
+        return gram_by_run(self.data(sequences), self.grouping)
+
+    def weight(self, sequences: Tensor | None) -> Tensor:
+        if self.site == "value":
+            reader = self.activations.output_weight().unsqueeze(0).mT  # (1, H_q, hidden, d)
+        else:
+            reader = self.activations.queries_in(self.rotary, sequences)
+        by_head = HeadGrouping(1, self.activations.query_heads)
+        grams = gram_by_run(reader, by_head)  # (H_q, d, d)
+        shared = grams.unflatten(0, (self.grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
+        return block_diagonal(shared, self.grouping)
+
+    def closed_form(self, rank: int) -> Basis:
+        exists, reason = closed_form_exists(self.grouping.name)
+        if not exists:
+            raise UnsolvableError(reason)
+        return super().closed_form(rank)
+
+
+def closed_form_exists(grouping: str | int) -> tuple[bool, str]:
+    if grouping == "shared":
+        return False, (
+            "kq-svd has no closed form for a basis shared by all heads: each head weighs the "
+            "residual differently; use grouping 1, a number of heads, or all"
+        )
+    return True, ""
+
+
+@register_objective("kq-svd")
+class KQSVD(Objective):
+    """Low rank of QKᵀ and V W_O. The closed form is oblique; iterative solvers stay orthonormal."""
+
+    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        return closed_form_exists(grouping)
+
+    def problem(
+        self,
+        activations: LayerActivations,
+        site: Site,
+        grouping: HeadGrouping,
+        rotary: Rotary = "pre",
+    ) -> InteractionProblem:
+        return InteractionProblem(activations, site, grouping, rotary)

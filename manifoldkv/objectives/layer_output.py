@@ -1,0 +1,85 @@
+"""Decoder-layer output error, the paper's own objective (Eq. dkv_delta)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from manifoldkv.activations import Batch, LayerActivations, Rotary, Site
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.decoder import (
+    attention_output,
+    layer_output,
+    mixed_values,
+    project_mixed_values,
+    select_head_rows,
+    select_rows,
+    whole,
+)
+from manifoldkv.objectives.base import Objective, Problem, register_objective
+from manifoldkv.objectives.eigen_attention import EigenAttention
+
+
+class LayerOutputProblem(Problem):
+    """Minimise Δ: the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F.
+
+    Keys are solved with values exact and the other way round. On some query rows only, the error
+    of the rows is scaled to the whole sequence and divided by the norm of the whole output.
+    """
+
+    def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
+        batch = batch or whole(self.activations)
+        if self.site == "key":
+            attention = attention_output(
+                self.activations, key_basis=basis, rotary=self.rotary, batch=batch
+            )
+        else:
+            attention = project_mixed_values(select_head_rows(self._mixed_values, batch), basis)
+        output = layer_output(self.activations, attention, batch)
+        difference = output - select_rows(self.activations.outputs, batch)
+        error = torch.linalg.vector_norm(difference, dim=(1, 2))  # (b,)
+        rows = self.activations.length if batch.rows is None else len(batch.rows)
+        scale = (self.activations.length / rows) ** 0.5
+        return (scale * error / self._output_norms[batch.sequences]).mean()
+
+    def initial(self, rank: int) -> Basis:
+        """EigenAttention's basis."""
+        start = EigenAttention().problem(self.activations, self.site, self.grouping, self.rotary)
+        return start.initial(rank)
+
+    @cached_property
+    def _output_norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self.activations.outputs, dim=(1, 2))  # (S,)
+
+    @cached_property
+    def _mixed_values(self) -> Tensor:
+        """Constant while keys are exact: computed once, (S, H_q, n, width·d)."""
+        with torch.no_grad():
+            sequences = torch.arange(
+                self.activations.sequences, device=self.activations.keys.device
+            )
+            return torch.cat(
+                [
+                    mixed_values(self.activations, self.grouping, Batch(chunk))
+                    for chunk in sequences.split(1)
+                ]
+            )
+
+
+@register_objective("layer-output")
+class LayerOutput(Objective):
+    """Error at the output of the decoder layer; iterative solvers only."""
+
+    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        return False, "layer-output has no closed form: the layer is not linear in its bases"
+
+    def problem(
+        self,
+        activations: LayerActivations,
+        site: Site,
+        grouping: HeadGrouping,
+        rotary: Rotary = "pre",
+    ) -> LayerOutputProblem:
+        return LayerOutputProblem(activations, site, grouping, rotary)

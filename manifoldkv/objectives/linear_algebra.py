@@ -1,0 +1,61 @@
+"""Gram matrices of grouped heads and the eigenvalue problems they lead to, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
+
+RELATIVE_FLOOR = 1e-10
+"""Eigenvalues of a weight below this share of the largest count as this share."""
+
+
+def gram_by_run(x: Tensor, grouping: HeadGrouping) -> Tensor:
+    """Gram matrices of x (S, H, n, d) in float64, by run of grouped heads, summed over S and n."""
+    runs = grouping.split(x).transpose(0, 1).flatten(1, 2).double()  # (runs, S·n, width·d)
+    return runs.mT @ runs
+
+
+def block_diagonal(blocks: Tensor, grouping: HeadGrouping) -> Tensor:
+    """Per-head blocks (H, d, d) on the diagonal of each run: (runs, width·d, width·d)."""
+    by_run = blocks.unflatten(0, (-1, grouping.width))  # (runs, width, d, d)
+    return torch.stack([torch.block_diag(*run) for run in by_run])
+
+
+def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
+    """Orthonormal eigenvectors of the `count` largest eigenvalues, largest first."""
+    return torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :count]
+
+
+def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.dtype) -> Basis:
+    """The orthonormal basis that keeps most of the trace of Gram matrices given by run."""
+    if grouping.groups == 1:
+        gram = gram.sum(dim=0, keepdim=True)
+    columns = leading_eigenvectors(gram, rank * grouping.width)
+    return orthonormal_basis(columns.to(dtype), grouping)
+
+
+def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Minimise ``||G^½ (I - down upᵀ) W^½||`` over pairs of `count` columns.
+
+    By Eckart–Young the best approximation of G^½ W^½ of that rank is its truncated SVD U S Vᵀ =
+    G^½ W^½ V Vᵀ, which is attained by down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
+
+    Parameters
+    ----------
+    gram, weight : Tensor
+        Positive semidefinite, (runs, p, p). Eigenvalues of the weight are kept above
+        `RELATIVE_FLOOR` of the largest, so that its inverse exists.
+
+    Returns
+    -------
+    tuple of Tensor
+        down and up, (runs, p, count).
+    """
+    values, vectors = torch.linalg.eigh(weight)
+    values = torch.maximum(values, RELATIVE_FLOOR * values[..., -1:])
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT
+    right = leading_eigenvectors(root @ gram @ root, count)
+    return root @ right, inverse_root @ right

@@ -1,0 +1,129 @@
+"""What a solver promises a study."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from manifoldkv.basis import Basis
+from manifoldkv.errors import DivergenceError
+from manifoldkv.objectives.base import Batch, Objective, Problem
+from manifoldkv.registry import Registry
+
+Status = Literal["exact", "converged", "stopped early", "all steps taken"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Parameters
+    ----------
+    basis : Basis
+        In the dtype of the calibration data.
+    history : list of float
+        Training loss, per step or per epoch as the solver says; empty for a closed form.
+    status : str
+        ``"exact"`` (closed form), ``"converged"`` (no further descent), ``"stopped early"``
+        (patience ran out) or ``"all steps taken"``.
+    """
+
+    basis: Basis
+    history: list[float]
+    status: Status
+
+
+class Solver(ABC):
+    """Minimises a problem. Hyper-parameters are fields of the subclass."""
+
+    def accepts(
+        self, objective: Objective, site: Literal["key", "value"], grouping: str | int
+    ) -> tuple[bool, str]:
+        """Whether this solver can solve the problems of an objective, and why not."""
+        return True, ""
+
+    @abstractmethod
+    def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
+        """Find a basis.
+
+        Parameters
+        ----------
+        problem : Problem
+            From an objective.
+        rank : int
+            Per KV head, 1 to head_dim.
+        seed : int
+            Of everything random. Same seed, same machine, same thread count: same basis.
+
+        Raises
+        ------
+        RankError
+            If the rank does not fit.
+        UnsolvableError
+            If the solver cannot solve this problem.
+        DivergenceError
+            If a loss is not finite; no basis is returned then.
+        """
+
+
+SOLVERS: Registry[Solver] = Registry("solver", "manifoldkv.solvers")
+register_solver = SOLVERS.register
+
+
+def checked(loss: Tensor, problem: Problem, step: int) -> float:
+    """The value of a loss.
+
+    Raises
+    ------
+    DivergenceError
+        If it is not finite.
+    """
+    value = loss.item()
+    if not math.isfinite(value):
+        raise DivergenceError(
+            f"the loss is {value} at step {step} of layer {problem.activations.layer}, "
+            f"{problem.site}s; try a smaller learning rate"
+        )
+    return value
+
+
+def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
+    """A progress bar where a person is watching."""
+    label = f"layer {problem.activations.layer} {problem.site}s"
+    yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
+
+
+def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
+    """One random position out of each of `count` equal parts, (count,); None if that is all."""
+    if count >= length:
+        return None
+    edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
+    within = torch.rand(count, generator=generator, dtype=torch.float64)
+    rows = (edges[:-1] + within * edges.diff()).floor()
+    return rows.clamp(max=length - 1).long()
+
+
+def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
+    """Indices of `count` sequences without repetition; all of them if there are fewer."""
+    return torch.randperm(total, generator=generator)[:count]
+
+
+__all__ = [
+    "SOLVERS",
+    "Batch",
+    "Solution",
+    "Solver",
+    "checked",
+    "progress",
+    "random_sequences",
+    "register_solver",
+    "stratified_rows",
+]

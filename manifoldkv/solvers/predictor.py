@@ -1,0 +1,131 @@
+"""The paper's solver: an MLP predicts the basis from statistics (Alg. stiefattention)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.solvers.base import Solution, Solver, Status, checked, progress, register_solver
+
+
+class BasisPredictor(nn.Module):
+    """[μ; σ²] to an orthonormal matrix: three hidden layers (linear, LayerNorm, GELU), head, QR.
+
+    Parameters
+    ----------
+    features : int
+        Width of the statistics, 2·p.
+    hidden : int
+        Width of the hidden layers.
+    columns : int
+        Columns of the p×columns matrix that is predicted. The paper predicts p×p and uses the
+        leading columns; the others get no gradient through QR, so they are not predicted.
+    """
+
+    def __init__(self, features: int, hidden: int, columns: int) -> None:
+        super().__init__()
+        self.shape = (features // 2, columns)
+        widths = [features, hidden, hidden, hidden]
+        blocks = [
+            nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in pairwise(widths)
+        ]
+        self.layers = nn.Sequential(*blocks, nn.Linear(hidden, features // 2 * columns))
+
+    def forward(self, statistics: Tensor) -> Tensor:
+        """(2·p,) to (p, columns) with orthonormal columns."""
+        return torch.linalg.qr(self.layers(statistics).view(self.shape)).Q
+
+
+@register_solver("predictor")
+@dataclass(frozen=True)
+class Predictor(Solver):
+    """Trains one `BasisPredictor` per basis with AdamW under a cosine schedule.
+
+    The defaults are the paper's. The history is the mean training loss of each epoch; it is what
+    patience watches.
+
+    Parameters
+    ----------
+    epochs : int
+        At most this many passes over the calibration sequences.
+    patience : int
+        Stop after so many epochs in a row without an improvement of `delta`.
+    delta : float
+        Smallest improvement of an epoch's mean loss that counts.
+    learning_rate, weight_decay : float
+        Of AdamW.
+    key_batch, value_batch : int
+        Sequences per step.
+    hidden_per_head_dim : int
+        Hidden width as a multiple of head_dim (the paper gives none).
+    """
+
+    epochs: int = 50
+    patience: int = 5
+    delta: float = 1e-6
+    learning_rate: float = 5e-3
+    weight_decay: float = 1e-4
+    key_batch: int = 1
+    value_batch: int = 4
+    hidden_per_head_dim: int = 4
+
+    def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
+        check_rank(rank, problem.activations.head_dim)
+        statistics = problem.statistics()
+        predictors = self._build(problem, statistics, rank, seed)
+        sequences = problem.activations.sequences
+        batch_size = min(sequences, self.key_batch if problem.site == "key" else self.value_batch)
+        steps_per_epoch = -(-sequences // batch_size)
+        optimizer = torch.optim.AdamW(
+            predictors.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
+        )
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=self.epochs * steps_per_epoch
+        )
+        generator = torch.Generator().manual_seed(seed)
+        history: list[float] = []
+        status: Status = "all steps taken"
+        for epoch in progress(range(self.epochs), problem):
+            total = 0.0
+            order = torch.randperm(sequences, generator=generator).to(statistics.device)
+            for i, chunk in enumerate(order.split(batch_size)):
+                basis = self._predict(predictors, statistics, problem)
+                loss = problem.loss(basis, Batch(chunk))
+                total += checked(loss, problem, epoch * steps_per_epoch + i) * len(chunk)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward(inputs=list(predictors.parameters()))
+                optimizer.step()
+                schedule.step()
+            history.append(total / sequences)
+            if self._without_improvement(history) >= self.patience:
+                status = "stopped early"
+                break
+        with torch.no_grad():
+            columns = self._predict(predictors, statistics, problem).down
+        return Solution(orthonormal_basis(columns, problem.grouping), history, status)
+
+    def _build(self, problem: Problem, statistics: Tensor, rank: int, seed: int) -> nn.ModuleList:
+        hidden = self.hidden_per_head_dim * problem.activations.head_dim
+        columns = rank * problem.grouping.width
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            predictors = [BasisPredictor(statistics.shape[-1], hidden, columns) for _ in statistics]
+        return nn.ModuleList(predictors).to(statistics)
+
+    @staticmethod
+    def _predict(predictors: nn.ModuleList, statistics: Tensor, problem: Problem) -> Basis:
+        columns = torch.stack([p(s) for p, s in zip(predictors, statistics, strict=True)])
+        return Basis(columns, columns, problem.grouping)
+
+    def _without_improvement(self, history: list[float]) -> int:
+        """Epochs since the mean loss last fell by `delta` below the best one before."""
+        best, since = float("inf"), 0
+        for value in history:
+            since = 0 if value < best - self.delta else since + 1
+            best = min(best, value)
+        return since

@@ -1,0 +1,94 @@
+"""Riemannian Adam over geoopt's Stiefel manifold, on sampled query rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import geoopt
+import torch
+from torch import Tensor
+
+from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.solvers.base import (
+    Solution,
+    Solver,
+    checked,
+    progress,
+    random_sequences,
+    register_solver,
+    stratified_rows,
+)
+
+
+@register_solver("riemannian-adam")
+@dataclass(frozen=True)
+class RiemannianAdam(Solver):
+    """Moves the basis itself along the manifold, from a closed form or a random point.
+
+    Every step draws new sequences and new query rows, so that the rows that are looked at never
+    become the rows that are fitted. The learning rate falls to zero along a cosine. A problem whose
+    whole loss is cheap (`Problem.full_batch_is_cheap`) is solved on all its data. The history is
+    the loss of each step.
+
+    Parameters
+    ----------
+    steps : int
+        Steps taken.
+    learning_rate : float
+        At the start. geoopt's Adam normalises a step by the norm of the gradient over a whole
+        matrix, so this is nearly the length of a step on the manifold.
+    metric : {"canonical", "euclidean"}
+        Metric of the Stiefel manifold.
+    sequences_per_step, rows_per_sequence : int
+        Size of a sample.
+    start : {"initial", "random"}
+        `Problem.initial`, or a random point.
+    """
+
+    steps: int = 500
+    learning_rate: float = 3.0
+    metric: Literal["canonical", "euclidean"] = "canonical"
+    sequences_per_step: int = 8
+    rows_per_sequence: int = 32
+    start: Literal["initial", "random"] = "initial"
+
+    def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
+        check_rank(rank, problem.activations.head_dim)
+        generator = torch.Generator().manual_seed(seed)
+        manifold = geoopt.Stiefel(canonical=self.metric == "canonical")
+        start = self._start(problem, rank, generator)
+        columns = geoopt.ManifoldParameter(start, manifold=manifold)
+        optimizer = geoopt.optim.RiemannianAdam([columns], lr=self.learning_rate, stabilize=10)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
+        history: list[float] = []
+        for step in progress(range(self.steps), problem):
+            basis = Basis(columns, columns, problem.grouping)
+            loss = problem.loss(basis, self._batch(problem, generator))
+            history.append(checked(loss, problem, step))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward(inputs=[columns])
+            optimizer.step()
+            schedule.step()
+        final = manifold.projx(columns.detach())
+        return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
+
+    def _start(self, problem: Problem, rank: int, generator: torch.Generator) -> Tensor:
+        if self.start == "initial":
+            return problem.initial(rank).down.clone()
+        grouping = problem.grouping
+        size = problem.activations.head_dim * grouping.width
+        normal = torch.randn(
+            grouping.groups, size, rank * grouping.width, generator=generator, dtype=torch.float64
+        )
+        return torch.linalg.qr(normal).Q.to(problem.activations.keys)
+
+    def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
+        if problem.full_batch_is_cheap:
+            return None
+        activations = problem.activations
+        device = activations.keys.device
+        sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
+        rows = stratified_rows(activations.length, self.rows_per_sequence, generator)
+        return Batch(sequences.to(device), None if rows is None else rows.to(device))

@@ -1,0 +1,550 @@
+"""Which objective, and which solver, gives the best low-rank basis of each layer?
+
+    python studies/compare_objectives.py
+    python studies/compare_objectives.py --model Qwen/Qwen3-0.6B --text wikitext:wikitext-2-raw-v1
+    python studies/compare_objectives.py --objectives eigen-attention layer-output --layers 0 5
+
+Every objective is solved with every solver that can solve it, per layer, site and rank, on
+calibration text; the bases are then measured on held-out text. Written into --out: results.csv
+(one row per measurement, as they come), summary.md (means over layers) and three figures. A run
+that was interrupted goes on after its last finished layer when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from manifoldkv.activations import LayerActivations, Rotary, Site, capture
+from manifoldkv.basis import Basis, HeadGrouping, parse_grouping, rank_from_ratio
+from manifoldkv.calibration import HELP as TEXT_HELP
+from manifoldkv.calibration import open_text, sample_tokens
+from manifoldkv.diagnostics import layer_errors
+from manifoldkv.docstrings import Split
+from manifoldkv.errors import ManifoldKVError, OutputError, RankError, UnsolvableError
+from manifoldkv.figures import (
+    error_against_rank,
+    error_against_seconds,
+    errors_per_layer,
+    save_figure,
+)
+from manifoldkv.models import attention_of, decoder_layers, load_model
+from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.solvers import SOLVERS, Solver
+from manifoldkv.solvers.predictor import Predictor
+from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_MODEL = HERE / "reference_models" / "reference-llama"
+SITES = ("key", "value", "both")
+SPLITS: tuple[Split, ...] = ("calibration", "held-out")
+EXACT = "exact"
+"""Stands for the grouping of a site whose keys or values are left as they are."""
+ERRORS = ("attention_output_error", "layer_output_error", "cosine_similarity")
+PROBE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the rows of a run; equal settings, equal rows (but for the seconds)."""
+
+    model: str
+    text: str
+    eval_text: str | None
+    objectives: list[str]
+    solvers: list[str]
+    rank_ratios: list[float]
+    layers: list[int] | None
+    sites: list[str]
+    key_grouping: str | int
+    value_grouping: str | int
+    rotary: Rotary
+    sequences: int
+    sequence_length: int
+    seeds: list[int]
+    quick: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An objective with a solver that can solve it, for one site under one head grouping."""
+
+    objective: str
+    solver: str
+    site: Site
+    grouping: str | int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of results.csv."""
+
+    model: str
+    layer: int
+    site: str
+    objective: str
+    solver: str
+    key_grouping: str | int
+    value_grouping: str | int
+    rotary: str
+    rank: int
+    rank_ratio: float
+    split: str
+    attention_output_error: float
+    layer_output_error: float
+    cosine_similarity: float
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A basis and what it took."""
+
+    pair: Pair
+    rank: int
+    seed: int
+    basis: Basis
+    seconds: float
+
+
+def main() -> int:
+    settings, out = parse_arguments()
+    try:
+        return run(settings, out)
+    except ManifoldKVError as error:
+        print(f"compare_objectives: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_arguments() -> tuple[Settings, Path]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(DEFAULT_MODEL), help="local folder or Hub id (reference-llama)")
+    add("--text", default="docstrings", help=f"calibration text: {TEXT_HELP} (%(default)s)")
+    add("--eval-text", help="held-out text; without it a fifth of --text is held out")
+    add("--objectives", nargs="+", metavar="NAME", help=f"of {', '.join(OBJECTIVES.names())} (all)")
+    add("--solvers", nargs="+", metavar="NAME", help=f"of {', '.join(SOLVERS.names())} (all)")
+    add("--rank-ratios", nargs="+", type=float, metavar="R", help="rank / head_dim (0.5 0.75)")
+    add("--layers", nargs="+", type=int, metavar="L", help="layer indices from 0 (all)")
+    add("--sites", nargs="+", choices=SITES, default=list(SITES), help="what is projected (all)")
+    add("--key-grouping", default="shared", help="shared, all or heads per basis (%(default)s)")
+    add("--value-grouping", default="1", help="shared, all or heads per basis (%(default)s)")
+    add(
+        "--rotary",
+        choices=("pre", "post"),
+        default="pre",
+        help="project keys before or after rotation (%(default)s)",
+    )
+    add("--sequences", type=int, help="sequences of each split (32)")
+    add("--sequence-length", type=int, help="tokens per sequence (256)")
+    add("--seeds", nargs="+", type=int, default=[0], help="one run of the solvers each (0)")
+    add("--out", type=Path, help="output folder (figures/compare_objectives/<model>)")
+    add("--quick", action="store_true", help="a small run with capped solvers, under 90 seconds")
+    given = parser.parse_args()
+    if given.sequences is not None and given.sequences < 1:
+        parser.error("--sequences must be at least 1")
+    if given.sequence_length is not None and given.sequence_length < 2:
+        parser.error("--sequence-length must be at least 2")
+    settings = Settings(
+        model=given.model,
+        text=given.text,
+        eval_text=given.eval_text,
+        objectives=given.objectives or OBJECTIVES.names(),
+        solvers=given.solvers or SOLVERS.names(),
+        rank_ratios=given.rank_ratios or ([0.5] if given.quick else [0.5, 0.75]),
+        layers=given.layers,
+        sites=given.sites,
+        key_grouping=given.key_grouping,
+        value_grouping=given.value_grouping,
+        rotary=given.rotary,
+        sequences=given.sequences or (8 if given.quick else 32),
+        sequence_length=given.sequence_length or (128 if given.quick else 256),
+        seeds=given.seeds,
+        quick=given.quick,
+    )
+    folder = "compare_objectives_quick" if given.quick else "compare_objectives"
+    default_out = HERE.parent / "figures" / folder / Path(given.model).name
+    return settings, given.out or default_out
+
+
+def run(settings: Settings, out: Path) -> int:
+    settings = dataclasses.replace(
+        settings,
+        key_grouping=parse_grouping(settings.key_grouping),
+        value_grouping=parse_grouping(settings.value_grouping),
+    )
+    pairs, skipped = solvable_pairs(settings)
+    check_writable(out)
+    model, tokenizer = load_model(settings.model)
+    layers = check_against_model(settings, model)
+    tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
+    results = Results(out, settings)
+    pending = [layer for layer in layers if layer not in results.finished_layers]
+    try:
+        measure_layers(settings, pairs, model, tokens, pending, results)
+    except KeyboardInterrupt:
+        print(
+            f"\ninterrupted; {len(results.rows)} rows are kept in {results.path}", file=sys.stderr
+        )
+        return 130
+    report(results.frame(), settings, skipped, out)
+    print((out / "summary.md").read_text(encoding="utf-8"))
+    print(f"written to {out}")
+    return 0
+
+
+# Checks, before any long work
+
+
+def solvable_pairs(settings: Settings) -> tuple[list[Pair], list[str]]:
+    """All pairs that can be solved, and a line for each that cannot.
+
+    Raises
+    ------
+    UnsolvableError
+        If none can.
+    """
+    pairs: list[Pair] = []
+    skipped: list[str] = []
+    solvers = {name: build_solver(name, settings.quick) for name in settings.solvers}
+    for objective_name in settings.objectives:
+        objective = OBJECTIVES.get(objective_name)()
+        for solver_name, solver in solvers.items():
+            for site, grouping in wanted_sites(settings):
+                accepted, reason = solver.accepts(objective, site, grouping)
+                if accepted:
+                    pairs.append(Pair(objective_name, solver_name, site, grouping))
+                    continue
+                line = f"{objective_name} by {solver_name}, {site}s: {reason}"
+                if grouping == "shared" and solver.accepts(objective, site, 1)[0]:
+                    pairs.append(Pair(objective_name, solver_name, site, 1))
+                    line += " (rows with grouping 1 are given instead)"
+                skipped.append(line)
+    if not pairs:
+        raise UnsolvableError("nothing to solve: " + "; ".join(skipped))
+    return pairs, skipped
+
+
+def wanted_sites(settings: Settings) -> Iterator[tuple[Site, str | int]]:
+    if "key" in settings.sites or "both" in settings.sites:
+        yield "key", settings.key_grouping
+    if "value" in settings.sites or "both" in settings.sites:
+        yield "value", settings.value_grouping
+
+
+def build_solver(name: str, quick: bool) -> Solver:
+    """The solver with its defaults, or with a tenth of its steps."""
+    if quick and name == "predictor":
+        return Predictor(epochs=5)
+    if quick and name == "riemannian-adam":
+        return RiemannianAdam(steps=60)
+    return SOLVERS.get(name)()
+
+
+def check_against_model(settings: Settings, model: PreTrainedModel) -> list[int]:
+    """The layers to measure, after ranks, groupings and layers were held against the model."""
+    modules = decoder_layers(model)
+    layers = settings.layers if settings.layers is not None else list(range(len(modules)))
+    for layer in layers:
+        if not 0 <= layer < len(modules):
+            raise ManifoldKVError(f"--layers {layer}: the model has layers 0 to {len(modules) - 1}")
+    head_dim = attention_of(modules[0]).head_dim
+    for ratio in settings.rank_ratios:
+        rank_from_ratio(ratio, head_dim)
+    heads = model.config.get_text_config().num_key_value_heads
+    for grouping in (settings.key_grouping, settings.value_grouping):
+        HeadGrouping(grouping, heads)
+    longest = model.config.get_text_config().max_position_embeddings
+    if settings.sequence_length > longest:
+        raise RankError(
+            f"--sequence-length {settings.sequence_length} is longer than the {longest} positions "
+            "of the model"
+        )
+    return sorted(set(layers))
+
+
+def check_writable(out: Path) -> None:
+    """Write a few megabytes into the folder and remove them again."""
+    probe = out / ".probe"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(PROBE_BYTES))
+    except OSError as error:
+        raise OutputError(f"cannot write to --out {out}: {error.strerror}") from error
+    finally:
+        if probe.exists():
+            probe.unlink()
+
+
+def read_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase, split: Split) -> Tensor:
+    """Token ids (sequences, length) of the calibration or held-out text."""
+    name = settings.text
+    part: Split | None = split
+    if settings.eval_text is not None:
+        name, part = (settings.text if split == "calibration" else settings.eval_text), None
+    return sample_tokens(
+        open_text(name),
+        tokenizer,
+        sequences=settings.sequences,
+        length=settings.sequence_length,
+        split=part,
+    )
+
+
+# Measuring
+
+
+class Results:
+    """results.csv, row by row, and which layers of an earlier run of these settings it holds."""
+
+    def __init__(self, out: Path, settings: Settings) -> None:
+        self.path = out / "results.csv"
+        self._settings_path = out / "settings.json"
+        self.rows: list[dict] = []
+        described = json.dumps(asdict(settings), indent=2) + "\n"
+        if self.path.exists() and self._settings_path.exists():
+            state = json.loads(self._settings_path.read_text(encoding="utf-8"))
+            self.finished_layers = set(state.pop("finished_layers", []))
+            if json.dumps(state, indent=2) + "\n" == described and self.finished_layers:
+                frame = pd.read_csv(self.path)
+                kept = frame[frame["layer"].isin(self.finished_layers)]
+                self.rows = kept.to_dict("records")
+                done = ", ".join(map(str, sorted(self.finished_layers)))
+                print(f"{self.path} already has layer {done}; delete it to measure afresh")
+        if not self.rows:
+            self.finished_layers = set()
+        self._state = asdict(settings)
+        self._write_all()
+
+    def add(self, row: Row) -> None:
+        self.rows.append(asdict(row))
+        try:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns()).writerow(asdict(row))
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def finish_layer(self, layer: int) -> None:
+        self.finished_layers.add(layer)
+        state = self._state | {"finished_layers": sorted(self.finished_layers)}
+        self._settings_path.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows, columns=self._columns())
+
+    def _write_all(self) -> None:
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns())
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+    @staticmethod
+    def _columns() -> list[str]:
+        return [field.name for field in dataclasses.fields(Row)]
+
+
+def measure_layers(
+    settings: Settings,
+    pairs: list[Pair],
+    model: PreTrainedModel,
+    tokens: dict[Split, Tensor],
+    layers: list[int],
+    results: Results,
+) -> None:
+    if not layers:
+        return
+    jobs = [
+        (pair, ratio, seed)
+        for pair in pairs
+        for ratio in settings.rank_ratios
+        for seed in (settings.seeds[:1] if pair.solver == "closed-form" else settings.seeds)
+    ]
+    captured = zip(*(capture(model, tokens[split], layers) for split in SPLITS), strict=True)
+    with tqdm(total=len(layers) * len(jobs), unit="solve", disable=None) as bar:
+        for calibration, held_out in captured:
+            activations = {"calibration": calibration, "held-out": held_out}
+            solved: list[Solved] = []
+            for pair, ratio, seed in jobs:
+                bar.set_description(
+                    f"layer {calibration.layer} {pair.site}s {pair.objective} {pair.solver}"
+                )
+                solved.append(solve(settings, pair, ratio, seed, calibration))
+                if pair.site in settings.sites:
+                    measure(settings, [solved[-1]], activations, results)
+                bar.update()
+            if "both" in settings.sites:
+                for couple in couples(solved):
+                    measure(settings, couple, activations, results)
+            results.finish_layer(calibration.layer)
+
+
+def solve(
+    settings: Settings, pair: Pair, ratio: float, seed: int, activations: LayerActivations
+) -> Solved:
+    grouping = HeadGrouping(pair.grouping, activations.kv_heads)
+    rank = rank_from_ratio(ratio, activations.head_dim)
+    solver = build_solver(pair.solver, settings.quick)
+    began = time.perf_counter()
+    problem = OBJECTIVES.get(pair.objective)().problem(
+        activations, pair.site, grouping, settings.rotary
+    )
+    solution = solver.solve(problem, rank, seed)
+    return Solved(pair, rank, seed, solution.basis, time.perf_counter() - began)
+
+
+def couples(solved: list[Solved]) -> Iterator[list[Solved]]:
+    """Key and value bases of the same objective, solver, rank and seed."""
+    values = {
+        (s.pair.objective, s.pair.solver, s.rank, s.seed): s
+        for s in solved
+        if s.pair.site == "value"
+    }
+    for s in solved:
+        partner = values.get((s.pair.objective, s.pair.solver, s.rank, s.seed))
+        if s.pair.site == "key" and partner is not None:
+            yield [s, partner]
+
+
+def measure(
+    settings: Settings,
+    solved: list[Solved],
+    activations: dict[str, LayerActivations],
+    results: Results,
+) -> None:
+    by_site = {s.pair.site: s for s in solved}
+    key, value = by_site.get("key"), by_site.get("value")
+    for split, measured in activations.items():
+        errors = layer_errors(
+            measured,
+            key.basis if key else None,
+            value.basis if value else None,
+            rotary=settings.rotary,
+        )
+        results.add(
+            Row(
+                model=Path(settings.model).name,
+                layer=measured.layer,
+                site="both" if len(solved) == 2 else solved[0].pair.site,
+                objective=solved[0].pair.objective,
+                solver=solved[0].pair.solver,
+                key_grouping=key.pair.grouping if key else EXACT,
+                value_grouping=value.pair.grouping if value else EXACT,
+                rotary=settings.rotary,
+                rank=solved[0].rank,
+                rank_ratio=solved[0].rank / measured.head_dim,
+                split=split,
+                seconds=sum(s.seconds for s in solved),
+                seed=solved[0].seed,
+                **asdict(errors),
+            )
+        )
+
+
+# Reporting
+
+
+def report(results: pd.DataFrame, settings: Settings, skipped: list[str], out: Path) -> None:
+    try:
+        (out / "summary.md").write_text(summary(results, settings, skipped), encoding="utf-8")
+        save_figure(errors_per_layer(results), out / "errors_per_layer")
+        save_figure(error_against_rank(results), out / "error_against_rank")
+        if set(results["site"]) != {"both"}:
+            save_figure(error_against_seconds(results), out / "error_against_seconds")
+    except OSError as error:
+        raise OutputError(f"cannot write to {out}: {error.strerror}") from error
+
+
+def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> str:
+    held_out = results[results["split"] == "held-out"]
+    layers = sorted(set(held_out["layer"]))
+    lines = [
+        f"# Objectives and solvers on {Path(settings.model).name}",
+        "",
+        f"Errors on held-out text, means over {len(layers)} layers "
+        f"({', '.join(map(str, layers))}) and seeds {settings.seeds}; best of each column in bold. "
+        f"Text: {settings.text}"
+        + (f", evaluated on {settings.eval_text}" if settings.eval_text else ", a fifth held out")
+        + f"; {settings.sequences} sequences of {settings.sequence_length} tokens in each split, "
+        f"sampler `consecutive`. Keys are projected {settings.rotary}-rotation, the other site is "
+        f"exact unless the table says both. Seconds are per layer, on {torch.get_num_threads()} "
+        "threads.",
+    ]
+    if settings.quick:
+        lines += ["", "**Quick run:** predictor capped at 5 epochs, riemannian-adam at 60 steps."]
+    if settings.rotary == "pre" and "kq-svd" in settings.objectives:
+        lines += ["", "kq-svd uses unrotated queries and keys here, as keys are stored unrotated."]
+    for site in SITES:
+        for rank, part in held_out[held_out["site"] == site].groupby("rank"):
+            ratio = part["rank_ratio"].iloc[0]
+            title = {"key": "Keys", "value": "Values", "both": "Keys and values"}[site]
+            lines += ["", f"## {title}, rank {rank} (ratio {ratio:.3g})", "", table(part)]
+            lines += ["", story(part)]
+    if skipped:
+        lines += ["", "## Not solved", "", *[f"- {line}" for line in skipped]]
+    lines += ["", f"Command: `{command()}`", ""]
+    return "\n".join(lines)
+
+
+def table(part: pd.DataFrame) -> str:
+    keys = ["objective", "solver", "key_grouping", "value_grouping"]
+    by_seed = part.groupby([*keys, "seed"], sort=False)[[*ERRORS, "seconds"]].mean()
+    means = by_seed.groupby(level=keys, sort=False).mean()
+    spread = by_seed.groupby(level=keys, sort=False).std()
+    cells = pd.DataFrame(index=means.index)
+    for column in ERRORS:
+        best = means[column].max() if column == "cosine_similarity" else means[column].min()
+        cells[column.replace("_", " ")] = [
+            bold(f"{mean:.4f}" + (f" ± {std:.4f}" if std == std else ""), mean == best)
+            for mean, std in zip(means[column], spread[column], strict=True)
+        ]
+    cells["seconds"] = [f"{seconds:.2f}" for seconds in means["seconds"]]
+    return markdown(cells.reset_index().rename(columns=lambda name: name.replace("_", " ")))
+
+
+def story(part: pd.DataFrame) -> str:
+    """Who is best where: the paper expects SVD-type bases at the attention output."""
+    means = part.groupby("objective")[list(ERRORS)].min()
+    attention = means["attention_output_error"].idxmin()
+    layer = means["layer_output_error"].idxmin()
+    return (
+        f"Lowest attention-output error: {attention}; lowest layer-output error: {layer} "
+        "(best layer and solver of each objective aside, the table has the means)."
+    )
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    rows = [
+        list(frame.columns),
+        ["---"] * len(frame.columns),
+        *frame.astype(str).to_numpy().tolist(),
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def bold(text: str, yes: bool) -> str:
+    return f"**{text}**" if yes else text
+
+
+def command() -> str:
+    return shlex.join(["python", "studies/compare_objectives.py", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
