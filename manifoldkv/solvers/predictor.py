@@ -82,7 +82,10 @@ class Predictor(Solver):
         batch_size = min(sequences, self.key_batch if problem.site == "key" else self.value_batch)
         steps_per_epoch = -(-sequences // batch_size)
         optimizer = torch.optim.AdamW(
-            predictors.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
+            predictors.parameters(),
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            fused=True,
         )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             optimizer, T_max=self.epochs * steps_per_epoch

@@ -1,0 +1,244 @@
+"""Laws every objective and every solver obeys, as test classes to inherit.
+
+    from manifoldkv.testing import ObjectiveConformance
+
+    class TestMine(ObjectiveConformance):
+        objective = MyObjective()
+
+pytest collects the inherited tests. They run on a tiny random Llama in float64, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manifoldkv.activations import Batch, LayerActivations, Rotary, Site, capture
+from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
+from manifoldkv.errors import DivergenceError, RankError, UnsolvableError
+from manifoldkv.objectives.base import Objective, Problem
+from manifoldkv.objectives.k_svd import KSVD
+from manifoldkv.solvers.base import Solver
+
+HEAD_DIM = 8
+KV_HEADS = 2
+
+
+@cache
+def tiny_activations(dtype: torch.dtype = torch.float64) -> LayerActivations:
+    """Layer 1 of a random Llama with 4 query heads and 2 KV heads of 8, 6 sequences of 16."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=64,
+            initializer_range=0.3,  # attention that looks somewhere
+        )
+        model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+        tokens = torch.randint(64, (6, 16))
+    return next(iter(capture(model, tokens, [1])))
+
+
+def random_basis(rank: int, grouping: HeadGrouping, seed: int) -> Basis:
+    """A uniformly random orthonormal basis in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    size = HEAD_DIM * grouping.width
+    shape = (grouping.groups, size, rank * grouping.width)
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return orthonormal_basis(torch.linalg.qr(normal).Q, grouping)
+
+
+class ObjectiveConformance:
+    """Inherit, set `objective`, and narrow `sites`, `groupings` or `rotaries` if need be."""
+
+    objective: Objective
+    sites: ClassVar[tuple[Site, ...]] = ("key", "value")
+    groupings: ClassVar[tuple[str | int, ...]] = ("shared", 1, "all")
+    rotaries: ClassVar[tuple[Rotary, ...]] = ("pre", "post")
+
+    def problems(self) -> Iterator[Problem]:
+        for site, name, rotary in product(self.sites, self.groupings, self.rotaries):
+            grouping = HeadGrouping(name, KV_HEADS)
+            yield self.objective.problem(tiny_activations(), site, grouping, rotary)
+
+    def test_full_rank_costs_nothing(self) -> None:
+        for problem in self.problems():
+            assert abs(problem.loss(random_basis(HEAD_DIM, problem.grouping, 0)).item()) < 1e-6
+
+    def test_less_than_full_rank_costs_something(self) -> None:
+        for problem in self.problems():
+            loss = problem.loss(random_basis(HEAD_DIM // 2, problem.grouping, 0)).item()
+            assert math.isfinite(loss)
+            assert loss > 1e-4
+
+    def test_loss_sees_the_projector_only(self) -> None:
+        for problem in self.problems():
+            basis = random_basis(3, problem.grouping, 0)
+            columns = basis.down.shape[-1]
+            generator = torch.Generator().manual_seed(1)
+            mixing = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
+            rotation = torch.linalg.qr(mixing).Q
+            rotated = Basis(basis.down @ rotation, basis.up @ rotation, basis.grouping)
+            oblique = Basis(
+                basis.down @ mixing, basis.up @ torch.linalg.inv(mixing).mT, basis.grouping
+            )
+            expected = problem.loss(basis)
+            torch.testing.assert_close(problem.loss(rotated), expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(problem.loss(oblique), expected, rtol=1e-5, atol=1e-7)
+
+    def test_gradient_is_the_slope_of_the_loss(self) -> None:
+        for problem in self.problems():
+            columns = random_basis(3, problem.grouping, 0).down.clone().requires_grad_()
+            direction = random_basis(3, problem.grouping, 1).down
+
+            def loss_at(p: Tensor, problem: Problem = problem) -> Tensor:
+                return problem.loss(Basis(p, p, problem.grouping))
+
+            (gradient,) = torch.autograd.grad(loss_at(columns), [columns])
+            step = 1e-4
+            ahead = loss_at(columns.detach() + step * direction)
+            behind = loss_at(columns.detach() - step * direction)
+            slope = (ahead - behind) / (2 * step)
+            torch.testing.assert_close((gradient * direction).sum(), slope, rtol=2e-2, atol=2e-3)
+
+    def test_without_a_batch_all_data_count(self) -> None:
+        for problem in self.problems():
+            basis = random_basis(3, problem.grouping, 0)
+            everything = Batch(torch.arange(problem.activations.sequences))
+            torch.testing.assert_close(problem.loss(basis), problem.loss(basis, everything))
+
+    def test_start_is_orthonormal(self) -> None:
+        for problem in self.problems():
+            basis = problem.initial(3)
+            assert basis.rank == 3
+            assert basis.orthonormal
+            assert_orthonormal(basis)
+
+    def test_closed_form_is_optimal_or_refused(self) -> None:
+        for problem in self.problems():
+            exists, reason = self.objective.has_closed_form(problem.site, problem.grouping.name)
+            if not exists:
+                assert reason
+                try:
+                    problem.closed_form(3)
+                except UnsolvableError:
+                    continue
+                raise AssertionError("closed_form answers although has_closed_form denies it")
+            best = problem.loss(problem.closed_form(3)).item()
+            for seed in range(5):
+                assert best <= problem.loss(random_basis(3, problem.grouping, seed)).item() + 1e-12
+            assert best <= problem.loss(problem.initial(3)).item() + 1e-12
+
+    def test_closed_form_improves_with_rank(self) -> None:
+        for problem in self.problems():
+            if self.objective.has_closed_form(problem.site, problem.grouping.name)[0]:
+                losses = [problem.loss(problem.closed_form(r)).item() for r in (1, 3, 6, HEAD_DIM)]
+                assert losses == sorted(losses, reverse=True)
+                assert losses[-1] < 1e-6
+
+
+class SolverConformance:
+    """Inherit and set `solver`; `objective` is what it is tried on."""
+
+    solver: Solver
+    objective: Objective = KSVD()
+    groupings: ClassVar[tuple[str | int, ...]] = ("shared", 1, "all")
+
+    def problems(self, dtype: torch.dtype = torch.float64) -> Iterator[Problem]:
+        for site, name in product(("key", "value"), self.groupings):
+            grouping = HeadGrouping(name, KV_HEADS)
+            if self.solver.accepts(self.objective, site, name)[0]:  # type: ignore[arg-type]
+                yield self.objective.problem(tiny_activations(dtype), site, grouping)  # type: ignore[arg-type]
+
+    def test_basis_has_the_rank_and_dtype_asked_for(self) -> None:
+        for dtype in (torch.float32, torch.float64):
+            for problem in self.problems(dtype):
+                basis = self.solver.solve(problem, 3).basis
+                assert basis.rank == 3
+                assert basis.head_dim == HEAD_DIM
+                assert basis.down.dtype == dtype
+                assert not basis.down.requires_grad
+
+    def test_basis_is_a_projector(self) -> None:
+        for problem in self.problems():
+            basis = self.solver.solve(problem, 3).basis
+            projector = basis.projector()
+            torch.testing.assert_close(projector @ projector, projector, rtol=0, atol=1e-8)
+            if basis.orthonormal:
+                assert_orthonormal(basis)
+
+    def test_full_rank_costs_nothing(self) -> None:
+        for problem in self.problems():
+            assert abs(problem.loss(self.solver.solve(problem, HEAD_DIM).basis).item()) < 1e-6
+
+    def test_solution_beats_random_bases(self) -> None:
+        for problem in self.problems():
+            found = problem.loss(self.solver.solve(problem, 3).basis).item()
+            for seed in range(5):
+                assert found < problem.loss(random_basis(3, problem.grouping, seed)).item()
+
+    def test_same_seed_gives_the_same_bytes(self) -> None:
+        for problem in self.problems():
+            first, second = (self.solver.solve(problem, 3, seed=7).basis for _ in range(2))
+            assert torch.equal(first.down, second.down)
+            assert torch.equal(first.up, second.up)
+
+    def test_global_random_state_is_left_alone(self) -> None:
+        for problem in self.problems():
+            before = torch.get_rng_state()
+            self.solver.solve(problem, 3, seed=7)
+            assert torch.equal(before, torch.get_rng_state())
+
+    def test_impossible_ranks_are_refused(self) -> None:
+        for problem in self.problems():
+            for rank in (0, HEAD_DIM + 1):
+                try:
+                    self.solver.solve(problem, rank)
+                except RankError as error:
+                    assert str(rank) in str(error)
+                else:
+                    raise AssertionError(f"rank {rank} of head_dim {HEAD_DIM} is accepted")
+
+    def test_loss_that_is_not_finite_is_an_error(self) -> None:
+        for problem in self.problems():
+            if not self.solver.solve(problem, 3).history:
+                continue  # a solver that never asks for the loss
+            broken = _Broken(problem)
+            try:
+                self.solver.solve(broken, 3)
+            except DivergenceError as error:
+                assert "layer 1" in str(error)
+                assert problem.site in str(error)
+                assert "step" in str(error)
+            else:
+                raise AssertionError("a basis is returned although the loss is not a number")
+
+
+class _Broken(Problem):
+    """A problem whose loss is not a number."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.activations, problem.site, problem.grouping, problem.rotary)
+
+    def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
+        return basis.down.sum() * float("nan")
+
+
+def assert_orthonormal(basis: Basis, tolerance: float = 1e-8) -> None:
+    """Fail unless the columns are orthonormal to `tolerance`."""
+    columns = basis.down
+    identity = torch.eye(columns.shape[-1], dtype=columns.dtype).expand_as(columns.mT @ columns)
+    torch.testing.assert_close(columns.mT @ columns, identity, rtol=0, atol=tolerance)

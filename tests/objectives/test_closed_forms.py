@@ -1,0 +1,146 @@
+"""Closed forms against NumPy's SVD, which shares no code with ours."""
+
+import numpy as np
+import pytest
+import torch
+
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.errors import RankError, UnsolvableError
+from manifoldkv.objectives.eigen_attention import EigenAttention
+from manifoldkv.objectives.k_svd import KSVD
+from manifoldkv.objectives.kq_svd import KQSVD
+from manifoldkv.objectives.linear_algebra import weighted_closed_form
+from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
+
+RANK = 3
+
+
+def tokens_by_head(x: torch.Tensor) -> np.ndarray:
+    """(S, H, n, d) to (H, S·n, d)."""
+    return x.transpose(0, 1).flatten(1, 2).numpy()
+
+
+def leading_projector(stacked: np.ndarray, rank: int) -> np.ndarray:
+    right = np.linalg.svd(stacked, full_matrices=False)[2][:rank]
+    return right.T @ right
+
+
+def assert_projectors(basis, expected: list[np.ndarray]) -> None:
+    for group, projector in zip(basis.projector().numpy(), expected, strict=True):
+        np.testing.assert_allclose(group, projector, atol=1e-7)
+
+
+@pytest.mark.parametrize("site", ["key", "value"])
+def test_k_svd_per_head_is_the_svd_of_each_head(site):
+    activations = tiny_activations()
+    problem = KSVD().problem(activations, site, HeadGrouping(1, KV_HEADS))
+    data = tokens_by_head(activations.keys if site == "key" else activations.values)
+    assert_projectors(problem.closed_form(RANK), [leading_projector(x, RANK) for x in data])
+
+
+def test_shared_k_svd_is_the_svd_of_all_heads_stacked():
+    activations = tiny_activations()
+    problem = KSVD().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
+    stacked = np.concatenate(tokens_by_head(activations.keys))
+    assert_projectors(problem.closed_form(RANK), [leading_projector(stacked, RANK)])
+
+
+def test_k_svd_of_all_heads_is_the_svd_of_the_heads_side_by_side():
+    activations = tiny_activations()
+    problem = KSVD().problem(activations, "value", HeadGrouping("all", KV_HEADS))
+    beside = np.concatenate(list(tokens_by_head(activations.values)), axis=1)
+    expected = leading_projector(beside, RANK * KV_HEADS)
+    assert_projectors(problem.closed_form(RANK), [expected])
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_eigen_attention_is_the_svd_of_keys_and_queries_stacked(rotary):
+    activations = tiny_activations()
+    problem = EigenAttention().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary)
+    keys = tokens_by_head(activations.keys_in(rotary))
+    queries = tokens_by_head(activations.queries_in(rotary))
+    expected = [
+        leading_projector(np.concatenate([keys[0], queries[0], queries[1]]), RANK),
+        leading_projector(np.concatenate([keys[1], queries[2], queries[3]]), RANK),
+    ]
+    assert_projectors(problem.closed_form(RANK), expected)
+
+
+def test_shared_eigen_attention_stacks_all_heads():
+    activations = tiny_activations()
+    problem = EigenAttention().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
+    heads = [*tokens_by_head(activations.keys), *tokens_by_head(activations.queries)]
+    expected = leading_projector(np.concatenate(heads), RANK)
+    assert_projectors(problem.closed_form(RANK), [expected])
+
+
+def test_shared_k_svd_of_keys_is_the_released_eigen_attention_of_llama():
+    """The released code decomposes one matrix per layer: the output of k_proj, heads stacked."""
+    activations = tiny_activations()
+    attention = activations.module.self_attn
+    normed = activations.module.input_layernorm(activations.inputs)
+    projected = attention.k_proj(normed).unflatten(-1, (-1, HEAD_DIM))  # (S, n, H_kv, d)
+    stacked = projected.flatten(0, 2).numpy()
+    problem = KSVD().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
+    assert_projectors(problem.closed_form(RANK), [leading_projector(stacked, RANK)])
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_kq_svd_of_keys_is_the_truncated_svd_of_the_scores(rotary):
+    activations = tiny_activations()
+    basis = KQSVD().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary).closed_form(RANK)
+    keys = tokens_by_head(activations.keys_in(rotary))
+    queries = tokens_by_head(activations.queries_in(rotary))
+    for head in range(KV_HEADS):
+        stacked = np.concatenate([queries[2 * head], queries[2 * head + 1]])
+        u, s, v = np.linalg.svd(stacked @ keys[head].T, full_matrices=False)
+        expected = (u[:, :RANK] * s[:RANK]) @ v[:RANK]
+        found = stacked @ (keys[head] @ basis.projector()[head].numpy()).T
+        np.testing.assert_allclose(found, expected, atol=1e-6 * s[0])
+
+
+def test_kq_svd_of_values_is_the_truncated_svd_of_values_times_output_weight():
+    activations = tiny_activations()
+    problem = KQSVD().problem(activations, "value", HeadGrouping(1, KV_HEADS))
+    basis = problem.closed_form(RANK)
+    values = tokens_by_head(activations.values)
+    weight = activations.module.self_attn.o_proj.weight.numpy().T  # (H_q·d, hidden)
+    for head in range(KV_HEADS):
+        readers = [weight[q * HEAD_DIM : (q + 1) * HEAD_DIM] for q in (2 * head, 2 * head + 1)]
+        reader = np.concatenate(readers, axis=1)  # (d, 2·hidden)
+        u, s, v = np.linalg.svd(values[head] @ reader, full_matrices=False)
+        expected = (u[:, :RANK] * s[:RANK]) @ v[:RANK]
+        found = values[head] @ basis.projector()[head].numpy() @ reader
+        np.testing.assert_allclose(found, expected, atol=1e-6 * s[0])
+
+
+def test_oblique_closed_form_is_biorthogonal():
+    problem = KQSVD().problem(tiny_activations(), "key", HeadGrouping("all", KV_HEADS))
+    basis = problem.closed_form(RANK)
+    assert not basis.orthonormal
+    product = basis.up.mT @ basis.down
+    torch.testing.assert_close(product[0], torch.eye(RANK * KV_HEADS, dtype=torch.float64))
+
+
+def test_weighted_closed_form_survives_a_singular_weight():
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(1, 20, 6, generator=generator, dtype=torch.float64)
+    gram = data.mT @ data
+    weight = torch.diag_embed(torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0, 0.0]], dtype=torch.float64))
+    down, up = weighted_closed_form(gram, weight, 4)
+    residual = (torch.eye(6, dtype=torch.float64) - down @ up.mT) @ weight.sqrt()
+    assert torch.isfinite(down).all()
+    assert torch.linalg.vector_norm(data @ residual) < 1e-3 * torch.linalg.vector_norm(data)
+
+
+def test_kq_svd_of_a_shared_basis_says_why_it_has_no_closed_form():
+    problem = KQSVD().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
+    with pytest.raises(UnsolvableError, match="no closed form for a basis shared by all heads"):
+        problem.closed_form(RANK)
+
+
+@pytest.mark.parametrize("rank", [0, HEAD_DIM + 1])
+def test_impossible_rank_is_refused(rank):
+    problem = KSVD().problem(tiny_activations(), "key", HeadGrouping(1, KV_HEADS))
+    with pytest.raises(RankError, match=f"rank {rank} is not between 1 and head_dim {HEAD_DIM}"):
+        problem.closed_form(rank)

@@ -1,0 +1,56 @@
+"""The README's code runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from manifoldkv import OBJECTIVES, HeadGrouping
+from manifoldkv.solvers.predictor import Predictor
+from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.testing import ObjectiveConformance, tiny_activations
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+OWN_OBJECTIVE = next(s for s in SNIPPETS if "register_objective" in s)
+
+
+@pytest.fixture(scope="module")
+def late_keys():
+    exec(OWN_OBJECTIVE, {})
+    return OBJECTIVES.get("late-keys")()
+
+
+def test_set_up_commands_are_on_the_first_screen():
+    first_screen = README.splitlines()[:24]
+    install = 'pip install -c constraints.txt -e ".[test]" && '
+    assert install + "python studies/compare_objectives.py" in first_screen
+    assert install + "pytest" in first_screen
+
+
+def test_own_objective_takes_under_twenty_lines():
+    assert len([line for line in OWN_OBJECTIVE.splitlines() if line.strip()]) < 20
+
+
+def test_own_objective_obeys_the_laws(late_keys):
+    suite = ObjectiveConformance()
+    suite.objective = late_keys
+    laws = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(laws) >= 8
+    for law in laws:
+        getattr(suite, law)()
+
+
+@pytest.mark.parametrize("solver", [Predictor(epochs=20), RiemannianAdam(steps=100)])
+def test_solvers_take_own_objective(late_keys, solver):
+    problem = late_keys.problem(tiny_activations(), "key", HeadGrouping("shared", 2))
+    found = problem.loss(solver.solve(problem, 3).basis)
+    assert found < problem.loss(problem.initial(3))
+
+
+def test_every_objective_and_solver_is_in_the_tables():
+    for name in ("k-svd", "eigen-attention", "kq-svd", "layer-output"):
+        assert f"| `{name}` |" in README
+    for name in ("closed-form", "predictor", "riemannian-adam"):
+        assert f"| `{name}` |" in README
