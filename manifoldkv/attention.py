@@ -24,7 +24,7 @@ NAME = "manifoldkv"
 _WITHOUT_EFFECT = frozenset(
     # Masks already carry windows and causality; dropout is off; the rest steers other back ends.
     {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
-    | {"output_attentions", "output_hidden_states", "logits_to_keep"}
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
 
 

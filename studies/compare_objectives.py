@@ -522,8 +522,8 @@ def story(part: pd.DataFrame) -> str:
     means = part.groupby(["objective", "solver"])[list(ERRORS)].mean()
     text = []
     for column in ("attention_output_error", "layer_output_error"):
-        objective, solver = means[column].idxmin()
-        text.append(f"lowest {column.replace('_', ' ')}: {objective} by {solver}")
+        best = means.index[int(means[column].argmin())]
+        text.append(f"lowest {column.replace('_', ' ')}: {best[0]} by {best[1]}")
     line = "; ".join(text).capitalize() + "."
     svd = [name for name in SVD_TYPE if name in means.index.get_level_values("objective")]
     if svd and "layer-output" in means.index.get_level_values("objective"):

@@ -46,7 +46,7 @@ class RiemannianAdam(Solver):
         Sequences in a sample.
     row_fraction : float
         Share of the query rows of each of them. Few rows make the norm of a sequence noisy, and the
-        mean of a square root of noise is biased: below a quarter the solution gets worse.
+        mean of a square root of noise is biased.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
     """
@@ -55,7 +55,7 @@ class RiemannianAdam(Solver):
     learning_rate: float = 4.0
     metric: Literal["canonical", "euclidean"] = "canonical"
     sequences_per_step: int = 4
-    row_fraction: float = 0.25
+    row_fraction: float = 0.125
     start: Literal["initial", "random"] = "initial"
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
