@@ -42,7 +42,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "gpt-oss": (
         "GptOssConfig",
-        {"sliding_window": 5, "layer_types": WINDOWS, "num_local_experts": 2},
+        {
+            "sliding_window": 5,
+            "layer_types": WINDOWS,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
     ),
 }
 
@@ -50,7 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random three-layer model with 4 query heads and 2 KV heads of 8."""
     name, settings = FAMILIES[family]
-    config = getattr(transformers, name)(**COMMON | settings)
+    config = getattr(transformers, name)(**COMMON | settings, experts_implementation="eager")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
