@@ -1,0 +1,168 @@
+"""Text sources and the sampler."""
+
+import json
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from manifoldkv import calibration
+from manifoldkv.calibration import TextSource, open_text, sample_tokens
+from manifoldkv.errors import TextError
+
+END = 100
+
+
+@pytest.fixture
+def tokenizer():
+    """The words 0 to 99, and an end-of-sequence token 100."""
+    vocabulary = {str(i): i for i in range(100)} | {"<eos>": END}
+    words = Tokenizer(models.WordLevel(vocabulary))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+
+
+def write_jsonl(path, lines):
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def source_of(*documents):
+    return TextSource("given", lambda split: iter(documents))
+
+
+def test_windows_are_consecutive_and_documents_are_joined_by_the_end_token(tokenizer):
+    tokens = sample_tokens(
+        source_of("1 2 3", "4 5", "", "6 7 8 9"), tokenizer, sequences=3, length=3
+    )
+    assert tokens.tolist() == [[1, 2, 3], [END, 4, 5], [END, 6, 7]]
+
+
+def test_no_more_is_read_than_needed(tokenizer):
+    def endless(split):
+        yield "1 2 3 4"
+        yield "5 6 7 8"
+        raise AssertionError("read on")
+
+    tokens = sample_tokens(TextSource("endless", endless), tokenizer, sequences=2, length=4)
+    assert tokens.shape == (2, 4)
+
+
+def test_short_text_says_what_is_possible(tokenizer):
+    message = r"text given has 8 tokens, too few for 5 sequences of 3: ask for at most 2 sequences"
+    with pytest.raises(TextError, match=message):
+        sample_tokens(source_of("1 2 3", "4 5 6"), tokenizer, sequences=5, length=3)
+
+
+def test_empty_text_is_refused(tokenizer):
+    with pytest.raises(TextError, match="the held-out part of text given is empty"):
+        sample_tokens(source_of(" "), tokenizer, sequences=1, length=1, split="held-out")
+
+
+def test_txt_is_split_into_two_blocks_at_a_line(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(1000)), encoding="utf-8")
+    source = open_text(str(path))
+    (calibration_part,), (held_out,) = (
+        list(source.documents(split)) for split in ("calibration", "held-out")
+    )
+    assert calibration_part + held_out == path.read_text(encoding="utf-8")
+    assert calibration_part.endswith("\n")
+    assert 0.75 < len(calibration_part) / path.stat().st_size < 0.85
+    assert list(source.documents(None)) == [path.read_text(encoding="utf-8")]
+
+
+def test_txt_without_lines_is_split_too(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("x" * 100, encoding="utf-8")
+    source = open_text(str(path))
+    assert [len(*source.documents(split)) for split in ("calibration", "held-out")] == [80, 20]
+
+
+def test_every_fifth_document_is_held_out(tmp_path):
+    lines = [json.dumps({"text": f"document {i}", "other": 1}) for i in range(10)]
+    source = open_text(str(write_jsonl(tmp_path / "text.jsonl", lines)))
+    assert list(source.documents("held-out")) == ["document 4", "document 9"]
+    assert len(list(source.documents("calibration"))) == 8
+    assert len(list(source.documents(None))) == 10
+
+
+@pytest.mark.parametrize("line", ["{broken", '{"body": "x"}', "[1]", "3"])
+def test_line_without_text_is_named(tmp_path, line):
+    path = write_jsonl(tmp_path / "text.jsonl", ['{"text": "fine"}', line])
+    with pytest.raises(TextError, match=r"text\.jsonl, line 2: no JSON with a 'text' field"):
+        list(open_text(str(path)).documents(None))
+
+
+def test_text_that_is_no_string_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "text.jsonl", ['{"text": 3}'])
+    with pytest.raises(TextError, match="line 1: 'text' is not a string"):
+        list(open_text(str(path)).documents(None))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_unreadable_files_are_refused_at_once(tmp_path, suffix):
+    missing, empty, binary = (
+        tmp_path / f"{name}{suffix}" for name in ("missing", "empty", "binary")
+    )
+    empty.write_text("\n \n", encoding="utf-8")
+    binary.write_bytes(b"\xff\xfe\x00 text")
+    with pytest.raises(TextError, match=f"cannot read text .*missing{suffix}: No such file"):
+        open_text(str(missing))
+    with pytest.raises(TextError, match=f"empty{suffix} is empty"):
+        open_text(str(empty))
+    with pytest.raises(TextError, match=f"binary{suffix}: not UTF-8"):
+        open_text(str(binary))
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "text.pdf"
+    path.touch()
+    with pytest.raises(TextError, match=r"neither a \.txt nor a \.jsonl"):
+        open_text(str(path))
+
+
+def test_named_sources_are_read(monkeypatch):
+    monkeypatch.setattr(calibration, "read_docstrings", lambda split: iter([f"docs {split}"]))
+    monkeypatch.setattr(calibration, "read_pydoc_topics", lambda: iter(["topic"]))
+    assert list(open_text("docstrings").documents("held-out")) == ["docs held-out"]
+    assert list(open_text("pydoc-topics").documents(None)) == ["topic"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wikitext:wikitext-2-raw-v1", ("wikitext", "wikitext-2-raw-v1", "train")),
+        ("allenai/c4:en:validation", ("allenai/c4", "en", "validation")),
+        ("owner/plain", ("owner/plain", None, "train")),
+    ],
+)
+def test_hub_names_are_read_as_streams(monkeypatch, name, expected):
+    asked = []
+
+    def load_dataset(path, config, *, split, streaming):
+        asked.append((path, config, split))
+        assert streaming
+        return [{"text": "first"}, {"text": ""}, {"text": "second"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(open_text(name).documents(None)) == ["first", "second"]
+    assert asked == [expected]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no route\nat all"), ValueError("no config")])
+def test_hub_out_of_reach_is_one_line(monkeypatch, error):
+    def load_dataset(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(TextError, match="cannot read data set owner/name from the Hub") as caught:
+        list(open_text("owner/name").documents(None))
+    assert "\n" not in str(caught.value)
+
+
+def test_data_set_without_text_is_named(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [{"body": "x"}])
+    with pytest.raises(TextError, match="data set owner/name has no column 'text'"):
+        list(open_text("owner/name").documents(None))
