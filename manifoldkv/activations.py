@@ -18,6 +18,8 @@ Rotary = Literal["pre", "post"]
 Site = Literal["key", "value"]
 
 SEQUENCES_PER_FORWARD = 8
+OUTPUT_TOLERANCE = 0.02
+"""Relative error of a replayed layer that rounding can explain, bfloat16 included."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,11 @@ def capture(
 def _capture(
     model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList, wanted: list[int]
 ) -> Iterator[LayerActivations]:
-    calls = _record_calls(model, tokens[:1], modules)
+    calls, stock_outputs = _record_calls(model, tokens[:1], modules)
     inputs = _embeddings(model, tokens, modules[0])
     for index, module in enumerate(modules[: max(wanted) + 1]):
         activations = _run_layer(index, module, inputs, calls[index])
+        _check_output(activations, stock_outputs[index])
         if index in wanted:
             yield activations
         inputs = activations.outputs.to(inputs.dtype)
@@ -170,14 +173,19 @@ def _capture(
 
 def _record_calls(
     model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList
-) -> list[dict[str, Any]]:
-    """The keywords with which the model calls each layer; equal for all unpadded sequences."""
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The keywords with which the model calls each layer, and each layer's output.
+
+    Keywords are equal for all unpadded sequences of a length.
+    """
     calls: list[dict[str, Any]] = []
+    outputs: list[Any] = []
 
-    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         calls.append(dict(kwargs))
+        outputs.append(output)
 
-    hooks = [m.register_forward_pre_hook(record, with_kwargs=True) for m in modules]
+    hooks = [m.register_forward_hook(record, with_kwargs=True) for m in modules]
     try:
         with intercepted(model.config.get_text_config()):
             model(input_ids=tokens, use_cache=False)
@@ -190,7 +198,24 @@ def _record_calls(
                 f"{type(module).__name__} is not supported: it is called without rotary angles "
                 "or without an attention mask"
             )
-    return calls
+    return calls, outputs
+
+
+def _check_output(activations: LayerActivations, stock: Any) -> None:
+    """Compare with the layer as the model calls it.
+
+    A family that does something between rotation and attention (HunYuan's norms, say) would
+    otherwise be captured wrongly without a word.
+    """
+    found = activations.outputs[:1]
+    if isinstance(stock, Tensor):
+        difference = torch.linalg.vector_norm(found - stock) / torch.linalg.vector_norm(found)
+        if difference < OUTPUT_TOLERANCE:
+            return
+    raise UnsupportedModelError(
+        f"{type(activations.module).__name__} is not supported: layer {activations.layer} computes "
+        "something else when its keys and queries are rotated outside of it"
+    )
 
 
 class _Embedded(Exception):  # noqa: N818 (not an error)
@@ -282,6 +307,7 @@ def call_layer(
         output = module(
             inputs,
             attention_mask=None,
+            position_ids=torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0),
             position_embeddings=(ones, torch.zeros_like(ones)),
             manifoldkv_attend=attend_instead,
             **keywords,

@@ -87,7 +87,7 @@ def attend(
     values : Tensor
         (B, H_kv, n, e); e may differ from d
     mask : Tensor
-        Boolean, True where a query sees a key; broadcasts to (B, 1, m, n).
+        Boolean, True where a query sees a key, (B or 1, 1, m, n).
 
     Returns
     -------
@@ -149,6 +149,10 @@ def _attention_function(
 ) -> tuple[Tensor, None]:
     if manifoldkv_attend is not None:
         return manifoldkv_attend(module, query, key, value, attention_mask, arguments), None
+    if attention_mask is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is not supported: its layer does not hand keywords on to it"
+        )
     settings = AttentionSettings.from_arguments(module, arguments)
     return attend(query, key, value, attention_mask, settings).transpose(1, 2), None
 

@@ -19,6 +19,9 @@ HELP = (
     "'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
     "(wikitext:wikitext-2-raw-v1, allenai/c4:en), read as a stream"
 )
+LONGEST_LINE = 2000
+"""How far back, in characters, the split of a .txt file looks for the end of a line."""
+
 _HELD_OUT_EVERY = round(1 / HELD_OUT_FRACTION)
 
 
@@ -70,6 +73,8 @@ def open_text(name: str) -> TextSource:
         return TextSource(name, _every_fifth(lambda: _read_jsonl(path)))
     if path.exists() or name.startswith((".", "/", "~")):
         raise TextError(f"{name} is neither a .txt nor a .jsonl file; a text is {HELP}")
+    if name.count(":") > 2:
+        raise TextError(f"{name} has more than a name, a configuration and a split")
     return TextSource(name, _every_fifth(lambda: _read_hub(name)))
 
 
@@ -140,36 +145,42 @@ def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
-    cut = text.rfind("\n", 0, round(len(text) * (1 - HELD_OUT_FRACTION))) + 1
-    cut = cut or round(len(text) * (1 - HELD_OUT_FRACTION))
+    cut = round(len(text) * (1 - HELD_OUT_FRACTION))
+    cut = text.rfind("\n", max(0, cut - LONGEST_LINE), cut) + 1 or cut
     yield {None: text, "calibration": text[:cut], "held-out": text[cut:]}[split]
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise TextError(f"{path}, line {number}: no JSON with a 'text' field") from error
-            if not isinstance(text, str):
-                raise TextError(f"{path}, line {number}: 'text' is not a string")
-            yield text
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_field(path, number, line)
+    except UnicodeDecodeError as error:
+        raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+
+
+def _text_field(path: Path, number: int, line: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise TextError(f"{path}, line {number}: no JSON with a 'text' field") from error
+    if not isinstance(text, str):
+        raise TextError(f"{path}, line {number}: 'text' is not a string")
+    return text
 
 
 def _read_hub(name: str) -> Iterator[str]:
     import datasets  # slow to import, needed by nothing else
 
-    data_set, *rest = name.split(":")
-    config, split = (*rest, None, None)[:2]
+    data_set, config, split = (*name.split(":"), None, None)[:3]
     try:
         rows: Iterable[dict] = datasets.load_dataset(
             data_set, config, split=split or "train", streaming=True
         )
         for row in rows:
-            yield row["text"]
+            if isinstance(row["text"], str):  # some data sets have rows without text
+                yield row["text"]
     except KeyError as error:
         raise TextError(f"data set {name} has no column 'text'") from error
     except (OSError, ValueError, RuntimeError) as error:

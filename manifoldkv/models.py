@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -46,11 +47,23 @@ def load_model(
     if looks_local and not (folder / "config.json").is_file():
         raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"cannot load model {name}: {reason}") from error
+    if loaded["missing_keys"]:
+        missing = sorted(loaded["missing_keys"])
+        raise ModelError(f"model {name} lacks {len(missing)} weights, {missing[0]} among them")
     check_supported(model)
     return model.to(device).eval().requires_grad_(False), tokenizer
 

@@ -235,7 +235,7 @@ def take_step(
             group["lr"] = factor * group["peak_lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return float(loss)
+    return loss.item()
 
 
 def cross_entropy(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def perplexity(model: PreTrainedModel, tokens: np.ndarray, batch: int) -> float:
     starts = np.arange(0, len(tokens) - CONTEXT - 1, CONTEXT)
     windows = torch.from_numpy(np.stack([tokens[s : s + CONTEXT + 1] for s in starts]))
     losses = [cross_entropy(model, w) for w in windows.split(batch) if len(w) == batch]
-    return math.exp(torch.stack(losses).mean())
+    return math.exp(torch.stack(losses).mean().item())
 
 
 def save(

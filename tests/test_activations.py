@@ -11,7 +11,14 @@ from manifoldkv import activations as activations_module
 from manifoldkv.activations import capture
 from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.models import decoder_layers
-from tests.families import COMMON, FAMILIES, activations_of, tiny_model, tiny_tokens
+from tests.families import (
+    COMMON,
+    FAMILIES,
+    activations_of,
+    randomize_biases,
+    tiny_model,
+    tiny_tokens,
+)
 
 NORM_TOLERANCE = 1e-5  # the models' norms compute in float32 whatever the dtype
 
@@ -177,3 +184,18 @@ def test_shared_caches_are_refused():
     model.config.num_kv_shared_layers = 1
     with pytest.raises(UnsupportedModelError, match="share the keys and values"):
         capture(model, tiny_tokens())
+
+
+def test_norms_between_rotation_and_attention_are_noticed():
+    """HunYuan normalises rotated keys; a capture before rotation would be silently wrong."""
+    config = transformers.HunYuanDenseV1Config(**COMMON)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize_biases(model)
+    with pytest.raises(UnsupportedModelError, match="HunYuanDenseV1DecoderLayer is not supported"):
+        next(capture(model, tiny_tokens()))
+
+
+def test_layers_that_keep_keywords_from_attention_are_refused():
+    model = transformers.AutoModelForCausalLM.from_config(transformers.StableLmConfig(**COMMON))
+    with pytest.raises(UnsupportedModelError, match="does not hand keywords on"):
+        next(capture(model, tiny_tokens()))

@@ -4,7 +4,10 @@ import json
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from manifoldkv import calibration
@@ -39,6 +42,54 @@ def test_windows_are_consecutive_and_documents_are_joined_by_the_end_token(token
     assert tokens.tolist() == [[1, 2, 3], [END, 4, 5], [END, 6, 7]]
 
 
+DOCUMENTS = ("1 2 3", " ", "4 5", "6 7 8 9", "", "10")
+STREAM = [1, 2, 3, END, 4, 5, END, 6, 7, 8, 9, END, 10, END]
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 14])
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 14, 15])
+def test_windows_are_the_start_of_the_joined_text_or_what_is_possible_is_said(
+    tokenizer, sequences, length
+):
+    source = source_of(*DOCUMENTS)
+    if sequences * length <= len(STREAM):
+        tokens = sample_tokens(source, tokenizer, sequences=sequences, length=length)
+        assert tokens.dtype == torch.int64
+        assert tokens.shape == (sequences, length)
+        assert tokens.flatten().tolist() == STREAM[: sequences * length]
+    else:
+        possible = len(STREAM) // length
+        with pytest.raises(TextError, match=rf"has 14 tokens, .* at most {possible} sequences"):
+            sample_tokens(source, tokenizer, sequences=sequences, length=length)
+
+
+def test_without_an_end_token_documents_are_joined_by_nothing(tokenizer):
+    tokenizer.eos_token = None
+    tokens = sample_tokens(source_of(*DOCUMENTS), tokenizer, sequences=2, length=5)
+    assert tokens.flatten().tolist() == list(range(1, 11))
+
+
+def test_tokens_a_tokenizer_puts_around_a_text_are_not_sampled(tokenizer):
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="0 $A", special_tokens=[("0", 0)]
+    )
+    assert tokenizer("1 2")["input_ids"] == [0, 1, 2]
+    tokens = sample_tokens(source_of("1 2", "3 4"), tokenizer, sequences=2, length=3)
+    assert tokens.tolist() == [[1, 2, END], [3, 4, END]]
+
+
+@pytest.mark.parametrize(("split", "documents"), [("calibration", 40), ("held-out", 10)])
+def test_windows_come_from_the_split_asked_for(tmp_path, tokenizer, split, documents):
+    lines = [json.dumps({"text": str(i)}) for i in range(50)]
+    source = open_text(str(write_jsonl(tmp_path / "text.jsonl", lines)))
+    tokens = sample_tokens(source, tokenizer, sequences=documents, length=2, split=split)
+    expected = [i for i in range(50) if (i % 5 == 4) == (split == "held-out")]
+    assert tokens[:, 0].tolist() == expected
+    message = f"the {split} part of text .* at most {documents} sequences"
+    with pytest.raises(TextError, match=message):
+        sample_tokens(source, tokenizer, sequences=documents + 1, length=2, split=split)
+
+
 def test_no_more_is_read_than_needed(tokenizer):
     def endless(split):
         yield "1 2 3 4"
@@ -47,6 +98,14 @@ def test_no_more_is_read_than_needed(tokenizer):
 
     tokens = sample_tokens(TextSource("endless", endless), tokenizer, sequences=2, length=4)
     assert tokens.shape == (2, 4)
+
+
+def test_a_jsonl_file_is_read_no_further_than_needed(tmp_path, tokenizer):
+    source = open_text(str(write_jsonl(tmp_path / "text.jsonl", ['{"text": "1 2 3"}', "{broken"])))
+    tokens = sample_tokens(source, tokenizer, sequences=2, length=2)
+    assert tokens.tolist() == [[1, 2], [3, END]]
+    with pytest.raises(TextError, match="line 2"):
+        sample_tokens(source, tokenizer, sequences=5, length=1)
 
 
 def test_short_text_says_what_is_possible(tokenizer):
@@ -73,6 +132,18 @@ def test_txt_is_split_into_two_blocks_at_a_line(tmp_path):
     assert list(source.documents(None)) == [path.read_text(encoding="utf-8")]
 
 
+@given(st.lists(st.text("ab é", max_size=20), min_size=5, max_size=40))
+def test_txt_is_cut_at_the_last_line_of_the_first_four_fifths(tmp_path_factory, lines):
+    text = "x\n" + "".join(line + "\n" for line in lines)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    source = open_text(str(path))
+    first, last = (next(source.documents(split)) for split in ("calibration", "held-out"))
+    assert first + last == text
+    assert first.endswith("\n")
+    assert len(first) <= round(0.8 * len(text)) <= len(first) + max(map(len, lines)) + 1
+
+
 def test_txt_without_lines_is_split_too(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("x" * 100, encoding="utf-8")
@@ -86,6 +157,18 @@ def test_every_fifth_document_is_held_out(tmp_path):
     assert list(source.documents("held-out")) == ["document 4", "document 9"]
     assert len(list(source.documents("calibration"))) == 8
     assert len(list(source.documents(None))) == 10
+
+
+@given(st.lists(st.sampled_from(["", " ", "some", "more words"]), min_size=1, max_size=30))
+def test_blank_documents_do_not_count(tmp_path_factory, texts):
+    documents = ["first", *(f"{text}{i}" if text.strip() else text for i, text in enumerate(texts))]
+    lines = [json.dumps({"text": document}) for document in documents]
+    source = open_text(str(write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", lines)))
+    everything = [document for document in documents if document.strip()]
+    assert list(source.documents(None)) == everything
+    assert list(source.documents("held-out")) == everything[4::5]
+    calibration_part = [d for i, d in enumerate(everything) if i % 5 != 4]
+    assert list(source.documents("calibration")) == calibration_part
 
 
 @pytest.mark.parametrize("line", ["{broken", '{"body": "x"}', "[1]", "3"])
@@ -114,6 +197,23 @@ def test_unreadable_files_are_refused_at_once(tmp_path, suffix):
         open_text(str(empty))
     with pytest.raises(TextError, match=f"binary{suffix}: not UTF-8"):
         open_text(str(binary))
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_bytes_that_are_no_text_are_named_however_late_they_come(tmp_path, suffix):
+    path = tmp_path / f"late{suffix}"
+    path.write_bytes(b'{"text": "a"}\n' * 20_000 + b"\xff")
+    source = open_text(str(path))
+    with pytest.raises(TextError, match=f"cannot read text .*late{suffix}: not UTF-8"):
+        list(source.documents(None))
+
+
+@pytest.mark.parametrize("suffix", ["", ".txt", ".jsonl"])
+def test_a_folder_is_refused(tmp_path, suffix):
+    folder = tmp_path / f"folder{suffix}"
+    folder.mkdir()
+    with pytest.raises(TextError, match=f"folder{suffix}"):
+        open_text(str(folder))
 
 
 def test_other_files_are_refused(tmp_path):
@@ -151,7 +251,25 @@ def test_hub_names_are_read_as_streams(monkeypatch, name, expected):
     assert asked == [expected]
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no route\nat all"), ValueError("no config")])
+def test_hub_is_not_asked_before_it_is_read(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append(a) or [])
+    source = open_text("owner/name")
+    assert not asked
+    assert list(source.documents(None)) == []
+    assert asked
+
+
+def test_hub_rows_are_read_no_further_than_needed(monkeypatch, tokenizer):
+    rows = iter([{"text": "1 2 3"}] * 10)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
+    sample_tokens(open_text("owner/name"), tokenizer, sequences=2, length=4)
+    assert len(list(rows)) == 8
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(), ConnectionError("no route\nat all"), ValueError("no config")]
+)
 def test_hub_out_of_reach_is_one_line(monkeypatch, error):
     def load_dataset(*args, **kwargs):
         raise error

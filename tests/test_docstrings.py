@@ -5,6 +5,8 @@ import sys
 from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manifoldkv import docstrings
 from manifoldkv.docstrings import (
@@ -62,6 +64,16 @@ def test_split_depends_on_words_alone():
     assert len(splits) == 1
 
 
+@given(st.lists(st.text(min_size=1).filter(str.split), min_size=1, max_size=8), st.data())
+def test_white_space_never_moves_a_document(words, data):
+    space = st.text(" \n\t", min_size=1, max_size=4)
+    assert split_of("".join(word + data.draw(space) for word in words)) == split_of(" ".join(words))
+
+
+def test_every_word_can_move_a_document():
+    assert {split_of(f"{LONG} {word}") for word in range(100)} == {"calibration", "held-out"}
+
+
 def test_other_files_do_not_move_a_document(package):
     before = {document: split_of(document) for document in read_docstrings()}
     (package / "part1.py").unlink()
@@ -73,6 +85,95 @@ def test_other_files_do_not_move_a_document(package):
 
 def test_order_is_fixed(package):
     assert list(read_docstrings()) == list(read_docstrings())
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Write files (bytes) into an empty package, the only one there is; returns its folder."""
+
+    def write(files, folder="package"):
+        for name, content in files.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        monkeypatch.setattr(docstrings, "_roots", lambda: [("package", tmp_path / folder)])
+
+    return write
+
+
+def module(*subjects):
+    parts = [f'def f{i}():\n    """{LONG.format(s)}"""\n' for i, s in enumerate(subjects)]
+    return "".join(parts).encode()
+
+
+def test_order_does_not_depend_on_where_a_package_lies(source):
+    files = {f"sub{i % 3}/module{i}.py": module(2 * i, 2 * i + 1) for i in range(40)}
+    source(files, "tests/here")  # a folder that is skipped inside a package may lie above it
+    here = list(read_docstrings())
+    source(files, "elsewhere")
+    assert list(read_docstrings()) == here
+    assert len(here) == 80
+    assert here != sorted(here)
+
+
+def test_few_files_are_parsed_for_little_text(source, monkeypatch):
+    source({f"module{i}.py": module(3 * i, 3 * i + 1, 3 * i + 2) for i in range(40)})
+    parsed = []
+    parse = docstrings._documents
+    monkeypatch.setattr(docstrings, "_documents", lambda path: parsed.append(path) or parse(path))
+    assert len(list(islice(read_docstrings(), 7))) == 7
+    assert len(parsed) == 3
+
+
+def test_modules_classes_methods_and_inner_functions_are_read_and_other_strings_are_not(source):
+    first, second, third, fourth, other = (f'"""{LONG.format(i)}"""' for i in range(5))
+    lines = [
+        first,
+        "class A:",
+        f"    {second}",
+        "    def method(self):",
+        f"        {third}",
+        "        async def inner():",
+        f"            {fourth}",
+        f"text = {other}",
+    ]
+    source({"__init__.py": "\n".join(lines).encode()})
+    assert sorted(read_docstrings()) == [LONG.format(i) for i in range(4)]
+
+
+def test_a_copy_with_another_indentation_is_a_copy(source):
+    copy = module("x").replace(b" that go", b"\n        that go")
+    source({"a.py": module("x"), "b.py": copy})
+    assert copy != module("x")
+    assert len(list(read_docstrings())) == 1
+
+
+@pytest.mark.parametrize(("missing", "documents"), [(0, 1), (1, 0)])
+def test_shortest_document_has_the_minimum_of_characters(source, missing, documents):
+    text = "x" * (MINIMUM_CHARACTERS - missing)
+    source({"a.py": f'"""\n    {text}\n    """'.encode()})
+    assert list(read_docstrings()) == [text] * documents
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"def (", b'"""\xff\xfe"""', b"\0"],
+    ids=["syntax error", "not UTF-8", "null byte"],
+)
+def test_files_that_cannot_be_parsed_are_passed_over(source, content):
+    source({"good.py": module("x"), "odd.py": content})
+    assert len(list(read_docstrings())) == 1
+
+
+def test_invalid_escapes_are_read_in_silence(source):
+    source({"odd.py": module("x") + b'"\\d"\n'})
+    assert len(list(read_docstrings())) == 1
+
+
+@pytest.mark.parametrize("folder", ["tests", "a/test", "site-packages/a", "pydoc_data", "idlelib"])
+def test_tests_and_other_packages_inside_are_skipped(source, folder):
+    source({"a.py": module("x"), f"{folder}/b.py": module("y")})
+    assert len(list(read_docstrings())) == 1
 
 
 def test_installed_packages_are_a_mixture_from_the_start():
@@ -99,3 +200,11 @@ def test_pydoc_topics_are_prose_outside_the_docstrings():
     assert len(topics) > 50
     assert sum(map(len, topics)) > 300_000
     assert not any("pydoc_data" in path.parts for path in docstrings._source_files())
+
+
+def test_no_pydoc_topic_is_a_docstring_of_the_standard_library(monkeypatch):
+    standard_library = next(iter(docstrings._roots()))
+    monkeypatch.setattr(docstrings, "_roots", lambda: [standard_library])
+    words = {" ".join(document.split()) for document in read_docstrings()}
+    assert len(words) > 1000
+    assert words.isdisjoint(" ".join(topic.split()) for topic in read_pydoc_topics())

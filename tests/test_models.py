@@ -1,13 +1,17 @@
 """Loading models."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.models.llama import modeling_llama
 
 from manifoldkv.errors import ModelError, UnsupportedModelError
-from manifoldkv.models import load_model
-from tests.families import tiny_model
+from manifoldkv.models import attention_of, check_supported, decoder_layers, load_model
+from tests.families import FAMILIES, tiny_model
 
 
 @pytest.fixture
@@ -30,6 +34,14 @@ def test_local_folder_loads_frozen_in_float32(folder):
     assert not any(p.requires_grad for p in model.parameters())
     assert not model.training
     assert tokenizer("a b")["input_ids"] == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_saved_weights_come_back_in_the_dtype_asked_for(folder, dtype):
+    model, _ = load_model(str(folder), dtype=dtype)
+    saved = tiny_model("qwen3", torch.bfloat16).to(dtype).state_dict()
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./nothing", "/nowhere"])
@@ -58,6 +70,38 @@ def test_damaged_configuration_is_one_line(folder):
     assert "\n" not in str(caught.value)
 
 
+def edited(**changes):
+    return lambda content: json.dumps(json.loads(content) | changes).encode()
+
+
+DAMAGE = {
+    "weights cut at the end": ("model.safetensors", lambda content: content[:-100]),
+    "weights overwritten": ("model.safetensors", lambda content: b"\xff" * len(content)),
+    "weights empty": ("model.safetensors", lambda content: b""),
+    "weights of another size": ("config.json", edited(intermediate_size=50)),
+    "unknown model type": ("config.json", edited(model_type="nothing")),
+    "no language model": ("config.json", edited(model_type="clip")),
+    "tokenizer cut off": ("tokenizer.json", lambda content: content[:-10]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_one_line(folder, damage):
+    name, change = DAMAGE[damage]
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    with pytest.raises(ModelError, match=f"^cannot load model {folder}: .+") as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_missing_files_are_one_line(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=f"^cannot load model {folder}: .+") as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value)
+
+
 def test_hub_model_out_of_reach_is_one_line():
     with pytest.raises(ModelError, match="cannot load model nobody/no-such-model") as caught:
         load_model("nobody/no-such-model")
@@ -71,3 +115,71 @@ def test_unsupported_family_is_refused_by_name(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel \(model_type 'gpt2'\)"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_supported(family):
+    model = tiny_model(family)
+    check_supported(model)
+    assert [attention_of(layer).layer_idx for layer in decoder_layers(model)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("rope_parameters", {"rope_type": "longrope"}, "its longrope rotary embedding changes"),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_type": "dynamic"}},
+            "its dynamic rotary embedding changes",
+        ),
+        ("layer_types", ["chunked_attention"], "it has layers of type chunked_attention"),
+        ("kv_lora_rank", 8, r"multi-head latent attention \(MLA\)"),
+        ("num_kv_shared_layers", 1, "share the keys and values of others"),
+    ],
+)
+def test_obstacles_in_the_configuration_are_named(name, value, reason):
+    model = tiny_model("llama")
+    setattr(model.config, name, value)
+    with pytest.raises(
+        UnsupportedModelError, match=f"LlamaForCausalLM .*not supported: .*{reason}"
+    ):
+        check_supported(model)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("self_attn", "LlamaDecoderLayer has no self_attn"),
+        ("self_attn.head_dim", "LlamaAttention has no head_dim"),
+        ("self_attn.o_proj", "LlamaAttention has no linear o_proj"),
+    ],
+)
+def test_obstacles_in_any_one_layer_are_named(part, reason):
+    model = tiny_model("llama")
+    *path, last = part.split(".")
+    delattr(decoder_layers(model)[2].get_submodule(".".join(path)), last)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("apply_rotary_pos_emb", "LlamaAttention does not rotate its keys"),
+        ("ALL_ATTENTION_FUNCTIONS", "LlamaAttention does not go through the attention interface"),
+    ],
+)
+def test_attention_written_another_way_is_named(monkeypatch, missing, reason):
+    model = tiny_model("llama")
+    monkeypatch.delattr(modeling_llama, missing)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(model)
+
+
+def test_missing_weights_are_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, model\.layers\.1\.self_attn\.k_proj"):
+        load_model(str(folder))

@@ -126,7 +126,12 @@ def test_repeated_run_measures_nothing_again(quick_run):
 
 def test_interrupted_run_keeps_its_rows(tmp_path):
     command = [sys.executable, str(STUDY), "--quick", "--out", str(tmp_path)]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # even if ours ignores it
+    )
     settings = tmp_path / "settings.json"
     deadline = time.monotonic() + 300
     while not settings.exists() and time.monotonic() < deadline:
