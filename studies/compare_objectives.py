@@ -49,7 +49,7 @@ from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
 HERE = Path(__file__).resolve().parent
-DEFAULT_MODEL = HERE / "reference_models" / "reference-llama"
+REFERENCE_MODELS = HERE / "reference_models"
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"
@@ -137,7 +137,11 @@ def parse_arguments() -> tuple[Settings, Path]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default=str(DEFAULT_MODEL), help="local folder or Hub id (reference-llama)")
+    add(
+        "--model",
+        default="reference-llama",
+        help="reference-llama, reference-qwen3, a local folder or a Hub id (%(default)s)",
+    )
     add("--text", default="docstrings", help=f"calibration text: {TEXT_HELP} (%(default)s)")
     add("--eval-text", help="held-out text; without it a fifth of --text is held out")
     add("--objectives", nargs="+", metavar="NAME", help=f"of {', '.join(OBJECTIVES.names())} (all)")
@@ -193,7 +197,8 @@ def run(settings: Settings, out: Path) -> int:
     )
     pairs, skipped = solvable_pairs(settings)
     check_writable(out)
-    model, tokenizer = load_model(settings.model)
+    embedded = REFERENCE_MODELS / settings.model
+    model, tokenizer = load_model(str(embedded) if embedded.is_dir() else settings.model)
     layers = check_against_model(settings, model)
     tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
     results = Results(out, settings)
@@ -201,9 +206,8 @@ def run(settings: Settings, out: Path) -> int:
     try:
         measure_layers(settings, pairs, model, tokens, pending, results)
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; {len(results.rows)} rows are kept in {results.path}", file=sys.stderr
-        )
+        kept = f"{len(results.rows)} rows are kept in {results.path}"
+        print(f"\ninterrupted; {kept}; the same command goes on from there", file=sys.stderr)
         return 130
     report(results.frame(), settings, skipped, out)
     print((out / "summary.md").read_text(encoding="utf-8"))
