@@ -49,7 +49,9 @@ from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
 HERE = Path(__file__).resolve().parent
-REFERENCE_MODELS = HERE / "reference_models"
+EMBEDDED = {
+    name: str(HERE / "reference_models" / name) for name in ("reference-llama", "reference-qwen3")
+}
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"
@@ -157,7 +159,7 @@ def parse_arguments() -> tuple[Settings, Path]:
         default="pre",
         help="project keys before or after rotation (%(default)s)",
     )
-    add("--sequences", type=int, help="sequences of each split (32)")
+    add("--sequences", type=int, help="sequences of each split (24)")
     add("--sequence-length", type=int, help="tokens per sequence (256)")
     add("--seeds", nargs="+", type=int, default=[0], help="one run of the solvers each (0)")
     add("--out", type=Path, help="output folder (figures/compare_objectives/<model>)")
@@ -179,7 +181,7 @@ def parse_arguments() -> tuple[Settings, Path]:
         key_grouping=given.key_grouping,
         value_grouping=given.value_grouping,
         rotary=given.rotary,
-        sequences=given.sequences or (8 if given.quick else 32),
+        sequences=given.sequences or (8 if given.quick else 24),
         sequence_length=given.sequence_length or (128 if given.quick else 256),
         seeds=given.seeds,
         quick=given.quick,
@@ -197,8 +199,7 @@ def run(settings: Settings, out: Path) -> int:
     )
     pairs, skipped = solvable_pairs(settings)
     check_writable(out)
-    embedded = REFERENCE_MODELS / settings.model
-    model, tokenizer = load_model(str(embedded) if embedded.is_dir() else settings.model)
+    model, tokenizer = load_model(EMBEDDED.get(settings.model, settings.model))
     layers = check_against_model(settings, model)
     tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
     results = Results(out, settings)

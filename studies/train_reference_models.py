@@ -15,6 +15,8 @@ import argparse
 import json
 import math
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,7 +300,7 @@ def read_metadata(checkpoint: Path) -> dict[str, str]:
 
 def model_card(arguments: argparse.Namespace, card: dict) -> str:
     name, tokens, seed = arguments.architecture, card["tokens"], card["seed"]
-    command = f"python studies/train_reference_models.py {name} --tokens {tokens} --seed {seed}"
+    command = shlex.join(["python", "studies/train_reference_models.py", *sys.argv[1:]])
     facts = {
         "data": "docstrings of installed Python packages (`manifoldkv.docstrings`, calibration "
         f"split), {card['corpus']:,} tokens",

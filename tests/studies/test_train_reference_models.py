@@ -54,7 +54,7 @@ def test_trained_model_loads_with_its_card(script, monkeypatch, tmp_path, archit
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "| tokens seen | 1,280 |" in card
     assert "| seed | 0 |" in card
-    assert f"train_reference_models.py {architecture} --tokens 1280 --seed 0" in card
+    assert f"train_reference_models.py {architecture} --tokens 1280" in card
     text = "Return the a of a u.\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
