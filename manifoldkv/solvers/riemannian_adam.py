@@ -52,7 +52,7 @@ class RiemannianAdam(Solver):
     """
 
     steps: int = 800
-    learning_rate: float = 4.0
+    learning_rate: float = 3.0
     metric: Literal["canonical", "euclidean"] = "canonical"
     sequences_per_step: int = 4
     row_fraction: float = 0.125
