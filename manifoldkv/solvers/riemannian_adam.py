@@ -22,6 +22,9 @@ from manifoldkv.solvers.base import (
     stratified_rows,
 )
 
+MINIMUM_ROWS = 32
+"""Query rows drawn from a sequence however short it is (all of them if it is shorter)."""
+
 
 @register_solver("riemannian-adam")
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class RiemannianAdam(Solver):
     sequences_per_step : int
         Sequences in a sample.
     row_fraction : float
-        Share of the query rows of each of them. Few rows make the norm of a sequence noisy, and the
+        Share of the query rows of each of them, at least `MINIMUM_ROWS`. Few rows make the norm of a sequence noisy, and the
         mean of a square root of noise is biased.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
@@ -94,6 +97,6 @@ class RiemannianAdam(Solver):
         activations = problem.activations
         device = activations.keys.device
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
-        count = math.ceil(self.row_fraction * activations.length)
+        count = max(MINIMUM_ROWS, math.ceil(self.row_fraction * activations.length))
         rows = stratified_rows(activations.length, count, generator)
         return Batch(sequences.to(device), None if rows is None else rows.to(device))
