@@ -48,8 +48,8 @@ class RiemannianAdam(Solver):
     sequences_per_step : int
         Sequences in a sample.
     row_fraction : float
-        Share of the query rows of each of them, at least `MINIMUM_ROWS`. Few rows make the norm of a sequence noisy, and the
-        mean of a square root of noise is biased.
+        Share of the query rows of each of them, at least `MINIMUM_ROWS`. Few rows make the norm of
+        a sequence noisy, and the mean of a square root of noise is biased.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
     """
