@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from manifoldkv.basis import Basis
 from manifoldkv.errors import DivergenceError
-from manifoldkv.objectives.base import Batch, Objective, Problem
+from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
@@ -114,16 +114,3 @@ def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tens
 def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
     """Indices of `count` sequences without repetition; all of them if there are fewer."""
     return torch.randperm(total, generator=generator)[:count]
-
-
-__all__ = [
-    "SOLVERS",
-    "Batch",
-    "Solution",
-    "Solver",
-    "checked",
-    "progress",
-    "random_sequences",
-    "register_solver",
-    "stratified_rows",
-]
