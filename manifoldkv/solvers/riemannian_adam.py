@@ -24,6 +24,9 @@ from manifoldkv.solvers.base import (
 
 MINIMUM_ROWS = 32
 """Query rows drawn from a sequence however short it is (all of them if it is shorter)."""
+BETAS = (0.9, 0.95)
+"""Decay of the mean gradient and of its mean square. The usual 0.999 would remember the steep
+first steps to the end and shorten all later ones."""
 
 
 @register_solver("riemannian-adam")
@@ -32,7 +35,8 @@ class RiemannianAdam(Solver):
     """Moves the basis itself along the manifold, from a closed form or a random point.
 
     Every step draws new sequences and new query rows, so that the rows that are looked at never
-    become the rows that are fitted. The learning rate falls to zero along a cosine. A problem whose
+    become the rows that are fitted. The learning rate falls to zero along a cosine, and the second
+    half of the steps sees twice the rows of the first: noise matters at the end. A problem whose
     whole loss is cheap (`Problem.full_batch_is_cheap`) is solved on all its data. The history is
     the loss of each step.
 
@@ -48,17 +52,18 @@ class RiemannianAdam(Solver):
     sequences_per_step : int
         Sequences in a sample.
     row_fraction : float
-        Share of the query rows of each of them, at least `MINIMUM_ROWS`. Few rows make the norm of
-        a sequence noisy, and the mean of a square root of noise is biased.
+        Share of the query rows of each of them in the second half of the steps, at least
+        `MINIMUM_ROWS`. Few rows make the norm of a sequence noisy, and the mean of a square root
+        of noise is biased.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
     """
 
-    steps: int = 800
-    learning_rate: float = 3.0
+    steps: int = 1000
+    learning_rate: float = 0.7
     metric: Literal["canonical", "euclidean"] = "canonical"
     sequences_per_step: int = 4
-    row_fraction: float = 0.125
+    row_fraction: float = 0.25
     start: Literal["initial", "random"] = "initial"
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -67,12 +72,15 @@ class RiemannianAdam(Solver):
         manifold = geoopt.Stiefel(canonical=self.metric == "canonical")
         start = self._start(problem, rank, generator)
         columns = geoopt.ManifoldParameter(start, manifold=manifold)
-        optimizer = geoopt.optim.RiemannianAdam([columns], lr=self.learning_rate, stabilize=10)
+        optimizer = geoopt.optim.RiemannianAdam(
+            [columns], lr=self.learning_rate, betas=BETAS, stabilize=10
+        )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
         history: list[float] = []
         for step in progress(range(self.steps), problem):
             basis = Basis(columns, columns, problem.grouping)
-            loss = problem.loss(basis, self._batch(problem, generator))
+            fraction = self.row_fraction if 2 * step >= self.steps else self.row_fraction / 2
+            loss = problem.loss(basis, self._batch(problem, fraction, generator))
             history.append(checked(loss, problem, step))
             optimizer.zero_grad(set_to_none=True)
             loss.backward(inputs=[columns])
@@ -91,12 +99,14 @@ class RiemannianAdam(Solver):
         )
         return torch.linalg.qr(normal).Q.to(problem.activations.keys)
 
-    def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
+    def _batch(
+        self, problem: Problem, row_fraction: float, generator: torch.Generator
+    ) -> Batch | None:
         if problem.full_batch_is_cheap:
             return None
         activations = problem.activations
         device = activations.keys.device
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
-        count = max(MINIMUM_ROWS, math.ceil(self.row_fraction * activations.length))
+        count = max(MINIMUM_ROWS, math.ceil(row_fraction * activations.length))
         rows = stratified_rows(activations.length, count, generator)
         return Batch(sequences.to(device), None if rows is None else rows.to(device))
