@@ -9,13 +9,17 @@ from manifoldkv.basis import (
     projector_distance,
     rank_from_ratio,
 )
+from manifoldkv.cache import CompressedCache, compressed
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
+from manifoldkv.compress import RECIPES, Recipe, compress, quantize, uniform_ranks
 from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
+    CacheError,
     DivergenceError,
     ManifoldKVError,
     ModelError,
     OutputError,
+    PlanError,
     RankError,
     TextError,
     UnknownNameError,
@@ -24,23 +28,33 @@ from manifoldkv.errors import (
 )
 from manifoldkv.models import check_supported, load_model
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
+from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
 from manifoldkv.solvers import SOLVERS, Solution, Solver, register_solver
 
 __all__ = [
     "OBJECTIVES",
+    "RECIPES",
     "SOLVERS",
     "Basis",
     "Batch",
+    "CacheError",
+    "CompressedCache",
+    "CompressionPlan",
     "DivergenceError",
     "HeadGrouping",
     "LayerActivations",
     "LayerErrors",
+    "LayerPlan",
     "ManifoldKVError",
     "ModelError",
     "Objective",
     "OutputError",
+    "PlanError",
     "Problem",
+    "Provenance",
+    "Quantization",
     "RankError",
+    "Recipe",
     "Solution",
     "Solver",
     "TextError",
@@ -50,6 +64,8 @@ __all__ = [
     "UnsupportedModelError",
     "capture",
     "check_supported",
+    "compress",
+    "compressed",
     "diagnose",
     "layer_errors",
     "load_model",
@@ -57,8 +73,10 @@ __all__ = [
     "orthonormal_basis",
     "principal_angles",
     "projector_distance",
+    "quantize",
     "rank_from_ratio",
     "register_objective",
     "register_solver",
     "sample_tokens",
+    "uniform_ranks",
 ]

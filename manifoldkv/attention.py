@@ -65,7 +65,7 @@ class AttentionSettings:
         return cls(arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
 
 
-Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+Attend = Callable[..., Tensor]
 """Stands in for attention inside one layer call.
 
 Receives the attention module, queries, keys, values (B, H, tokens, d), the mask and the keywords
@@ -128,10 +128,10 @@ def attention_weights(
 
 
 @contextmanager
-def intercepted(config: PretrainedConfig) -> Iterator[None]:
+def intercepted(config: PretrainedConfig, name: str = NAME) -> Iterator[None]:
     """Let layers with this configuration use manifoldkv's attention inside the block."""
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

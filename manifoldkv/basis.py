@@ -136,12 +136,18 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
     RankError
         If the columns are not orthonormal to `ORTHONORMAL_TOLERANCE`.
     """
-    identity = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
-    error = float((columns.mT @ columns - identity).abs().max())
+    error = orthonormality_error(Basis(columns, columns, grouping))
     if not error <= ORTHONORMAL_TOLERANCE:
         raise RankError(f"columns are not orthonormal: largest entry of PᵀP - I is {error:.1e}")
     columns = fix_signs(columns)
     return Basis(down=columns, up=columns, grouping=grouping)
+
+
+def orthonormality_error(basis: Basis) -> float:
+    """Largest entry of ``upᵀ down - I``; NaN if a number is not finite."""
+    product = basis.up.mT @ basis.down
+    identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
+    return float((product - identity).abs().max())
 
 
 def fix_signs(columns: Tensor) -> Tensor:

@@ -35,3 +35,11 @@ class DivergenceError(ManifoldKVError):
 
 class OutputError(ManifoldKVError):
     """A result cannot be written."""
+
+
+class PlanError(ManifoldKVError):
+    """A compression plan is damaged, impossible, or made for another model."""
+
+
+class CacheError(ManifoldKVError):
+    """A cache is used where it does not belong, or asked for what it cannot do."""

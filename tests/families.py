@@ -52,10 +52,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """A random three-layer model with 4 query heads and 2 KV heads of 8."""
+def tiny_model(
+    family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """A random three-layer model with 4 query heads and 2 KV heads of 8, unless overridden."""
     name, settings = FAMILIES[family]
-    config = getattr(transformers, name)(**COMMON | settings, experts_implementation="eager")
+    values = COMMON | settings | overrides
+    config = getattr(transformers, name)(**values, experts_implementation="eager")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)

@@ -1,0 +1,312 @@
+"""How latents are used: attention that never holds full keys or values of the whole cache.
+
+Keys stored after rotation: a query is multiplied by the basis and scored against latents; nothing
+is reconstructed. Keys stored before rotation: latents are expanded and rotated a tile of tokens at
+a time. Values: attention weights mix latents, and the mixture is expanded, once per query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from manifoldkv.attention import AttentionSettings
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.cache.layers import CompressedLayer
+from manifoldkv.cache.storage import Store, split_tiles
+
+TILE = 1024
+"""Tokens whose keys are expanded, or whose latents are made floating-point again, at a time."""
+SCORES_AT_A_TIME = 1 << 24
+"""Scores held at a time; longer prompts are attended to in blocks of queries."""
+
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The model's own rotation: x (B, H, t, d), cos and sin (B or 1, t, rotary dimension)."""
+
+
+class RunningBasis:
+    """A basis in the dtype and on the device of a layer, cut for use by head.
+
+    Parameters
+    ----------
+    basis : Basis
+        From a plan.
+    like : Tensor
+        A weight of the layer.
+    """
+
+    def __init__(self, basis: Basis, like: Tensor) -> None:
+        self.grouping: HeadGrouping = basis.grouping
+        self._basis = basis
+        self._down = basis.down.to(like)  # (groups, w·d, w·r)
+        self._up = self._down if basis.orthonormal else basis.up.to(like)
+
+    @property
+    def features(self) -> int:
+        """Numbers stored per run of heads and token."""
+        return self._down.shape[2]
+
+    @cached_property
+    def up_by_head(self) -> Tensor:
+        """(H_kv or 1, d, w·r)"""
+        return self._up.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
+
+    def latents(self, x: Tensor) -> Tensor:
+        """What is stored of keys or values: (B, H_kv, m, d) to (B, runs, m, w·r)."""
+        return self.grouping.split(x) @ self._down
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Back to keys: (B, runs, m, w·r) to (B, H_kv, m, d)."""
+        return self.grouping.merge(latents @ self._up.mT)
+
+    def queries(self, queries: Tensor) -> Tensor:
+        """Queries as latents see them: (B, H_kv, R, d) to (B, runs, w·R, w·r)."""
+        return self._by_run(queries @ self.up_by_head)
+
+    def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
+        """Weights (B, H_kv, R, n) times latents (B, runs, n, w·r): (B, H_kv, R, w·r)."""
+        mixed = self._by_run(weights) @ latents  # (B, runs, w·R, w·r)
+        return mixed.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
+
+    def expand_mixed(self, mixed: Tensor) -> Tensor:
+        """(B, H_kv, R, w·r) to (B, H_kv, R, d)."""
+        return mixed @ self.up_by_head.mT
+
+    def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
+        """(B, runs, w·R, w·r) and (B, runs, n, w·r) to (B, H_kv, R, n)."""
+        scores = _scores(queries, latents)
+        return scores.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
+
+    def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
+        """W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
+        by_head = self._basis.up.to(output_weight.device, torch.float64)
+        by_head = by_head.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
+        by_head = by_head.expand(self.grouping.heads, -1, -1)
+        up = by_head.repeat_interleave(query_heads // self.grouping.heads, dim=0)  # (H_q, d, w·r)
+        weight = output_weight.double().unflatten(1, (query_heads, -1))  # (hidden, H_q, d)
+        return torch.einsum("ohd,hdr->ohr", weight, up).flatten(1).to(output_weight.dtype)
+
+    def _by_run(self, x: Tensor) -> Tensor:
+        """Heads of a run one below the other: (B, H_kv, R, f) to (B, runs, w·R, f)."""
+        return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Rotation of the keys a layer attends to.
+
+    Parameters
+    ----------
+    cos, sin : Tensor
+        (B or 1, n, rotary dimension)
+    rotate : Rotate
+        How they are applied.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    rotate: Rotate
+
+    def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
+
+
+class CachedAttention:
+    """Attention of one layer over its compressed cache.
+
+    Parameters
+    ----------
+    key, value : RunningBasis
+        Bases of the layer.
+    exact_prefill : bool
+        Whether the tokens of a call of several see each other's exact keys and values.
+    expand_values : bool
+        Whether mixed values are led back to head_dim; not if W_O does it.
+    """
+
+    def __init__(
+        self, key: RunningBasis, value: RunningBasis, exact_prefill: bool, expand_values: bool
+    ) -> None:
+        self._key = key
+        self._value = value
+        self._exact_prefill = exact_prefill
+        self._expand_values = expand_values
+
+    def folded_output_weight(self, weight: Tensor, query_heads: int) -> Tensor:
+        """W_O (hidden, H_q·d) with the value basis multiplied into it: (hidden, H_q·w·r)."""
+        return self._value.folded(weight, query_heads)
+
+    @torch.no_grad()
+    def store(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
+        layer.append(self._key.latents(keys), self._value.latents(values))
+
+    def attend(
+        self,
+        layer: CompressedLayer,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        settings: AttentionSettings,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Store new tokens and attend to what is stored.
+
+        Parameters
+        ----------
+        layer : CompressedLayer
+            Of the cache.
+        queries : Tensor
+            Rotated, (B, H_q, m, d).
+        keys, values : Tensor
+            New ones, (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
+        mask : Tensor or None
+            (B or 1, 1, m, n), True where a query sees a token; None if every query sees all tokens
+            up to its own.
+        settings : AttentionSettings
+            Scaling, soft cap and sinks.
+        angles : Angles or None
+            Of all n tokens attended to, for keys that are stored before rotation.
+
+        Returns
+        -------
+        Tensor
+            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not expanded.
+        """
+        count = queries.shape[2]
+        visible, _ = layer.get_mask_sizes(count)
+        outputs, done = [], 0
+        for piece in layer.key_store.pieces(count):
+            new = slice(done, done + piece)
+            done += piece
+            self.store(layer, keys[:, :, new], values[:, :, new])
+            tokens = visible - count + done
+            exact = None
+            if self._exact_prefill and count > 1:
+                exact = (keys[:, :, :done], values[:, :, :done])
+            for rows in _blocks(new, queries.shape[0] * queries.shape[1] * tokens):
+                outputs.append(
+                    self._attend_rows(
+                        layer,
+                        queries[:, :, rows],
+                        _rows_of_mask(mask, rows, visible - count, tokens, queries.device),
+                        settings,
+                        angles,
+                        tokens,
+                        exact,
+                    )
+                )
+        layer.forget_old()
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+    def _attend_rows(
+        self,
+        layer: CompressedLayer,
+        queries: Tensor,
+        mask: Tensor | None,
+        settings: AttentionSettings,
+        angles: Angles | None,
+        tokens: int,
+        exact: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Attention of some queries over the newest `tokens` tokens."""
+        batch, heads, rows, head_dim = queries.shape
+        kv_heads = self._key.grouping.heads
+        queries = (
+            queries.reshape(batch, kv_heads, -1, head_dim) * settings.scaling
+        )  # (B, H_kv, R, d)
+        fresh = 0 if exact is None else exact[0].shape[2]
+        scores = list(self._scores(layer.key_store, queries, angles, tokens, fresh))
+        if exact is not None:
+            keys = exact[0] if angles is None else angles.tile(exact[0], tokens - fresh, tokens)
+            scores.append(_scores(queries, keys))
+        by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
+        weights = _softmax(by_row, mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
+        output = self._mix(layer.value_store, weights, tokens, fresh)
+        if exact is not None:
+            output = output + weights[..., tokens - fresh :] @ exact[1]
+        return output.reshape(batch, heads, rows, -1)
+
+    def _scores(
+        self, store: Store, queries: Tensor, angles: Angles | None, tokens: int, fresh: int
+    ) -> Iterator[Tensor]:
+        """Scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
+        if angles is None:
+            queries = self._key.queries(queries)
+        for start, stop, latents in _tiles(store, tokens, fresh):
+            if angles is None:
+                yield self._key.scores(queries, latents)
+                continue
+            for first, last in split_tiles(start, stop, TILE):
+                keys = self._key.expand(latents[:, :, first - start : last - start])
+                yield _scores(queries, angles.tile(keys, first, last))
+
+    def _mix(self, store: Store, weights: Tensor, tokens: int, fresh: int) -> Tensor:
+        """Stored values mixed by weights, (B, H_kv, R, d), or (B, H_kv, R, w·r) if W_O expands."""
+        mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
+        for start, stop, latents in _tiles(store, tokens, fresh):
+            mixed = mixed + self._value.mix(weights[..., start:stop], latents)
+        return self._value.expand_mixed(mixed) if self._expand_values else mixed
+
+
+def _tiles(store: Store, tokens: int, fresh: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Tiles of the newest `tokens` tokens but for the last `fresh`."""
+    for start, stop, latents in store.tiles(len(store) - tokens, TILE):
+        stop = min(stop, tokens - fresh)
+        if start < stop:
+            yield start, stop, latents[:, :, : stop - start]
+
+
+def _joined(tiles: list[Tensor]) -> Tensor:
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """(…, R, f) and (…, n, f) to (…, R, n), the faster way round for the dtype."""
+    if queries.dtype == torch.float32 and queries.shape[-2] <= keys.shape[-2] // 8:
+        return (keys @ queries.mT).mT
+    return queries @ keys.mT
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
+    """Attention weights from scaled scores (B, H_kv, H_q / H_kv, m, n), in their dtype."""
+    dtype = scores.dtype
+    scores = scores.to(torch.promote_types(dtype, torch.float32))
+    if settings.softcap is not None:
+        scores = settings.softcap * torch.tanh(scores / settings.softcap)
+    if mask is not None:
+        # Not -inf: a padded query sees nothing, and its output must stay a number.
+        scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
+    if settings.sinks is None:
+        return scores.softmax(dim=-1).to(dtype)
+    sinks = settings.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., :-1].to(dtype)
+
+
+def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:
+    """Cut query rows into blocks whose scores fit `SCORES_AT_A_TIME`."""
+    size = max(1, SCORES_AT_A_TIME // scores_per_row)
+    for start, stop in split_tiles(rows.start, rows.stop, size):
+        yield slice(start, stop)
+
+
+def _rows_of_mask(
+    mask: Tensor | None, rows: slice, past: int, tokens: int, device: torch.device
+) -> Tensor | None:
+    """The mask of some queries of a call, (B or 1, 1, rows, tokens).
+
+    Without a given mask it is causal, the call's first query having `past` tokens before it; a mask
+    of a whole long prompt is never built then.
+    """
+    if mask is not None:
+        return mask[:, :, rows, :tokens]
+    own = torch.arange(rows.start, rows.stop, device=device) + past
+    if len(own) == 1 and tokens == past + rows.stop:
+        return None
+    return (torch.arange(tokens, device=device) <= own.unsqueeze(1)).view(1, 1, -1, tokens)

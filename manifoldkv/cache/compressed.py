@@ -1,0 +1,318 @@
+"""Running a model on a compressed cache, and leaving it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import ModelOutput
+
+from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis
+from manifoldkv.cache.layers import CompressedCache, CompressedLayer
+from manifoldkv.errors import CacheError, UnsupportedModelError
+from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.plan import CompressionPlan
+
+NAME = "manifoldkv-cache"
+
+Prefill = Literal["compressed", "exact"]
+
+
+@contextmanager
+def compressed(
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    *,
+    prefill: Prefill = "compressed",
+    fold_values: bool = False,
+) -> Iterator[Callable[[], CompressedCache]]:
+    """Let a model run on compressed caches inside the block.
+
+    ``model.generate(**inputs, past_key_values=new_cache())`` and ``model(input_ids=…,
+    past_key_values=new_cache())`` fill and read a compressed cache. A call without a cache gets a
+    fresh one: nothing inside the block sees an uncompressed key or value. The model is the same as
+    before when the block is left, also by an error.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model the plan was made for, in any floating dtype.
+    plan : CompressionPlan
+        From `compress` or `CompressionPlan.load`.
+    prefill : {"compressed", "exact"}
+        With ``"compressed"`` every query sees exactly what the cache stores, of its own prompt and
+        its own token too: a prompt in chunks gives what it gives at once, and a perplexity is that
+        of the cache. With ``"exact"`` the tokens of a call of several tokens see each other
+        unprojected; only what is stored for later is compressed.
+    fold_values : bool
+        Whether value bases are multiplied into W_O for the time of the block, so that values are
+        not led back to head_dim at all.
+
+    Yields
+    ------
+    callable
+        Makes an empty `CompressedCache`.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the attention of the model cannot be handled.
+    PlanError
+        If the plan was made for another model.
+    CacheError
+        If the model is inside such a block already, if the options contradict each other, or, from
+        a call inside the block, if it is given a cache that is not of this block.
+    """
+    check_supported(model)
+    plan.check_model(model.config)
+    if prefill not in ("compressed", "exact"):
+        raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
+    if fold_values and prefill == "exact":
+        raise CacheError("exact prefill needs the original W_O: do not fold values into it")
+    config = model.config.get_text_config()
+    if config._attn_implementation == NAME:
+        raise CacheError("the model is already inside a compressed block")
+    run = _Run(model, plan, prefill, fold_values)
+    with ExitStack() as stack, intercepted(config, NAME):
+        run.enter(stack)
+        yield run.new_cache
+
+
+@dataclass
+class _Rotation:
+    """One call of the model's rotary embedding during the current forward pass."""
+
+    module: nn.Module
+    inputs: Tensor
+    rest: tuple[Any, ...]
+    cos: Tensor
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        # Not the module itself, whose hook would record this as a call of the model.
+        return self.module.forward(self.inputs, positions, *self.rest)
+
+
+class _Run:
+    """Hooks of one `compressed` block and what they pass to each other."""
+
+    def __init__(
+        self, model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill, fold_values: bool
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._fold_values = fold_values
+        self._layers = decoder_layers(model)
+        self._attentions = [
+            self._cached_attention(index, exact_prefill=prefill == "exact")
+            for index in range(len(self._layers))
+        ]
+        self._rotations: list[_Rotation] = []
+        self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._attended = 0
+
+    def _cached_attention(self, index: int, exact_prefill: bool) -> CachedAttention:
+        weight = attention_of(self._layers[index]).o_proj.weight
+        layer = self._plan.layers[index]
+        return CachedAttention(
+            RunningBasis(layer.key, weight),
+            RunningBasis(layer.value, weight),
+            exact_prefill,
+            expand_values=not self._fold_values,
+        )
+
+    def new_cache(self) -> CompressedCache:
+        weights = [attention_of(layer).o_proj.weight for layer in self._layers]
+        return CompressedCache(self._plan, weights[0].dtype, [w.device for w in weights])
+
+    def enter(self, stack: ExitStack) -> None:
+        decoder = self._model.get_decoder()
+        hooks = [
+            decoder.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            decoder.register_forward_hook(self._after_model, with_kwargs=True),
+        ]
+        if self._plan.rotary == "pre":
+            hooks.append(
+                _rotary_embedding(decoder).register_forward_hook(
+                    self._after_rotary_embedding, with_kwargs=True
+                )
+            )
+        for index, layer in enumerate(self._layers):
+            hooks.append(
+                attention_of(layer).register_forward_pre_hook(
+                    self._before_attention(index), with_kwargs=True
+                )
+            )
+        for hook in hooks:
+            stack.callback(hook.remove)
+        self._give_generate_a_cache(stack)
+        if self._fold_values:
+            for index, layer in enumerate(self._layers):
+                self._fold(stack, attention_of(layer), self._attentions[index])
+
+    def _give_generate_a_cache(self, stack: ExitStack) -> None:
+        """`generate` makes a stock cache where it is given none; let it make one of ours."""
+        model = self._model
+        prepare = model._prepare_cache_for_generation
+
+        def prepare_compressed(
+            generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            if generation_config.use_cache is not False:
+                model_kwargs.setdefault("past_key_values", self.new_cache())
+            return prepare(generation_config, model_kwargs, *args, **kwargs)
+
+        model._prepare_cache_for_generation = prepare_compressed
+        stack.callback(delattr, model, "_prepare_cache_for_generation")
+
+    def _fold(self, stack: ExitStack, attention: Any, cached: CachedAttention) -> None:
+        stock = attention.o_proj
+        query_heads = stock.weight.shape[1] // attention.head_dim
+        weight = cached.folded_output_weight(stock.weight, query_heads)
+        folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        folded.weight = nn.Parameter(weight, requires_grad=False)
+        folded.bias = stock.bias
+        attention.o_proj = folded
+        stack.callback(setattr, attention, "o_proj", stock)
+
+    def _before_model(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        self._rotations.clear()
+        self._angles.clear()
+        self._attended = 0
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = self.new_cache()
+        self._cache = self._checked(kwargs["past_key_values"])
+        return args, kwargs
+
+    def _after_model(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: ModelOutput
+    ) -> ModelOutput:
+        if self._attended < len(self._layers):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} is not supported: its attention does not hand "
+                "keywords on to the attention function"
+            )
+        # Who wanted no cache gets none back: `generate` would go on with it.
+        if kwargs.get("use_cache") is False:
+            return replace(output, past_key_values=None)
+        return output
+
+    def _checked(self, cache: Any) -> CompressedCache:
+        if not isinstance(cache, CompressedCache):
+            raise CacheError(
+                f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
+                "pass new_cache(), or no cache at all"
+            )
+        if cache.plan is not self._plan:
+            raise CacheError("the cache was made for another plan than this block's")
+        return cache
+
+    def _after_rotary_embedding(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]
+    ) -> None:
+        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        if not self._rotations:  # a second kind of layer has the same positions
+            self._cache.append_positions(given["position_ids"])
+        rest = tuple(given[name] for name in ("layer_type",) if name in given)
+        self._rotations.append(_Rotation(module, given["x"], rest, output[0]))
+
+    def _before_attention(self, index: int) -> Callable[..., tuple[tuple, dict[str, Any]]]:
+        def hook(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict[str, Any]]:
+            cache = self._checked(kwargs.get("past_key_values"))
+            cos, sin = kwargs["position_embeddings"]
+            if self._plan.rotary == "pre":
+                # With the identity in its place the layer's own rotation leaves keys as they are.
+                identity = (torch.ones_like(cos), torch.zeros_like(sin))
+                kwargs["position_embeddings"] = identity
+            kwargs["manifoldkv_attend"] = self._attend(index, cache.layers[index], cos, sin)
+            kwargs["past_key_values"] = None  # what is stored is stored by our attention
+            return args, kwargs
+
+        return hook
+
+    def _attend(self, index: int, layer: CompressedLayer, cos: Tensor, sin: Tensor) -> Attend:
+        def attend_to_cache(
+            module: nn.Module,
+            queries: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            mask: Tensor | None,
+            arguments: dict[str, Any],
+        ) -> Tensor:
+            self._attended += 1
+            settings = AttentionSettings.from_arguments(module, arguments)
+            angles = None
+            if self._plan.rotary == "pre":
+                rotate = _rotation_of(self._layers[index])
+                queries = rotate(queries, cos, sin)
+                tokens, _ = layer.get_mask_sizes(queries.shape[2])
+                angles = Angles(*self._angles_of_newest(tokens, cos), rotate)
+            output = self._attentions[index].attend(
+                layer, queries, keys, values, mask, settings, angles
+            )
+            return output.transpose(1, 2)
+
+        return attend_to_cache
+
+    def _angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
+        """Angles of the newest tokens as layers that are given `cos` rotate, computed once."""
+        calls = [rotation for rotation in self._rotations if rotation.cos is cos]
+        if not calls:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} is not supported with keys stored before rotation: "
+                "its layers do not receive the angles its rotary embedding made"
+            )
+        key = (id(cos), tokens)
+        if key not in self._angles:
+            self._angles[key] = calls[0].angles(self._cache.positions(tokens))
+        return self._angles[key]
+
+
+def _rotary_embedding(decoder: nn.Module) -> nn.Module:
+    embedding = getattr(decoder, "rotary_emb", None)
+    if not isinstance(embedding, nn.Module):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} is not supported with keys stored before rotation: it has "
+            "no rotary_emb"
+        )
+    return embedding
+
+
+def _rotation_of(layer: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    apply = modeling_module(layer).apply_rotary_pos_emb
+    return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
+
+
+def _attention_function(
+    module: nn.Module,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    manifoldkv_attend: Attend | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    if manifoldkv_attend is not None:
+        return manifoldkv_attend(module, queries, keys, values, mask, arguments), None
+    # Another model that shares its configuration object with a compressed one.
+    settings = AttentionSettings.from_arguments(module, arguments)
+    rows, tokens = queries.shape[2], keys.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, rows, tokens, dtype=torch.bool, device=keys.device)
+        mask = mask.tril(tokens - rows)
+    return attend(queries, keys, values, mask, settings).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention_function)
+# Where causality is all there is to a mask, the stock function returns None and saves building it.
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,272 @@
+"""What is stored: one layer's latents, and the cache of all layers as transformers sees it."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from manifoldkv.basis import Basis
+from manifoldkv.cache.quantization import (
+    FeatureRangeStore,
+    ResidualStore,
+    StaticRangeStore,
+    TokenRangeStore,
+)
+from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store
+from manifoldkv.errors import CacheError
+from manifoldkv.plan import CompressionPlan, LayerPlan, Quantization
+
+
+class CompressedLayer(CacheLayerMixin):
+    """Latents of the keys and values of one layer.
+
+    Parameters
+    ----------
+    plan : LayerPlan
+        Ranks, grouping and window of the layer.
+    quantization : Quantization or None
+        How latents are rounded.
+    dtype : torch.dtype
+        Of the model.
+    device : torch.device
+        Of the layer.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        quantization: Quantization | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.window = plan.window
+        self.is_sliding = plan.window is not None
+        # Tokens that KIVI's layout has rounded cannot be made exact again.
+        self.is_croppable = quantization is None or quantization.layout == "static"
+        self.key_store = _key_store(plan, quantization, dtype, device)
+        self.value_store = _value_store(plan.value, quantization, dtype)
+        self.tokens_seen = 0
+        self.record_past = False
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Store latents: keys (B, runs, m, features) and values likewise."""
+        self.key_store.append(keys)
+        self.value_store.append(values)
+        self.tokens_seen += keys.shape[2]
+        self.is_initialized = True
+
+    def forget_old(self) -> None:
+        """Drop what no later query sees, unless the past is recorded for a crop to come."""
+        if self.window is not None and not self.record_past:
+            self._drop_first(len(self.key_store) - (self.window - 1))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> NoReturn:
+        raise CacheError(
+            "this cache stores latents; use it inside `with manifoldkv.compressed(model, plan)`"
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: stores take their shape from the first tokens."""
+
+    def get_seq_length(self) -> int:
+        return self.tokens_seen
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens that the next `query_length` queries attend to, and the slot of the first."""
+        past = self.tokens_seen if self.window is None else min(self.tokens_seen, self.window - 1)
+        return past + query_length, self.tokens_seen - past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; the count is given as a negative number.
+
+        Raises
+        ------
+        CacheError
+            If the count is positive, if the window has already dropped tokens that would be seen
+            again, or if tokens would have to be made exact again (KIVI's layout).
+        """
+        if tokens_to_remove > 0:
+            raise CacheError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
+        count = min(-tokens_to_remove, self.tokens_seen)
+        held, left = len(self.key_store), self.tokens_seen - count
+        needed = left if self.window is None else min(left, self.window - 1)
+        if held - count < needed:
+            raise CacheError(
+                f"cannot crop {count} tokens: a window of {self.window} has dropped what would be "
+                "seen again; call activate_past_recording() before"
+            )
+        if not self.key_store.can_drop_last(count):
+            raise CacheError(
+                f"cannot crop {count} tokens: some of them are rounded already, which KIVI's "
+                "layout cannot undo; use the static layout"
+            )
+        if count:
+            self.key_store.drop_last(count)
+            self.value_store.drop_last(count)
+            self.tokens_seen = left
+        if self.window is not None:
+            self._drop_first(len(self.key_store) - (self.window - 1))
+
+    def reset(self) -> None:
+        self.key_store.clear()
+        self.value_store.clear()
+        self.tokens_seen = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.key_store.select(indices)
+        self.value_store.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            batch = self.key_store.parts[0].view.shape[0]
+            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+
+    def offload(self) -> NoReturn:
+        raise CacheError("a compressed cache stays on the device of its model")
+
+    def prefetch(self) -> NoReturn:
+        self.offload()
+
+    @property
+    def stores(self) -> tuple[Store, Store]:
+        return self.key_store, self.value_store
+
+    def _drop_first(self, count: int) -> None:
+        if count > 0:
+            self.key_store.drop_first(count)
+            self.value_store.drop_first(count)
+
+
+class CompressedCache(Cache):
+    """A key-value cache that holds latents.
+
+    Made by the function that `compressed` returns and usable inside that block only; between calls
+    it can be kept, continued, cropped and reordered like any cache of transformers.
+
+    Parameters
+    ----------
+    plan : CompressionPlan
+        What is stored.
+    dtype : torch.dtype
+        Of the model.
+    devices : list of torch.device
+        Of every layer.
+    """
+
+    def __init__(
+        self, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
+    ) -> None:
+        layers = [
+            CompressedLayer(layer, plan.quantization, dtype, device)
+            for layer, device in zip(plan.layers, devices, strict=True)
+        ]
+        super().__init__(layers=layers)
+        self.plan = plan
+        # Shared by all layers: a layer that holds n tokens holds the newest n of these.
+        self._positions = GrowingTensor()  # (B or 1, 1, n, 1), int32
+
+    def nbytes(self) -> int:
+        """Bytes of all latents with their scales, offsets and exact tokens."""
+        return sum(store.nbytes for layer in self.layers for store in layer.stores)
+
+    def storage_nbytes(self) -> int:
+        """Bytes that are allocated: `nbytes`, positions, and room to grow."""
+        latents = sum(store.storage_nbytes for layer in self.layers for store in layer.stores)
+        return latents + self._positions.storage_nbytes
+
+    def compact(self) -> None:
+        """Give back the room to grow; the next token allocates some again."""
+        for part in self._growing():
+            part.compact()
+
+    def append_positions(self, positions: Tensor) -> None:
+        """Store the positions (B or 1, m) of new tokens, before any layer appends them."""
+        new = positions.to(torch.int32)[:, None, :, None]
+        if len(self._positions):
+            held = self._positions.view
+            if held.shape[0] == 1 < new.shape[0]:
+                self._positions.select(held.new_zeros(new.shape[0], dtype=torch.int64))
+            new = new.expand(self._positions.view.shape[0], -1, -1, -1)
+        self._positions.drop_first(len(self._positions) - max(map(_held, self.layers)))
+        self._positions.append(new)
+
+    def positions(self, count: int) -> Tensor:
+        """Positions of the newest `count` tokens, (B or 1, count), int64."""
+        return self._positions.view[:, 0, len(self._positions) - count :, 0].long()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self._positions.drop_last(-tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self._positions.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if len(self._positions) and self._positions.view.shape[0] > 1:
+            if indices.dtype == torch.bool:
+                indices = indices.nonzero().flatten()
+            self._positions.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if len(self._positions) and self._positions.view.shape[0] > 1:
+            batch = self._positions.view.shape[0]
+            self._positions.select(torch.arange(batch).repeat_interleave(repeats))
+
+    def _growing(self) -> list[GrowingTensor]:
+        parts = [p for layer in self.layers for store in layer.stores for p in store.parts]
+        return [*parts, self._positions]
+
+
+def _held(layer: CompressedLayer) -> int:
+    return len(layer.key_store)
+
+
+def _features(basis: Basis) -> int:
+    """Numbers per run of heads and token."""
+    return basis.rank * basis.grouping.width
+
+
+def _key_store(
+    plan: LayerPlan, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> Store:
+    if quantization is None:
+        return ExactStore()
+    features = _features(plan.key)
+    if quantization.layout == "kivi":
+        return ResidualStore(quantization, FeatureRangeStore(quantization, features, dtype))
+    assert plan.key_range is not None  # the plan has been checked
+    return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
+
+
+def _value_store(basis: Basis, quantization: Quantization | None, dtype: torch.dtype) -> Store:
+    if quantization is None:
+        return ExactStore()
+    rounded = TokenRangeStore(quantization, _features(basis), dtype)
+    return ResidualStore(quantization, rounded) if quantization.layout == "kivi" else rounded

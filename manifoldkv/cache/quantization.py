@@ -1,0 +1,268 @@
+"""Latents as packed integers.
+
+A number x of a range [low, high] is stored as the integer nearest to (x - low) / scale with
+scale = (high - low) / (2^bits - 1). Ranges that are computed while decoding are stored as float16
+(low, scale) pairs, and the integers are rounded against the stored pair, not against the exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
+from manifoldkv.plan import Quantization
+
+_IN_A_PACK = {8: 1, 4: 2, 2: 4, 3: 8}
+"""Numbers in the smallest pack of whole bytes."""
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Integers below 2^bits, uint8 (..., n), as bytes (..., code_bytes): little end first."""
+    count = _IN_A_PACK[bits]
+    codes = functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    if bits != 3:
+        return _shifted_sum(codes, bits)
+    # Eight numbers in three bytes: two packs of two bits each hold the low parts, one the top bits.
+    low = _shifted_sum((codes & 3).unflatten(-1, (2, 4)), 2)  # (..., packs, 2)
+    top = _shifted_sum(codes >> 2, 1)  # (..., packs)
+    return torch.cat([low, top.unsqueeze(-1)], dim=-1).flatten(-2)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack` for `count` integers: uint8 (..., count)."""
+    if bits != 3:
+        return _shifted_parts(packed, bits).flatten(-2)[..., :count]
+    triples = packed.unflatten(-1, (-1, 3))
+    low = _shifted_parts(triples[..., :2], 2).flatten(-2)  # (..., packs, 8)
+    top = _shifted_parts(triples[..., 2], 1)  # (..., packs, 8)
+    return (low | (top << 2)).flatten(-2)[..., :count]
+
+
+def _shifted_sum(parts: Tensor, bits: int) -> Tensor:
+    """Parts (..., 8 / bits) side by side in a byte (...)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)
+    return (parts << shifts).sum(dim=-1, dtype=torch.uint8)
+
+
+def _shifted_parts(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of `_shifted_sum`: bytes (...) to parts (..., 8 / bits)."""
+    if bits == 8:
+        return packed.unsqueeze(-1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+
+
+def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tensor:
+    """Smallest and largest number of each group of features, over the features and `dims`.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., features)
+    group_size : int
+        Neighbouring features of a group; the last may have fewer.
+    dims : tuple of int
+        Further dimensions of x to take extremes over; they disappear.
+
+    Returns
+    -------
+    Tensor
+        (..., groups, 2)
+    """
+    missing = -x.shape[-1] % group_size
+    # Repeating the last feature changes no extreme.
+    padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1)
+    grouped = padded.unflatten(-1, (-1, group_size))
+    low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)  # (..., groups)
+    if dims:
+        low, high = low.amin(dim=dims), high.amax(dim=dims)
+    return torch.stack([low, high], dim=-1)
+
+
+def _offset_and_scale(ranges: Tensor, bits: int) -> Tensor:
+    """(low, high) pairs to (low, scale) pairs."""
+    low, high = ranges.unbind(-1)
+    return torch.stack([low, (high - low) / (2**bits - 1)], dim=-1)
+
+
+def _encode(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Packed integers; computed in float32 at least, however short the numbers are."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    codes = (x - offset.to(x.dtype)) / torch.where(scale > 0, scale, 1).to(x.dtype)
+    return pack(codes.round().clamp(0, 2**bits - 1).to(torch.uint8), bits)
+
+
+def _spread(pairs: Tensor, group_size: int, features: int, dtype: torch.dtype) -> list[Tensor]:
+    """Offset and scale of every feature from those of groups: two of (..., features)."""
+    pairs = pairs.to(dtype)
+    if pairs.shape[-2] == 1:  # one group: broadcasting is cheaper than repeating
+        return [pairs[..., 0], pairs[..., 1]]
+    spread = pairs.repeat_interleave(group_size, dim=-2)[..., :features, :]
+    return [spread[..., 0], spread[..., 1]]
+
+
+class StaticRangeStore(Store):
+    """The paper's keys: ranges are known beforehand; numbers outside are clamped.
+
+    Parameters
+    ----------
+    quantization : Quantization
+        Bits and group size.
+    features : int
+        Of a run of heads.
+    dtype : torch.dtype
+        Of the latents, before and after.
+    ranges : Tensor
+        (runs, groups, 2): smallest and largest number.
+    """
+
+    def __init__(
+        self, quantization: Quantization, features: int, dtype: torch.dtype, ranges: Tensor
+    ) -> None:
+        self._bits = quantization.bits
+        self._features = features
+        pairs = _offset_and_scale(ranges, self._bits).unsqueeze(1)  # (runs, 1, groups, 2)
+        spread = _spread(pairs, quantization.group_size, features, ranges.dtype)
+        self._offset, self._scale = spread  # (runs, 1, features or 1)
+        self._codes = GrowingTensor()
+        self.parts = [self._codes]
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def append(self, latents: Tensor) -> None:
+        self._codes.append(_encode(latents, self._offset, self._scale, self._bits))
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        codes = self._codes.view
+        offset, scale = self._offset.to(self._dtype), self._scale.to(self._dtype)
+        for start, stop in split_tiles(first, len(self), size):
+            numbers = unpack(codes[:, :, start:stop], self._bits, self._features)
+            yield start - first, stop - first, numbers.to(self._dtype) * scale + offset
+
+
+class TokenRangeStore(Store):
+    """Values, in both layouts: a range per token and group of features."""
+
+    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
+        self._quantization = quantization
+        self._features = features
+        self._codes = GrowingTensor()
+        self._offsets = GrowingTensor()  # (B, runs, n, groups)
+        self._scales = GrowingTensor()
+        self.parts = [self._codes, self._offsets, self._scales]
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def append(self, latents: Tensor) -> None:
+        size, bits = self._quantization.group_size, self._quantization.bits
+        pairs = _offset_and_scale(group_ranges(latents.float(), size), bits).to(torch.float16)
+        offset, scale = _spread(pairs, size, self._features, torch.float32)
+        self._codes.append(_encode(latents, offset, scale, bits))
+        self._offsets.append(pairs[..., 0])
+        self._scales.append(pairs[..., 1])
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        codes, offsets, scales = (part.view for part in self.parts)
+        for start, stop in split_tiles(first, len(self), size):
+            pairs = torch.stack([offsets[:, :, start:stop], scales[:, :, start:stop]], dim=-1)
+            group_size = self._quantization.group_size
+            offset, scale = _spread(pairs, group_size, self._features, self._dtype)
+            numbers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
+            yield start - first, stop - first, numbers.to(self._dtype) * scale + offset
+
+
+class FeatureRangeStore(Store):
+    """KIVI's keys: a range per feature and whole run of tokens."""
+
+    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
+        self._quantization = quantization
+        self._features = features
+        self._codes = GrowingTensor()
+        self._offsets = GrowingTensor(smallest_growth=1)  # (B, runs, n / group_size, features)
+        self._scales = GrowingTensor(smallest_growth=1)
+        self.parts = [self._codes, self._offsets, self._scales]
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def append(self, latents: Tensor) -> None:
+        size, bits = self._quantization.group_size, self._quantization.bits
+        by_run = latents.float().unflatten(2, (-1, size))  # (B, runs, n / size, size, features)
+        ranges = torch.stack([by_run.amin(dim=3), by_run.amax(dim=3)], dim=-1)
+        pairs = _offset_and_scale(ranges, bits).to(
+            torch.float16
+        )  # (B, runs, n / size, features, 2)
+        offset, scale = pairs.float().unsqueeze(3).unbind(-1)
+        self._codes.append(_encode(by_run, offset, scale, bits).flatten(2, 3))
+        self._offsets.append(pairs[..., 0])
+        self._scales.append(pairs[..., 1])
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        assert first == 0
+        group_size = self._quantization.group_size
+        codes, offsets, scales = (part.view for part in self.parts)
+        for start, stop in split_tiles(0, len(self), max(1, size // group_size) * group_size):
+            runs = slice(start // group_size, stop // group_size)
+            offset, scale = (x[:, :, runs].to(self._dtype).unsqueeze(3) for x in (offsets, scales))
+            numbers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
+            by_run = numbers.to(self._dtype).unflatten(2, (-1, group_size))
+            yield start, stop, (by_run * scale + offset).flatten(2, 3)
+
+
+class ResidualStore(Store):
+    """KIVI's layout: the newest tokens exact, older ones rounded a whole run at a time.
+
+    Parameters
+    ----------
+    quantization : Quantization
+        Length of a run and of the window.
+    rounded : Store
+        Takes the tokens that leave the window.
+    """
+
+    def __init__(self, quantization: Quantization, rounded: Store) -> None:
+        self._quantization = quantization
+        self._rounded = rounded
+        self._exact = GrowingTensor(smallest_growth=16)
+        self.parts = [*rounded.parts, self._exact]
+
+    def __len__(self) -> int:
+        return len(self._rounded) + len(self._exact)
+
+    def append(self, latents: Tensor) -> None:
+        self._exact.append(latents)
+        leaving = len(self._exact) - self._quantization.exact_tokens(len(self))
+        if leaving:
+            self._rounded.append(self._exact.view[:, :, :leaving])
+            self._exact.drop_first(leaving)
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        if len(self._rounded):
+            yield from self._rounded.tiles(first, size)
+        yield len(self._rounded), len(self), self._exact.view
+
+    def pieces(self, count: int) -> list[int]:
+        """Pieces during which no run leaves the window: one leaves with the token that fills it."""
+        run, window = self._quantization.group_size, self._quantization.residual
+        pieces, tokens, stop = [], len(self), len(self) + count
+        while tokens < stop:
+            runs_out = max(0, tokens + 1 - window) // run
+            next_leaves = window + (runs_out + 1) * run
+            pieces.append(min(stop, next_leaves - 1) - tokens)
+            tokens += pieces[-1]
+        return pieces
+
+    def can_drop_last(self, count: int) -> bool:
+        return count <= len(self._exact)
+
+    def drop_last(self, count: int) -> None:
+        self._exact.drop_last(count)

@@ -1,0 +1,178 @@
+"""Where latents lie: tensors that grow by tokens, and the exact store built of one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import Tensor
+
+SLACK = 16
+"""A tensor is allocated larger than its n tokens by n / `SLACK`."""
+LARGEST_RATIO = 1.2
+"""A tensor of more than this times its tokens is made smaller."""
+
+Tile = tuple[int, int, Tensor]
+"""First and last token (exclusive), counted from the first one asked for, and their latents."""
+
+
+class GrowingTensor:
+    """A tensor (B, H, n, features) that grows along n in place.
+
+    It is allocated a sixteenth larger than needed, so that appending copies old tokens rarely, and
+    drops tokens at either end without copying any.
+
+    Parameters
+    ----------
+    smallest_growth : int
+        Tokens it is allocated larger by at least.
+    """
+
+    def __init__(self, smallest_growth: int = 64) -> None:
+        self._smallest_growth = smallest_growth
+        self._buffer: Tensor | None = None
+        self._start = 0
+        self._stop = 0
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def view(self) -> Tensor:
+        """The tokens held; writing to it writes to the cache."""
+        assert self._buffer is not None
+        return self._buffer[:, :, self._start : self._stop]
+
+    def append(self, new: Tensor) -> None:
+        count = new.shape[2]
+        if self._buffer is None:
+            self._buffer = new.new_empty(*new.shape[:2], 0, new.shape[3])
+        if self._stop + count > self._buffer.shape[2]:
+            self._reallocate(len(self) + count + self._slack(len(self) + count))
+        self._buffer[:, :, self._stop : self._stop + count] = new
+        self._stop += count
+
+    def drop_first(self, count: int) -> None:
+        self._start += min(count, len(self))
+        self._shrink()
+
+    def drop_last(self, count: int) -> None:
+        self._stop -= min(count, len(self))
+        self._shrink()
+
+    def select(self, sequences: Tensor) -> None:
+        """Keep some sequences, in this order; one may come several times."""
+        if self._buffer is not None:
+            self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
+
+    def clear(self) -> None:
+        self._buffer, self._start, self._stop = None, 0, 0
+
+    def compact(self) -> None:
+        """Give back what is allocated beyond the tokens held."""
+        if self._buffer is not None:
+            self._reallocate(len(self))
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffer is None else self.view.numel() * self._buffer.itemsize
+
+    @property
+    def storage_nbytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def _shrink(self) -> None:
+        capacity = 0 if self._buffer is None else self._buffer.shape[2]
+        if capacity > max(LARGEST_RATIO * len(self), len(self) + 2 * self._smallest_growth):
+            self._reallocate(len(self) + self._slack(len(self)))
+
+    def _slack(self, tokens: int) -> int:
+        return max(self._smallest_growth, tokens // SLACK)
+
+    def _reallocate(self, capacity: int) -> None:
+        assert self._buffer is not None
+        held = self.view
+        self._buffer = held.new_empty(*held.shape[:2], capacity, held.shape[3])
+        self._buffer[:, :, : held.shape[2]] = held
+        self._start, self._stop = 0, held.shape[2]
+
+
+class Store(ABC):
+    """Latents of one site of one layer, (B, runs, n, features), in some form."""
+
+    parts: list[GrowingTensor]
+    """All that is held; the operations below act on each."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Tokens held."""
+
+    @abstractmethod
+    def append(self, latents: Tensor) -> None:
+        """Add tokens: (B, runs, m, features)."""
+
+    @abstractmethod
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        """What attention sees from token `first` on, in pieces of at most `size` tokens.
+
+        A store that has its latents ready may give them out in larger pieces.
+        """
+
+    def pieces(self, count: int) -> list[int]:
+        """How `count` new tokens must be split so that a query sees what it would see alone."""
+        return [count]
+
+    def can_drop_last(self, count: int) -> bool:
+        """Whether the store can be put back to what it was `count` tokens ago."""
+        return True
+
+    def drop_first(self, count: int) -> None:
+        for part in self.parts:
+            part.drop_first(count)
+
+    def drop_last(self, count: int) -> None:
+        for part in self.parts:
+            part.drop_last(count)
+
+    def select(self, sequences: Tensor) -> None:
+        for part in self.parts:
+            part.select(sequences)
+
+    def clear(self) -> None:
+        for part in self.parts:
+            part.clear()
+
+    def compact(self) -> None:
+        for part in self.parts:
+            part.compact()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def storage_nbytes(self) -> int:
+        return sum(part.storage_nbytes for part in self.parts)
+
+
+class ExactStore(Store):
+    """Latents in the dtype of the model."""
+
+    def __init__(self) -> None:
+        self._latents = GrowingTensor()
+        self.parts = [self._latents]
+
+    def __len__(self) -> int:
+        return len(self._latents)
+
+    def append(self, latents: Tensor) -> None:
+        self._latents.append(latents)
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        yield 0, len(self) - first, self._latents.view[:, :, first:]
+
+
+def split_tiles(first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut tokens `first` to `stop` into runs of at most `size`."""
+    for start in range(first, stop, size):
+        yield start, min(start + size, stop)

@@ -1,0 +1,486 @@
+"""What a user keeps: the bases of every layer, and all that is needed to use them again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from manifoldkv.activations import Rotary, Site
+from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
+from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+
+FORMAT = 1
+TENSORS = "plan.safetensors"
+DESCRIPTION = "plan.json"
+BITS = (2, 3, 4, 8)
+SCALE_BYTES = 2
+"""Scales and offsets that are computed while decoding are stored in float16."""
+LARGEST_INTEGER = 1 << 20
+"""No number of heads, of tokens or of features in a plan's description is larger."""
+
+_ARCHITECTURE = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_parameters", "layer_types", "sliding_window"),
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How latents are rounded to integers.
+
+    Parameters
+    ----------
+    bits : {8, 4, 3, 2}
+        Of every stored number.
+    layout : {"static", "kivi"}
+        ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
+        in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
+        of `group_size` tokens, values as above; the newest tokens stay exact until a whole run has
+        left a window of `residual` tokens. Such a cache cannot be cropped (no assisted decoding)
+        and does not fit sliding windows.
+    group_size : int
+        Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
+    residual : int
+        Tokens that KIVI's layout never rounds; no meaning otherwise.
+    """
+
+    bits: int = 4
+    layout: Literal["static", "kivi"] = "static"
+    group_size: int = 64
+    residual: int = 64
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise PlanError(f"latents of {self.bits} bits are not supported; possible: 2, 3, 4, 8")
+        if self.layout not in ("static", "kivi"):
+            raise PlanError(f"unknown layout {self.layout!r}; known: static, kivi")
+        if self.group_size < 1 or self.residual < 0:
+            raise PlanError("group_size must be at least 1 and residual at least 0")
+
+    def code_bytes(self, features: int) -> int:
+        """Bytes of `features` packed numbers; three-bit numbers are packed in eights."""
+        return ceil(features / 8) * 3 if self.bits == 3 else ceil(features * self.bits / 8)
+
+    def groups(self, features: int) -> int:
+        """Ranges of `features` neighbouring features."""
+        return ceil(features / self.group_size)
+
+    def exact_tokens(self, tokens: int) -> int:
+        """How many of the newest of `tokens` tokens are not rounded."""
+        if self.layout == "static":
+            return 0
+        return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Bases of one layer.
+
+    Parameters
+    ----------
+    key, value : Basis
+        float32 or float64, on the CPU.
+    window : int or None
+        Sliding window of the layer, in tokens; it caches ``window - 1`` of them.
+    key_range : Tensor or None
+        Smallest and largest key latent per run of heads and group of features,
+        (runs, groups, 2); only for a plan with static quantisation.
+    """
+
+    key: Basis
+    value: Basis
+    window: int | None = None
+    key_range: Tensor | None = None
+
+    @property
+    def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
+        """Both sites with their bases."""
+        return ("key", self.key), ("value", self.value)
+
+    def cached_tokens(self, tokens: int) -> int:
+        """How many of `tokens` tokens seen the layer keeps."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the bases come from.
+
+    Parameters
+    ----------
+    model : str
+        Name or folder of the model, as it was loaded.
+    text : str
+        Calibration text.
+    sequences, length : int
+        Its size.
+    objective, solver : str
+        Registered names.
+    seed : int
+        Of everything random.
+    requested_ratio : float
+        What was asked for; `CompressionPlan.ratio` is what came out.
+    versions : dict
+        Of the packages the numbers depend on.
+    """
+
+    model: str
+    text: str
+    sequences: int
+    length: int
+    objective: str
+    solver: str
+    seed: int
+    requested_ratio: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """Bases for every layer of a model.
+
+    Parameters
+    ----------
+    layers : tuple of LayerPlan
+        In the order of the model.
+    rotary : {"pre", "post"}
+        Whether keys are stored before or after rotation.
+    config_hash : str
+        `config_hash` of the model the plan is for.
+    provenance : Provenance
+        Where the bases come from.
+    quantization : Quantization or None
+        How latents are rounded; None stores them in the dtype of the model.
+
+    Raises
+    ------
+    PlanError
+        If a tensor has the wrong shape or dtype or holds a number that is not finite, if
+        ``upᵀ down`` is not the identity, or if quantisation lacks its ranges.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    rotary: Rotary
+    config_hash: str
+    provenance: Provenance
+    quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("a plan needs at least one layer")
+        if self.rotary not in ("pre", "post"):
+            raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
+        for index, layer in enumerate(self.layers):
+            for site, basis in layer.sites:
+                _check_basis(f"layer {index} {site}", basis)
+            if layer.key.head_dim != layer.value.head_dim:
+                raise PlanError(f"layer {index}: keys and values differ in head_dim")
+            if layer.key.grouping.heads != layer.value.grouping.heads:
+                raise PlanError(f"layer {index}: keys and values differ in KV heads")
+            if layer.window is not None and layer.window < 2:
+                raise PlanError(f"layer {index}: a window of {layer.window} tokens keeps nothing")
+            self._check_quantization(index, layer)
+
+    def _check_quantization(self, index: int, layer: LayerPlan) -> None:
+        quantization = self.quantization
+        check_layout(quantization, index, layer.window)
+        if quantization is None or quantization.layout != "static":
+            expected = None
+        else:
+            basis = layer.key
+            runs = basis.grouping.heads // basis.grouping.width
+            expected = (runs, quantization.groups(basis.rank * basis.grouping.width), 2)
+        found = None if layer.key_range is None else tuple(layer.key_range.shape)
+        if found != expected:
+            raise PlanError(f"layer {index}: key ranges are {found}, must be {expected}")
+        if layer.key_range is not None:
+            _check_numbers(f"layer {index} key ranges", layer.key_range)
+            if not bool((layer.key_range[..., 0] <= layer.key_range[..., 1]).all()):
+                raise PlanError(f"layer {index}: a key range ends before it begins")
+
+    @property
+    def ratio(self) -> float:
+        """Cached numbers per token over those of the uncompressed model (Eq. cache ratio)."""
+        kept = sum(_numbers(layer.key) + _numbers(layer.value) for layer in self.layers)
+        full = sum(2 * layer.key.grouping.heads * layer.key.head_dim for layer in self.layers)
+        return kept / full
+
+    def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+        """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
+
+        Latents as stored, with scales and offsets and tokens kept exact; `dtype` is the model's.
+        """
+        return batch * sum(
+            site_nbytes(basis, site, layer.cached_tokens(tokens), dtype, self.quantization)
+            for layer in self.layers
+            for site, basis in layer.sites
+        )
+
+    def bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bytes that one more token costs in the long run, no window having closed yet."""
+        if self.quantization is None or self.quantization.layout == "static":
+            return self.nbytes(1, dtype=dtype)
+        run, start = self.quantization.group_size, self.quantization.residual
+        return (self.nbytes(start + run, dtype=dtype) - self.nbytes(start, dtype=dtype)) / run
+
+    def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Constant bytes of the bases (and static ranges) while a model runs in `dtype`."""
+        tensors = [t for layer in self.layers for _, b in layer.sites for t in _parts(b)]
+        ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
+        return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
+
+    def check_model(self, config: PretrainedConfig) -> None:
+        """Raise `PlanError` unless the plan was made for a model with this configuration."""
+        text_config = config.get_text_config()
+        if text_config.num_hidden_layers != len(self.layers):
+            raise PlanError(
+                f"the plan has {len(self.layers)} layers, the model {text_config.num_hidden_layers}"
+            )
+        if config_hash(config) != self.config_hash:
+            raise PlanError(
+                f"the plan was made for another model ({self.provenance.model}): its configuration "
+                f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``plan.safetensors`` and ``plan.json`` into a folder, made if need be.
+
+        Raises
+        ------
+        OutputError
+            If the folder cannot be written to.
+        """
+        payload = save_tensors(_tensors(self))
+        description = json.dumps(_description(self, payload), indent=2, sort_keys=True) + "\n"
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _replace(folder / TENSORS, payload)
+            _replace(folder / DESCRIPTION, description.encode())
+        except OSError as error:
+            raise OutputError(f"cannot write plan to {folder}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, folder: str | Path) -> CompressionPlan:
+        """Read what `save` wrote. Nothing in the files is executed.
+
+        Raises
+        ------
+        PlanError
+            If a file is missing, truncated or damaged, or says something impossible.
+        """
+        folder = Path(folder)
+        payload = _read(folder / TENSORS)
+        try:
+            description = json.loads(_read(folder / DESCRIPTION))
+            tensors = load_tensors(payload)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise PlanError(f"{folder / DESCRIPTION} is damaged: {error}") from error
+        except SafetensorError as error:
+            raise PlanError(f"{folder / TENSORS} is damaged: {error}") from error
+        try:
+            return _plan(description, tensors, payload)
+        except PlanError as error:
+            raise PlanError(f"plan {folder}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, ManifoldKVError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PlanError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
+
+
+def check_layout(quantization: Quantization | None, index: int, window: int | None) -> None:
+    """Raise `PlanError` if a layer cannot hold latents in this layout."""
+    if quantization is not None and quantization.layout == "kivi" and window is not None:
+        raise PlanError(
+            f"layer {index} has a sliding window, where KIVI's runs of tokens do not fit; use the "
+            "static layout"
+        )
+
+
+def site_nbytes(
+    basis: Basis, site: Site, tokens: int, dtype: torch.dtype, quantization: Quantization | None
+) -> int:
+    """Bytes of the latents of `tokens` cached tokens of one sequence at one site."""
+    if quantization is None:
+        return tokens * _numbers(basis) * dtype.itemsize
+    runs = basis.grouping.heads // basis.grouping.width
+    features = basis.rank * basis.grouping.width
+    exact = quantization.exact_tokens(tokens)
+    rounded = tokens - exact
+    codes = rounded * quantization.code_bytes(features)
+    if site == "value":
+        ranges = rounded * quantization.groups(features)
+    elif quantization.layout == "kivi":
+        ranges = rounded // quantization.group_size * features
+    else:
+        ranges = 0  # static: constant bytes, part of the plan
+    return runs * (codes + ranges * 2 * SCALE_BYTES + exact * features * dtype.itemsize)
+
+
+def config_hash(config: PretrainedConfig) -> str:
+    """SHA-256 of the shapes, kinds of layers and rotation that a configuration describes."""
+    text_config = config.get_text_config()
+    architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+
+
+def _numbers(basis: Basis) -> int:
+    """Numbers cached per token."""
+    return basis.rank * basis.grouping.heads
+
+
+def _parts(basis: Basis) -> list[Tensor]:
+    return [basis.down] if basis.orthonormal else [basis.down, basis.up]
+
+
+def _check_numbers(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise PlanError(f"{name}: dtype {tensor.dtype} is neither float32 nor float64")
+    if not bool(tensor.isfinite().all()):
+        raise PlanError(f"{name}: some numbers are not finite")
+
+
+def _check_basis(name: str, basis: Basis) -> None:
+    width, groups = basis.grouping.width, basis.grouping.groups
+    for part in (basis.down, basis.up):
+        _check_numbers(name, part)
+        if part.ndim != 3 or part.shape != basis.down.shape:
+            raise PlanError(f"{name}: a basis of shape {tuple(part.shape)}")
+        size, columns = part.shape[1:]
+        if part.shape[0] != groups or size % width or columns % width or not 0 < columns <= size:
+            raise PlanError(
+                f"{name}: shape {tuple(part.shape)} does not fit grouping {basis.grouping.name!r} "
+                f"of {basis.grouping.heads} heads"
+            )
+    error = orthonormality_error(basis)
+    if not error <= ORTHONORMAL_TOLERANCE:
+        law = "PᵀP" if basis.orthonormal else "upᵀ down"
+        raise PlanError(f"{name}: {law} is not the identity, largest difference {error:.1e}")
+
+
+def _tensors(plan: CompressionPlan) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(plan.layers):
+        for site, basis in layer.sites:
+            for part, tensor in zip(("down", "up"), _parts(basis), strict=False):
+                tensors[f"layers.{index}.{site}.{part}"] = tensor.contiguous()
+        if layer.key_range is not None:
+            tensors[f"layers.{index}.key.range"] = layer.key_range.contiguous()
+    return tensors
+
+
+def _description(plan: CompressionPlan, payload: bytes) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        "config_hash": plan.config_hash,
+        "rotary": plan.rotary,
+        "ratio": plan.ratio,
+        "bytes_per_token": plan.bytes_per_token(),
+        "provenance": asdict(plan.provenance),
+        "quantization": None if plan.quantization is None else asdict(plan.quantization),
+        "layers": [
+            {
+                "kv_heads": layer.key.grouping.heads,
+                "head_dim": layer.key.head_dim,
+                "window": layer.window,
+                "key": _site_description(layer.key),
+                "value": _site_description(layer.value),
+            }
+            for layer in plan.layers
+        ],
+    }
+
+
+def _site_description(basis: Basis) -> dict[str, Any]:
+    return {
+        "grouping": basis.grouping.name,
+        "rank": basis.rank,
+        "orthonormal": basis.orthonormal,
+    }
+
+
+def _plan(
+    description: dict[str, Any], tensors: dict[str, Tensor], payload: bytes
+) -> CompressionPlan:
+    if description["format"] != FORMAT:
+        raise PlanError(f"format {description['format']!r} is not known; this version reads 1")
+    if hashlib.sha256(payload).hexdigest() != description["sha256"]:
+        raise PlanError(f"{TENSORS} is not the file that {DESCRIPTION} describes")
+    if not isinstance(description["config_hash"], str):
+        raise PlanError("config_hash is not a string")
+    layers = tuple(
+        LayerPlan(
+            _basis(layer, "key", tensors, index),
+            _basis(layer, "value", tensors, index),
+            None if layer["window"] is None else _integer(layer, "window"),
+            tensors.pop(f"layers.{index}.key.range", None),
+        )
+        for index, layer in enumerate(description["layers"])
+    )
+    if tensors:
+        raise PlanError(f"{TENSORS} holds {sorted(tensors)[0]}, which nothing refers to")
+    return CompressionPlan(
+        layers,
+        description["rotary"],
+        description["config_hash"],
+        Provenance(**description["provenance"]),
+        _quantization(description["quantization"]),
+    )
+
+
+def _quantization(said: dict[str, Any] | None) -> Quantization | None:
+    if said is None:
+        return None
+    numbers = {name: _integer(said, name) for name in ("bits", "group_size", "residual")}
+    return Quantization(**said | numbers)
+
+
+def _integer(said: dict[str, Any], name: str) -> int:
+    value = said[name]
+    if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
+        raise PlanError(f"{name} {value!r} is not an integer between 0 and {LARGEST_INTEGER}")
+    return value
+
+
+def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index: int) -> Basis:
+    said = layer[site]
+    down = tensors.pop(f"layers.{index}.{site}.down")
+    up = down if said["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
+    basis = Basis(down, up, HeadGrouping(said["grouping"], _integer(layer, "kv_heads")))
+    _check_basis(f"layer {index} {site}", basis)
+    if (basis.rank, basis.head_dim) != (said["rank"], layer["head_dim"]):
+        raise PlanError(
+            f"layer {index} {site}: rank {basis.rank} of {basis.head_dim} is stored, rank "
+            f"{said['rank']} of {layer['head_dim']} is described"
+        )
+    return basis
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write all of a file or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,154 @@
+"""Random plans, and the same compression done without a cache and without our code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from manifoldkv import (
+    Basis,
+    CompressionPlan,
+    HeadGrouping,
+    LayerPlan,
+    Provenance,
+    Quantization,
+)
+from manifoldkv.compress import sliding_windows
+from manifoldkv.models import attention_of, decoder_layers, modeling_module
+from manifoldkv.plan import config_hash
+
+PROVENANCE = Provenance("tiny", "tokens", 4, 12, "none", "random", 0, 1.0, {"manifoldkv": "0"})
+
+
+def any_basis(
+    head_dim: int, rank: int, grouping: HeadGrouping, *, oblique: bool, seed: int
+) -> Basis:
+    """A random basis; an oblique one is far from orthonormal."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (grouping.groups, head_dim * grouping.width, rank * grouping.width)
+    columns = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
+    if not oblique:
+        return Basis(columns, columns, grouping)
+    skewed = columns + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return Basis(skewed, columns @ torch.linalg.inv(skewed.mT @ columns), grouping)
+
+
+def random_plan(
+    model: PreTrainedModel,
+    *,
+    key_rank: int = 5,
+    value_rank: int = 4,
+    key_grouping: str | int = "shared",
+    value_grouping: str | int = 1,
+    rotary: str = "pre",
+    oblique: bool = False,
+    quantization: Quantization | None = None,
+) -> CompressionPlan:
+    config = model.config.get_text_config()
+    heads, head_dim = config.num_key_value_heads, attention_of(decoder_layers(model)[0]).head_dim
+    key, value = HeadGrouping(key_grouping, heads), HeadGrouping(value_grouping, heads)
+    static = quantization is not None and quantization.layout == "static"
+    layers = []
+    for index, window in enumerate(sliding_windows(config)):
+        ranges = None
+        if static:
+            runs, features = heads // key.width, key_rank * key.width
+            ends = torch.tensor([-8.0, 8.0], dtype=torch.float64)
+            ranges = ends.expand(runs, quantization.groups(features), 2)
+        layers.append(
+            LayerPlan(
+                any_basis(head_dim, key_rank, key, oblique=oblique, seed=2 * index),
+                any_basis(head_dim, value_rank, value, oblique=oblique, seed=2 * index + 1),
+                window,
+                ranges,
+            )
+        )
+    return CompressionPlan(
+        tuple(layers), rotary, config_hash(model.config), PROVENANCE, quantization
+    )
+
+
+def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:
+    """(B, H, n, d) down and up again, a head or group of heads after the other."""
+    width = basis.grouping.width
+    out = torch.empty_like(x)
+    for run in range(x.shape[1] // width):
+        matrix = min(run, basis.down.shape[0] - 1)
+        heads = range(run * width, (run + 1) * width)
+        wide = torch.cat([x[:, head] for head in heads], dim=-1)
+        wide = wide @ basis.down[matrix] @ basis.up[matrix].T
+        for place, head in enumerate(heads):
+            out[:, head] = wide[..., place * x.shape[-1] : (place + 1) * x.shape[-1]]
+    return out
+
+
+@contextmanager
+def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterator[None]:
+    """The model with projected keys and values, its stock eager attention, and no cache.
+
+    Keys before rotation and values are projected where their linear layer (or norm) puts them out,
+    keys after rotation in an attention function that calls the stock one.
+    """
+    hooks = []
+    for layer, planned in zip(decoder_layers(model), plan.layers, strict=True):
+        hooks += _hooks(attention_of(layer), planned, plan.rotary)
+
+    def projecting(module: Any, queries: Tensor, keys: Tensor, *rest: Any, **more: Any) -> Any:
+        if plan.rotary == "post":
+            keys = projected_by_loops(keys, plan.layers[module.layer_idx].key)
+        eager = modeling_module(decoder_layers(model)[0]).eager_attention_forward
+        return eager(module, queries, keys, *rest, **more)
+
+    AttentionInterface.register("projecting-reference", projecting)
+    AttentionMaskInterface.register("projecting-reference", eager_mask)
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = "projecting-reference"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        for hook in hooks:
+            hook.remove()
+
+
+def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str) -> list[Any]:
+    heads, head_dim = plan.key.grouping.heads, plan.key.head_dim
+
+    def by_head(x: Tensor, basis: Basis) -> Tensor:
+        split = x.reshape(*x.shape[:2], heads, head_dim).transpose(1, 2)
+        return projected_by_loops(split, basis).transpose(1, 2).reshape(x.shape)
+
+    def on_keys(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return by_head(output, plan.key)
+
+    def on_values(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return by_head(output, plan.value)
+
+    def on_fused(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        size = heads * head_dim
+        queries, keys, values = output.split([output.shape[-1] - 2 * size, size, size], dim=-1)
+        keys = by_head(keys, plan.key) if rotary == "pre" else keys
+        return torch.cat([queries, keys, by_head(values, plan.value)], dim=-1)
+
+    if hasattr(attention, "qkv_proj"):
+        return [attention.qkv_proj.register_forward_hook(on_fused)]
+    hooks = [attention.v_proj.register_forward_hook(on_values)]
+    if rotary == "pre":
+        keys = getattr(attention, "k_norm", attention.k_proj)
+        if _heads_first(attention):
+            # Gemma 3 norms keys that already lie as (B, H, n, d).
+            hooks.append(
+                keys.register_forward_hook(lambda m, a, out: projected_by_loops(out, plan.key))
+            )
+        else:
+            hooks.append(keys.register_forward_hook(on_keys))
+    return hooks
+
+
+def _heads_first(attention: nn.Module) -> bool:
+    return type(attention).__name__ == "Gemma3Attention"

@@ -1,0 +1,198 @@
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifoldkv import (
+    CompressionPlan,
+    HeadGrouping,
+    PlanError,
+    Quantization,
+    RankError,
+    Recipe,
+    TextError,
+    UnknownNameError,
+    UnsolvableError,
+    UnsupportedModelError,
+    capture,
+    compress,
+    compressed,
+    load_model,
+    projector_distance,
+    quantize,
+    uniform_ranks,
+)
+from manifoldkv.objectives import OBJECTIVES
+from tests.families import tiny_model, tiny_tokens
+
+
+@given(st.integers(1, 300), st.floats(1e-3, 1))
+def test_uniform_ranks_never_exceed_the_ratio(head_dim: int, ratio: float) -> None:
+    if ratio < 1 / head_dim:
+        with pytest.raises(RankError):
+            uniform_ranks(ratio, head_dim)
+        return
+    key, value = uniform_ranks(ratio, head_dim)
+    assert 1 <= key <= value <= min(key + 1, head_dim)
+    assert key + value <= ratio * 2 * head_dim + 1e-6
+    assert key + value + 1 > ratio * 2 * head_dim - 1e-6
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 1.5, float("nan")])
+def test_impossible_ratios_are_refused(ratio: float) -> None:
+    with pytest.raises(RankError, match="is not between"):
+        compress(tiny_model("llama"), tiny_tokens(), ratio=ratio)
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_eigen_attention_is_its_closed_form(rotary: str) -> None:
+    model, tokens = tiny_model("qwen3"), tiny_tokens()
+    plan = compress(model, tokens, ratio=0.5, rotary=rotary)
+    assert plan.ratio == 0.5
+    for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
+        objective = OBJECTIVES.get("eigen-attention")()
+        for site, basis in (("key", layer.key), ("value", layer.value)):
+            grouping = HeadGrouping("shared" if site == "key" else 1, 2)
+            expected = objective.problem(activations, site, grouping, rotary).closed_form(4)
+            assert projector_distance(basis, expected) < 1e-9
+
+
+def test_the_recipe_of_the_paper() -> None:
+    model, tokens = tiny_model("llama", num_hidden_layers=1), tiny_tokens(2, 6)
+    plan = compress(model, tokens, ratio=0.6, recipe="paper")
+    assert (plan.provenance.objective, plan.provenance.solver) == ("layer-output", "predictor")
+    assert (plan.layers[0].key.rank, plan.layers[0].value.rank) == (4, 5)
+    assert plan.ratio <= 0.6
+    again = compress(model, tokens, ratio=0.6, recipe="paper")
+    assert torch.equal(plan.layers[0].key.down, again.layers[0].key.down)
+
+
+def test_an_oblique_recipe_runs() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    recipe = Recipe("kq-svd", "closed-form", key_grouping="all", value_grouping="all")
+    plan = compress(model, tokens, recipe=recipe)
+    assert not plan.layers[0].key.orthonormal
+    with compressed(model, plan) as new_cache:
+        assert model(input_ids=tokens, past_key_values=new_cache()).logits.isfinite().all()
+
+
+def test_nothing_is_lost_at_ratio_one() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    plan = compress(model, tokens, ratio=1.0)
+    with compressed(model, plan):
+        found = model(input_ids=tokens).logits
+    assert float((found - model(input_ids=tokens).logits).abs().max()) < 1e-6
+
+
+def test_a_plan_survives_a_file_and_compresses_the_same(tmp_path: Path) -> None:
+    model, tokens = tiny_model("mistral"), tiny_tokens()
+    plan = compress(model, tokens)
+    plan.save(tmp_path)
+    logits = []
+    for each in (plan, CompressionPlan.load(tmp_path)):
+        with compressed(model, each):
+            logits.append(model(input_ids=tokens).logits)
+    assert torch.equal(*logits)
+
+
+class TestText:
+    def test_a_text_is_read_with_the_models_own_tokenizer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The name of the function hides that of its module.
+        module = import_module("manifoldkv.compress")
+        monkeypatch.setattr(module, "SEQUENCES", 2)
+        monkeypatch.setattr(module, "LENGTH", 32)
+        model, _ = load_model("studies/reference_models/reference-llama")
+        plan = compress(model, "pydoc-topics")
+        found = plan.provenance
+        assert (found.text, found.sequences, found.length) == ("pydoc-topics", 2, 32)
+
+    def test_a_model_without_tokenizer_needs_token_ids(self) -> None:
+        with pytest.raises(TextError, match="pass token ids instead"):
+            compress(tiny_model("llama"), "pydoc-topics")
+
+    @pytest.mark.parametrize(
+        "tokens",
+        [torch.zeros(3), torch.zeros(0, 4).long(), torch.zeros(2, 2), torch.zeros(()).int()],
+    )
+    def test_tokens_of_another_shape_are_refused(self, tokens: torch.Tensor) -> None:
+        with pytest.raises(TextError, match="tokens must be integers of shape"):
+            compress(tiny_model("llama"), tokens)
+
+
+class TestRefusedBeforeAnyWork:
+    def test_unknown_names(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        with pytest.raises(UnknownNameError, match="unknown recipe 'best'; known: eigen-attention"):
+            compress(model, tokens, recipe="best")
+        with pytest.raises(UnknownNameError, match="unknown rank selection"):
+            compress(model, tokens, ranks="greedy")
+        with pytest.raises(UnknownNameError, match="unknown solver"):
+            compress(model, tokens, recipe=Recipe("k-svd", "none"))
+
+    def test_a_recipe_that_cannot_be_solved(self) -> None:
+        with pytest.raises(UnsolvableError, match="no closed form"):
+            compress(
+                tiny_model("llama"), tiny_tokens(), recipe=Recipe("layer-output", "closed-form")
+            )
+
+    def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(import_module("manifoldkv.compress"), "capture", None)
+        with pytest.raises(PlanError, match="sliding window"):
+            compress(tiny_model("mistral"), tiny_tokens(), quantization=Quantization(4, "kivi"))
+
+    def test_an_unsupported_model(self) -> None:
+        model = tiny_model("llama")
+        model.config.kv_lora_rank = 3
+        with pytest.raises(UnsupportedModelError):
+            compress(model, tiny_tokens())
+
+
+class TestQuantize:
+    @pytest.mark.parametrize("rotation", ["none", "pca", "hadamard"])
+    @pytest.mark.parametrize("recipe", ["eigen-attention", Recipe("kq-svd", "closed-form", 1, 1)])
+    @pytest.mark.parametrize("ratio", [0.5, 0.75])
+    def test_a_rotation_leaves_the_projector_as_it_is(
+        self, rotation: str, recipe: str | Recipe, ratio: float
+    ) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = compress(model, tokens, recipe=recipe, ratio=ratio)
+        rounded = quantize(plan, model, tokens, Quantization(8), rotation)
+        for before, after in zip(plan.layers, rounded.layers, strict=True):
+            assert projector_distance(before.key, after.key) < 1e-5
+            assert projector_distance(before.value, after.value) < 1e-5
+
+    def test_pca_sorts_by_variance(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = quantize(compress(model, tokens), model, tokens, Quantization(8), "pca")
+        for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
+            latents = activations.values @ layer.value.down.to(activations.values)
+            covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
+            assert bool((covariance.diagonal().diff() <= 1e-9).all())
+            assert float((covariance - covariance.diagonal().diag()).abs().max()) < 1e-9
+
+    def test_static_ranges_hold_the_calibration_data(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = compress(model, tokens, quantization=Quantization(4, group_size=3))
+        for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
+            latents = activations.keys @ layer.key.down.to(activations.keys)
+            low, high = layer.key_range.to(latents).unbind(-1)  # (runs, groups)
+            for group in range(2):
+                x = latents[..., 3 * group : 3 * group + 3]
+                assert torch.allclose(x.amin(dim=(0, 2, 3)), low[:, group])
+                assert torch.allclose(x.amax(dim=(0, 2, 3)), high[:, group])
+
+    def test_twice_is_refused(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = compress(model, tokens, quantization=Quantization(4, "kivi"))
+        with pytest.raises(PlanError, match="quantised already"):
+            quantize(plan, model, tokens, Quantization(4))
+
+    def test_an_unknown_rotation_is_refused(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        with pytest.raises(UnknownNameError, match="unknown rotation"):
+            quantize(compress(model, tokens), model, tokens, Quantization(4), "spin")

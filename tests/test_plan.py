@@ -1,0 +1,251 @@
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from manifoldkv import Basis, CompressionPlan, LayerPlan, OutputError, PlanError, Quantization
+from manifoldkv.plan import config_hash
+from tests.families import tiny_model
+from tests.plans import random_plan
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "oblique": {"oblique": True, "key_grouping": "all", "rotary": "post"},
+    "windows": {"value_grouping": "shared"},
+    "static": {"quantization": Quantization(3, "static", group_size=2)},
+    "kivi": {"quantization": Quantization(2, "kivi")},
+}
+
+
+def plan_named(name: str) -> CompressionPlan:
+    return random_plan(tiny_model("gemma2" if name == "windows" else "llama"), **PLANS[name])
+
+
+@pytest.mark.parametrize("name", PLANS)
+class TestSaveAndLoad:
+    def test_a_loaded_plan_is_the_saved_one(self, name: str, tmp_path: Path) -> None:
+        plan = plan_named(name)
+        plan.save(tmp_path)
+        loaded = CompressionPlan.load(tmp_path)
+        assert loaded.rotary == plan.rotary
+        assert loaded.quantization == plan.quantization
+        assert loaded.provenance == plan.provenance
+        assert loaded.config_hash == plan.config_hash
+        for found, expected in zip(loaded.layers, plan.layers, strict=True):
+            assert found.window == expected.window
+            for basis, other in ((found.key, expected.key), (found.value, expected.value)):
+                assert basis.grouping == other.grouping
+                assert basis.orthonormal == other.orthonormal
+                assert torch.equal(basis.down, other.down)
+                assert torch.equal(basis.up, other.up)
+
+    def test_saving_again_gives_the_same_bytes(self, name: str, tmp_path: Path) -> None:
+        plan_named(name).save(tmp_path / "first")
+        CompressionPlan.load(tmp_path / "first").save(tmp_path / "second")
+        for file in ("plan.json", "plan.safetensors"):
+            assert (tmp_path / "first" / file).read_bytes() == (
+                tmp_path / "second" / file
+            ).read_bytes()
+
+
+class TestDamagedFiles:
+    def saved(self, folder: Path, name: str = "plain") -> Path:
+        plan_named(name).save(folder)
+        return folder
+
+    def rewritten(self, folder: Path, **changes: Any) -> Path:
+        self.saved(folder, "static")
+        path = folder / "plan.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        return folder
+
+    def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            PlanError, match=r"cannot read .*nowhere/plan.safetensors: No such file"
+        ):
+            CompressionPlan.load(tmp_path / "nowhere")
+
+    @pytest.mark.parametrize("file", ["plan.json", "plan.safetensors"])
+    @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+    def test_a_truncated_file_is_refused(self, file: str, share: float, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / file
+        content = path.read_bytes()
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(PlanError, match=f"{file} is damaged"):
+            CompressionPlan.load(tmp_path)
+
+    def test_a_flipped_bit_is_refused(self, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / "plan.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(PlanError, match="not the file that plan"):
+            CompressionPlan.load(tmp_path)
+
+    def test_tensors_of_another_plan_are_refused(self, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a")
+        self.saved(tmp_path / "b", "oblique")
+        (tmp_path / "a" / "plan.safetensors").write_bytes(
+            (tmp_path / "b" / "plan.safetensors").read_bytes()
+        )
+        with pytest.raises(PlanError, match="not the file"):
+            CompressionPlan.load(tmp_path / "a")
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"format": 2},
+            {"rotary": "sideways"},
+            {"rotary": []},
+            {"config_hash": 7},
+            {"layers": []},
+            {"layers": {}},
+            {"layers": [1, 2, 3]},
+            {"layers": None},
+            {"provenance": {}},
+            {"provenance": None},
+            {"quantization": {"bits": 5, "layout": "static", "group_size": 2, "residual": 1}},
+            {"quantization": {"bits": 4.0, "layout": "static", "group_size": 2, "residual": 1}},
+            {"quantization": {"bits": 4, "layout": "none", "group_size": 2, "residual": 1}},
+            {"quantization": {"bits": 4, "layout": "static", "group_size": 0, "residual": 1}},
+            {"quantization": {"bits": 4}},
+            {"quantization": None},
+        ],
+    )
+    def test_nonsense_is_refused(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        with pytest.raises(PlanError):
+            CompressionPlan.load(self.rewritten(tmp_path, **changes))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("kv_heads", 10**18),
+            ("kv_heads", 3),
+            ("kv_heads", "2"),
+            ("kv_heads", True),
+            ("head_dim", 9),
+            ("window", 1),
+            ("window", -4),
+            ("window", "5"),
+            ("window", 2.5),
+            ("key", {"grouping": 7, "rank": 5, "orthonormal": True}),
+            ("key", {"grouping": "shared", "rank": 4, "orthonormal": True}),
+            ("key", {"grouping": "shared", "rank": 5, "orthonormal": False}),
+            ("key", {"grouping": ["shared"], "rank": 5, "orthonormal": True}),
+            ("key", {}),
+        ],
+    )
+    def test_nonsense_in_a_layer_is_refused(self, name: str, value: Any, tmp_path: Path) -> None:
+        layers = json.loads((self.saved(tmp_path) / "plan.json").read_text())["layers"]
+        layers[1][name] = value
+        with pytest.raises(PlanError):
+            CompressionPlan.load(self.rewritten(tmp_path, layers=layers))
+
+    def test_extra_tensors_are_refused(self, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / "plan.safetensors"
+        save_file(load_file(path) | {"more": torch.zeros(1)}, path)
+        description = json.loads((tmp_path / "plan.json").read_text())
+        description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (tmp_path / "plan.json").write_text(json.dumps(description))
+        with pytest.raises(PlanError, match="holds more, which nothing refers to"):
+            CompressionPlan.load(tmp_path)
+
+    def test_a_deeply_nested_description_is_refused(self, tmp_path: Path) -> None:
+        (self.saved(tmp_path) / "plan.json").write_text("[" * 100_000)
+        with pytest.raises(PlanError, match="is damaged"):
+            CompressionPlan.load(tmp_path)
+
+
+class TestImpossiblePlans:
+    def changed(self, **changes: Any) -> CompressionPlan:
+        plan = plan_named("plain")
+        return replace(plan, layers=(replace(plan.layers[0], **changes), *plan.layers[1:]))
+
+    def test_not_orthonormal(self) -> None:
+        key = plan_named("plain").layers[0].key
+        skewed = 1.01 * key.down
+        with pytest.raises(PlanError, match="layer 0 key: PᵀP is not the identity"):
+            self.changed(key=Basis(skewed, skewed, key.grouping))
+        with pytest.raises(PlanError, match="layer 0 key: upᵀ down is not the identity"):
+            self.changed(key=Basis(key.down, skewed, key.grouping))
+
+    def test_not_finite(self) -> None:
+        key = plan_named("plain").layers[0].key
+        down = key.down.clone()
+        down[0, 0, 0] = float("nan")
+        with pytest.raises(PlanError, match="layer 0 key: some numbers are not finite"):
+            self.changed(key=Basis(down, down, key.grouping))
+
+    def test_dtype(self) -> None:
+        key = plan_named("plain").layers[0].key
+        half = key.down.half()
+        with pytest.raises(PlanError, match="neither float32 nor float64"):
+            self.changed(key=Basis(half, half, key.grouping))
+
+    def test_shape(self) -> None:
+        key = plan_named("plain").layers[0].key
+        two = key.down.repeat(2, 1, 1)
+        with pytest.raises(PlanError, match="does not fit grouping 'shared'"):
+            self.changed(key=Basis(two, two, key.grouping))
+
+    def test_ranges_without_quantization(self) -> None:
+        with pytest.raises(PlanError, match="key ranges are"):
+            self.changed(key_range=torch.zeros(2, 1, 2))
+
+    def test_quantization_without_ranges(self) -> None:
+        with pytest.raises(PlanError, match=r"key ranges are None, must be \(2, 1, 2\)"):
+            replace(plan_named("plain"), quantization=Quantization(4))
+
+    def test_kivi_with_a_window(self) -> None:
+        with pytest.raises(PlanError, match="layer 0 has a sliding window"):
+            replace(plan_named("windows"), quantization=Quantization(4, "kivi"))
+
+    def test_no_layers(self) -> None:
+        with pytest.raises(PlanError, match="at least one layer"):
+            replace(plan_named("plain"), layers=())
+
+
+class TestNumbers:
+    def test_ratio_and_bytes_by_hand(self) -> None:
+        plan = plan_named("plain")  # ranks 5 and 4 of 8, 2 heads, 3 layers
+        assert plan.ratio == pytest.approx(9 / 16)
+        assert plan.bytes_per_token(torch.bfloat16) == 3 * 2 * (5 + 4) * 2
+        assert plan.nbytes(100, batch=2, dtype=torch.float32) == 2 * 100 * 3 * 2 * 9 * 4
+        assert plan.basis_nbytes(torch.bfloat16) == 3 * (8 * 5 + 2 * 8 * 4) * 2
+
+    def test_quantized_bytes_by_hand(self) -> None:
+        # 3-bit keys of 5: 3 bytes; values of 4: 3 bytes and two groups of 4 bytes.
+        assert plan_named("static").bytes_per_token() == 3 * 2 * (3 + 3 + 2 * 4)
+        # 2 bit keys of 5: 2 bytes and 4 bytes per feature and 64 tokens; values 1 + 4 bytes.
+        expected = 3 * 2 * (2 + 5 * 4 / 64 + 1 + 4)
+        assert plan_named("kivi").bytes_per_token() == pytest.approx(expected)
+
+    def test_windows_bound_the_bytes(self) -> None:
+        plan = plan_named("windows")
+        assert plan.nbytes(1000) == (1000 + 4 + 4) * plan.nbytes(1) // 3
+
+
+def test_config_hash_ignores_names_and_dtypes(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert config_hash(loaded.config) == config_hash(model.config)
+    other = tiny_model("qwen3", intermediate_size=64)
+    assert config_hash(other.config) != config_hash(model.config)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write plan to"):
+        plan_named("plain").save(tmp_path / "file")
+
+
+def test_layers_keep_what_their_window_allows() -> None:
+    layer = plan_named("windows").layers[0]
+    assert isinstance(layer, LayerPlan)
+    assert [layer.cached_tokens(n) for n in (0, 3, 4, 5, 50)] == [0, 3, 4, 4, 4]
