@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -52,12 +53,10 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(9.0, 2.6 * len(sites)), layout="constrained")
     panels = figure.subplots(len(sites), len(ERROR_LABELS), squeeze=False, sharex=True)
     for row, site in zip(panels, sites, strict=True):
-        at_site = held_out[held_out["site"] == site]
-        names = list(dict.fromkeys(at_site["objective"]))
+        series = _series(held_out[held_out["site"] == site])
         for axes, (column, label) in zip(row, ERROR_LABELS.items(), strict=True):
-            for name in names:
-                line = _best_solver(at_site[at_site["objective"] == name])
-                _line(axes, line, "layer", column, name, colour_of(name, names))
+            for name, style, frame in series:
+                _line(axes, _best_solver(frame), "layer", column, name, style)
             axes.set_title(f"{SITE_TITLES[site]}", fontsize=9)
             axes.set_ylabel(label, fontsize=8)
             axes.tick_params(labelsize=7)
@@ -80,21 +79,20 @@ def error_against_rank(results: pd.DataFrame) -> Figure:
     sites = _in_order(held_out["site"], SITE_TITLES)
     figure = Figure(figsize=(3.2 * len(sites), 3.2), layout="constrained")
     for axes, site in zip(figure.subplots(1, len(sites), squeeze=False)[0], sites, strict=True):
-        at_site = held_out[held_out["site"] == site]
-        names = list(dict.fromkeys(at_site["objective"]))
-        for name in names:
-            best = at_site[at_site["objective"] == name]
-            best = pd.concat(_best_solver(part) for _, part in best.groupby("rank"))
+        for name, style, frame in _series(held_out[held_out["site"] == site]):
+            best = pd.concat(_best_solver(part) for _, part in frame.groupby("rank"))
             means = best.groupby(["rank_ratio", "seed"])["layer_output_error"].mean().reset_index()
-            colour = colour_of(name, names)
-            _line(axes, means, "rank_ratio", "layer_output_error", name, colour)
+            _line(axes, means, "rank_ratio", "layer_output_error", name, style)
         axes.set_title(SITE_TITLES[site], fontsize=9)
         axes.set_xlabel("achieved rank ratio r / d", fontsize=8)
         axes.set_ylabel("layer-output error, held out", fontsize=8)
-        axes.set_yscale("log")
-        axes.tick_params(labelsize=7, which="both")
+        axes.set_ylim(bottom=0)
+        axes.tick_params(labelsize=7)
     _legend_below(figure, figure.axes[0])
-    figure.suptitle(f"{_model(results)}: error against rank, mean over layers", fontsize=10)
+    figure.suptitle(
+        f"{_model(results)}: error against rank, mean over layers, best solver of each objective",
+        fontsize=10,
+    )
     return figure
 
 
@@ -156,12 +154,34 @@ def save_figure(figure: Figure, stem: Path) -> None:
     figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
-def _line(axes: Axes, frame: pd.DataFrame, x: str, y: str, label: str, colour: str) -> None:
+def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """Label, style and rows of every line: an objective, and again where its keys group otherwise.
+
+    The grouping most rows have goes without saying.
+    """
+    usual = at_site["key_grouping"].mode()[0]
+    names = list(dict.fromkeys(at_site["objective"]))
+    series: list[tuple[str, dict[str, Any], pd.DataFrame]] = []
+    for (objective, grouping), rows in at_site.groupby(["objective", "key_grouping"], sort=False):
+        name = str(objective)
+        style = {"color": colour_of(name, names), "linestyle": "-"}
+        if grouping == usual:
+            series.append((name, style, rows))
+        else:
+            label = f"{name}, key grouping {grouping}"
+            series.append((label, style | {"linestyle": "--"}, rows))
+    return series
+
+
+def _line(
+    axes: Axes, frame: pd.DataFrame, x: str, y: str, label: str, style: dict[str, Any]
+) -> None:
     by_x = frame.groupby(x)[y]
     mean = by_x.mean()
-    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, color=colour)
+    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, **style)
     if len(set(frame["seed"])) > 1:
-        axes.fill_between(mean.index, by_x.min(), by_x.max(), color=colour, alpha=0.2, linewidth=0)
+        low, high = by_x.min(), by_x.max()
+        axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.2, linewidth=0)
 
 
 def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:

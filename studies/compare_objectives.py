@@ -159,7 +159,7 @@ def parse_arguments() -> tuple[Settings, Path]:
         default="pre",
         help="project keys before or after rotation (%(default)s)",
     )
-    add("--sequences", type=int, help="sequences of each split (24)")
+    add("--sequences", type=int, help="sequences of each split (16)")
     add("--sequence-length", type=int, help="tokens per sequence (256)")
     add("--seeds", nargs="+", type=int, default=[0], help="one run of the solvers each (0)")
     add("--out", type=Path, help="output folder (figures/compare_objectives/<model>)")
@@ -181,7 +181,7 @@ def parse_arguments() -> tuple[Settings, Path]:
         key_grouping=given.key_grouping,
         value_grouping=given.value_grouping,
         rotary=given.rotary,
-        sequences=given.sequences or (8 if given.quick else 24),
+        sequences=given.sequences or (8 if given.quick else 16),
         sequence_length=given.sequence_length or (128 if given.quick else 256),
         seeds=given.seeds,
         quick=given.quick,

@@ -45,6 +45,9 @@ class RunningBasis:
         self._basis = basis
         self._down = basis.down.to(like)  # (groups, w·d, w·r)
         self._up = self._down if basis.orthonormal else basis.up.to(like)
+        identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
+        # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
+        self._keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
 
     @property
     def features(self) -> int:
@@ -58,15 +61,16 @@ class RunningBasis:
 
     def latents(self, x: Tensor) -> Tensor:
         """What is stored of keys or values: (B, H_kv, m, d) to (B, runs, m, w·r)."""
-        return self.grouping.split(x) @ self._down
+        x = self.grouping.split(x)
+        return x if self._keeps_all else x @ self._down
 
     def expand(self, latents: Tensor) -> Tensor:
         """Back to keys: (B, runs, m, w·r) to (B, H_kv, m, d)."""
-        return self.grouping.merge(latents @ self._up.mT)
+        return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
 
     def queries(self, queries: Tensor) -> Tensor:
         """Queries as latents see them: (B, H_kv, R, d) to (B, runs, w·R, w·r)."""
-        return self._by_run(queries @ self.up_by_head)
+        return queries if self._keeps_all else self._by_run(queries @ self.up_by_head)
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
         """Weights (B, H_kv, R, n) times latents (B, runs, n, w·r): (B, H_kv, R, w·r)."""
@@ -75,7 +79,7 @@ class RunningBasis:
 
     def expand_mixed(self, mixed: Tensor) -> Tensor:
         """(B, H_kv, R, w·r) to (B, H_kv, R, d)."""
-        return mixed @ self.up_by_head.mT
+        return mixed if self._keeps_all else mixed @ self.up_by_head.mT
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
         """(B, runs, w·R, w·r) and (B, runs, n, w·r) to (B, H_kv, R, n)."""

@@ -1,0 +1,485 @@
+"""How fast is a decode step on latents?
+
+One step of one layer's attention, and of a whole model (4 layers, hidden 1024, MLP 2816, 32 query
+heads, 8 KV heads of 128), over caches filled with random numbers:
+
+    stock       transformers' DynamicCache with its SDPA attention
+    full        our attention over unprojected keys and values: the honest baseline
+    post-R      keys stored after rotation at rank ratio R: nothing is reconstructed
+    pre-R       keys stored before rotation: expanded and rotated tile by tile
+    post-0.5-4bit   the same as post-0.5 with latents packed into 4 bits
+
+All of them take turns within every round, and a ratio is formed within a round, so that other load
+on the machine hits all alike. Seconds are medians over rounds, ratios medians of ratios. Writes
+results.csv, summary.md and two figures into --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from manifoldkv import (
+    Basis,
+    CompressedCache,
+    CompressionPlan,
+    HeadGrouping,
+    LayerPlan,
+    Provenance,
+    Quantization,
+    compressed,
+)
+from manifoldkv.activations import Rotary
+from manifoldkv.attention import AttentionSettings
+from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis
+from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.figures import save_figure
+from manifoldkv.plan import config_hash
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS, HIDDEN, MLP, VOCABULARY = 4, 1024, 2816, 4096
+RATIOS = (0.5, 0.625, 0.75)
+LONG = 16384
+"""Bounds are geometric means over cells of at least this many tokens."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODEL_BYTES = 3 << 30
+"""Cells whose uncompressed cache of the whole model is larger are left out."""
+Random = partial
+"""A function of a shape, with everything else about random numbers settled."""
+COLOURS = {"stock": "#000000", "full": "#0072B2", "post": "#009E73", "pre": "#D55E00"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to store and use a cache; the stock one has no rotary space."""
+
+    name: str
+    rotary: Rotary | None = None
+    rank: int = HEAD_DIM
+    bits: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("-")[0]
+
+
+VARIANTS = [
+    Variant("stock"),
+    Variant("full", "post"),
+    *(Variant(f"post-{ratio:g}", "post", int(ratio * HEAD_DIM)) for ratio in RATIOS),
+    *(Variant(f"pre-{ratio:g}", "pre", int(ratio * HEAD_DIM)) for ratio in RATIOS),
+    Variant("post-0.5-4bit", "post", HEAD_DIM // 2, 4),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tokens", nargs="+", type=int, metavar="N", help="context lengths (1k 4k 16k 64k)")
+    add("--batches", nargs="+", type=int, metavar="B", help="batch sizes (1 4)")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="(all)")
+    add("--rounds", type=int, help="rounds, in each of which every variant takes a turn (7)")
+    add("--threads", type=int, default=2, help="(%(default)s)")
+    add("--device", default="cpu", help="(%(default)s)")
+    add("--out", type=Path, help="output folder (figures/decode_speed)")
+    add("--quick", action="store_true", help="two short contexts, two rounds")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    name = "decode_speed_quick" if given.quick else "decode_speed"
+    out = given.out or Path(__file__).parent.parent / "figures" / name
+    tokens = given.tokens or ([64, 256] if given.quick else [1024, 4096, 16384, 65536])
+    batches = given.batches or ([1] if given.quick else [1, 4])
+    rounds = given.rounds or (2 if given.quick else 7)
+    try:
+        if min(*tokens, *batches, rounds, given.threads) < 1:
+            raise ManifoldKVError("tokens, batches, rounds and threads must be at least 1")
+        check_writable(out)
+        run(tokens, batches, given.dtypes, rounds, given.device, out)
+    except ManifoldKVError as error:
+        print(f"decode_speed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".probe").write_bytes(b"")
+        (out / ".probe").unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write to --out {out}: {error.strerror}") from error
+
+
+@torch.no_grad()
+def run(
+    tokens: list[int], batches: list[int], dtypes: list[str], rounds: int, device: str, out: Path
+) -> None:
+    cells = [(d, b, n) for d in dtypes for b in batches for n in tokens]
+    rows: list[dict] = []
+    for dtype, batch, length in tqdm(cells, desc="cells", disable=None):
+        cell = {"dtype": dtype, "batch": batch, "tokens": length}
+        for what, steps in (("attention", attention_steps), ("model", model_steps)):
+            if what == "model" and stock_bytes(DTYPES[dtype], batch, length) > MODEL_BYTES:
+                continue
+            with ExitStack() as stack:
+                timed = steps(stack, DTYPES[dtype], batch, length, device)
+                rows += [cell | {"what": what} | row for row in measure(timed, rounds, batch)]
+            gc.collect()
+        frame = pd.DataFrame(rows)
+        frame.to_csv(out / "results.csv", index=False)
+    report(frame, out)
+
+
+def stock_bytes(dtype: torch.dtype, batch: int, length: int) -> int:
+    return 2 * LAYERS * batch * KV_HEADS * HEAD_DIM * length * dtype.itemsize
+
+
+# One decode step of one layer's attention
+
+
+@dataclass
+class Step:
+    """A variant ready to be timed: `run` does the step, `undo` takes the new token out again."""
+
+    variant: Variant
+    run: Callable[[], object]
+    undo: Callable[[], object]
+    nbytes: int
+    append: Callable[[], object] | None = None
+
+
+def attention_steps(
+    stack: ExitStack, dtype: torch.dtype, batch: int, length: int, device: str
+) -> list[Step]:
+    generator = torch.Generator(device).manual_seed(0)
+    random = partial(torch.randn, generator=generator, dtype=dtype, device=device)
+    queries = random(batch, QUERY_HEADS, 1, HEAD_DIM)
+    keys, values = random(2, batch, KV_HEADS, 1, HEAD_DIM)
+    model = small_model(dtype, device, layers=1)
+    positions = torch.arange(length + 1, device=device).unsqueeze(0)
+    cos, sin = model.model.rotary_emb(keys, positions)
+    angles = Angles(cos, sin, rotate)
+    steps = []
+    for variant in VARIANTS:
+        if variant.rotary is None:
+            steps.append(stock_attention_step(model, queries, keys, values, length, random))
+            continue
+        plan = random_plan(variant, model.config)
+        cache = CompressedCache(plan, dtype, [torch.device(device)])
+        fill(cache, plan, batch, length, random)
+        layer, bases = cache.layers[0], plan.layers[0]
+        attention = CachedAttention(
+            RunningBasis(bases.key, keys), RunningBasis(bases.value, keys), False, True
+        )
+        arguments = (None, AttentionSettings(HEAD_DIM**-0.5))
+        of_all = (angles if variant.rotary == "pre" else None,)
+        steps.append(
+            Step(
+                variant,
+                partial(attention.attend, layer, queries, keys, values, *arguments, *of_all),
+                partial(layer.crop, -1),
+                cache.nbytes(),
+                partial(attention.store, layer, keys, values),
+            )
+        )
+    return steps
+
+
+def stock_attention_step(
+    model: LlamaForCausalLM,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: int,
+    random: Random,
+) -> Step:
+    cache = DynamicCache(config=model.config)
+    shape = (keys.shape[0], KV_HEADS, length, HEAD_DIM)
+    cache.update(random(*shape), random(*shape), 0)
+    layer = cache.layers[0]
+    before = (layer.keys, layer.values)  # noqa: PD011
+    attend = AttentionInterface()["sdpa"]
+    module = model.model.layers[0].self_attn
+
+    def step() -> None:
+        all_keys, all_values = cache.update(keys, values, 0)
+        attend(module, queries, all_keys, all_values, None, scaling=HEAD_DIM**-0.5)
+
+    def undo() -> None:
+        layer.keys, layer.values = before
+
+    return Step(VARIANTS[0], step, undo, sum(x.nbytes for x in before))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return apply_rotary_pos_emb(x, x[:, :0], cos, sin)[0]
+
+
+# One decode step of a whole model
+
+
+def model_steps(
+    stack: ExitStack, dtype: torch.dtype, batch: int, length: int, device: str
+) -> list[Step]:
+    generator = torch.Generator(device).manual_seed(0)
+    random = partial(torch.randn, generator=generator, dtype=dtype, device=device)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    steps = []
+    for variant in VARIANTS:
+        model = small_model(dtype, device, LAYERS)
+        if variant.rotary is None:
+            steps.append(stock_model_step(model, token, length, random))
+            continue
+        plan = random_plan(variant, model.config)
+        new_cache = stack.enter_context(compressed(model, plan))
+        cache = new_cache()
+        fill(cache, plan, batch, length, random)
+        steps.append(
+            Step(
+                variant,
+                partial(model, input_ids=token, past_key_values=cache),
+                partial(cache.crop, -1),
+                cache.nbytes(),
+            )
+        )
+    return steps
+
+
+def stock_model_step(model: LlamaForCausalLM, token: Tensor, length: int, random: Random) -> Step:
+    cache = DynamicCache(config=model.config)
+    shape = (token.shape[0], KV_HEADS, length, HEAD_DIM)
+    for index in range(LAYERS):
+        cache.update(random(*shape), random(*shape), index)
+    before = [(layer.keys, layer.values) for layer in cache.layers]  # noqa: PD011
+
+    def undo() -> None:
+        for layer, (keys, values) in zip(cache.layers, before, strict=True):
+            layer.keys, layer.values = keys, values
+
+    nbytes = sum(x.nbytes for pair in before for x in pair)
+    return Step(VARIANTS[0], partial(model, input_ids=token, past_key_values=cache), undo, nbytes)
+
+
+def small_model(dtype: torch.dtype, device: str, layers: int) -> LlamaForCausalLM:
+    """A model of its own with weights that all models of its kind share."""
+    model = first_model(dtype, device, layers)
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+@lru_cache(maxsize=1)
+def first_model(dtype: torch.dtype, device: str, layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=MLP,
+        num_hidden_layers=layers,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=1 << 17,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(device, dtype).eval()
+
+
+def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
+    generator = torch.Generator().manual_seed(0)
+
+    def basis(name: str | int) -> Basis:
+        grouping = HeadGrouping(name, KV_HEADS)
+        columns = torch.eye(HEAD_DIM).repeat(grouping.groups, 1, 1)
+        if variant.rank < HEAD_DIM:
+            normal = torch.randn(columns.shape, generator=generator)
+            columns = torch.linalg.qr(normal).Q[..., : variant.rank].contiguous()
+        return Basis(columns, columns, grouping)
+
+    quantization = None if variant.bits is None else Quantization(variant.bits)
+    ranges = None if variant.bits is None else torch.tensor([-4.0, 4.0]).expand(KV_HEADS, 1, 2)
+    layers = [
+        LayerPlan(basis("shared"), basis(1), key_range=ranges)
+        for _ in range(config.num_hidden_layers)
+    ]
+    provenance = Provenance("random", "none", 0, 0, "none", "random", 0, 1.0, {})
+    assert variant.rotary is not None
+    return CompressionPlan(
+        tuple(layers), variant.rotary, config_hash(config), provenance, quantization
+    )
+
+
+def fill(
+    cache: CompressedCache, plan: CompressionPlan, batch: int, length: int, random: Random
+) -> None:
+    """Random latents of `length` tokens, in pieces so that nothing large is held twice."""
+    for start in range(0, length, LONG):
+        count = min(LONG, length - start)
+        if plan.rotary == "pre":
+            positions = torch.arange(start, start + count).unsqueeze(0)
+            cache.append_positions(positions.to(random.keywords["device"]))
+        for layer, planned in zip(cache.layers, plan.layers, strict=True):
+            shapes = [(batch, KV_HEADS, count, b.rank) for _, b in planned.sites]
+            layer.append(random(*shapes[0]), random(*shapes[1]))
+
+
+# Timing
+
+
+def measure(steps: list[Step], rounds: int, batch: int) -> Iterator[dict]:
+    """Every variant takes a turn in every round, after one round that does not count."""
+    runs: dict[str, list[float]] = {step.variant.name: [] for step in steps}
+    appends: dict[str, list[float]] = {step.variant.name: [] for step in steps}
+    for number in range(rounds + 1):
+        for step in steps:
+            seconds = timed(step.run)
+            step.undo()
+            append = math.nan
+            if step.append is not None:
+                append = timed(step.append)
+                step.undo()
+            if number:
+                runs[step.variant.name].append(seconds)
+                appends[step.variant.name].append(append)
+    table, append_table = pd.DataFrame(runs), pd.DataFrame(appends)
+    for step in steps:
+        name = step.variant.name
+        yield {
+            "variant": name,
+            "rank_ratio": step.variant.rank / HEAD_DIM,
+            "ratio_to_full": float((table[name] / table["full"]).median()),
+            "ratio_to_stock": float((table[name] / table["stock"]).median()),
+            "append_share": float((append_table[name] / table[name]).median()),
+            "seconds": float(table[name].median()),
+            "tokens_per_second": batch / float(table[name].median()),
+            "nbytes": step.nbytes,
+            "rounds": len(table),
+            "threads": torch.get_num_threads(),
+        }
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds, waiting for the device if it works on its own."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+# Report
+
+
+def report(results: pd.DataFrame, out: Path) -> None:
+    for what, column, label in (
+        ("attention", "ratio_to_full", "time of attention / full rank"),
+        ("model", "ratio_to_stock", "time of a decode step / DynamicCache"),
+    ):
+        part = results[results["what"] == what]
+        if len(part):
+            save_figure(draw(part, column, label), out / f"{what}_against_context")
+    (out / "summary.md").write_text(summary(results), encoding="utf-8")
+    print((out / "summary.md").read_text(encoding="utf-8"))
+    print(f"written to {out}")
+
+
+def draw(results: pd.DataFrame, column: str, label: str) -> Figure:
+    dtypes, batches = list(dict.fromkeys(results["dtype"])), sorted(set(results["batch"]))
+    size = (4.0 * len(batches), 3.0 * len(dtypes) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(dtypes), len(batches), squeeze=False, sharex=True, sharey=True)
+    styles = {0.5: "-", 0.625: "--", 0.75: ":"}
+    for row, dtype in zip(panels, dtypes, strict=True):
+        for axes, batch in zip(row, batches, strict=True):
+            cell = results[(results["dtype"] == dtype) & (results["batch"] == batch)]
+            for variant in VARIANTS:
+                line = cell[cell["variant"] == variant.name]
+                axes.plot(
+                    line["tokens"],
+                    line[column],
+                    label=variant.name,
+                    color="#CC79A7" if variant.bits else COLOURS[variant.kind],
+                    linestyle=styles.get(variant.rank / HEAD_DIM, "-"),
+                    marker="o",
+                    markersize=3,
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_title(f"{dtype}, batch {batch}", fontsize=9)
+            axes.grid(visible=True, which="both", alpha=0.2)
+            axes.tick_params(labelsize=7, which="both")
+    for axes in panels[-1]:
+        axes.set_xlabel("cached tokens", fontsize=8)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(label, fontsize=8)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7, frameon=False)
+    threads = int(results["threads"].iloc[0])
+    figure.suptitle(f"{label}, {threads} threads", fontsize=10)
+    return figure
+
+
+def summary(results: pd.DataFrame) -> str:
+    longest = results[results["tokens"] >= LONG]
+    reported = longest if len(longest) else results
+    bound = f"at least {LONG:,} tokens" if len(longest) else "all lengths (none is long)"
+    lines = [
+        "# Decode speed",
+        "",
+        f"Geometric means over cells with {bound}; below 1 is faster. Ratios are formed within a "
+        f"round of interleaved turns; {int(results['threads'].iloc[0])} threads, "
+        f"{int(results['rounds'].iloc[0])} rounds, torch {torch.__version__}.",
+        "",
+    ]
+    titles = {"attention": "Attention of one layer", "model": "Whole decode step, 4 layers"}
+    for what, title in titles.items():
+        part = reported[reported["what"] == what]
+        if not len(part):
+            continue
+        lines += [f"## {title}", ""]
+        lines += ["| dtype | variant | time / full rank | time / DynamicCache | bytes / stock |"]
+        lines += ["|---|---|---|---|---|"]
+        for dtype in dict.fromkeys(part["dtype"]):
+            for variant in VARIANTS:
+                chosen = part[(part["dtype"] == dtype) & (part["variant"] == variant.name)]
+                stock = part[(part["dtype"] == dtype) & (part["variant"] == "stock")]
+                share = chosen["nbytes"].sum() / stock["nbytes"].sum()
+                means = [geometric_mean(chosen[c]) for c in ("ratio_to_full", "ratio_to_stock")]
+                lines.append(
+                    f"| {dtype} | {variant.name} | {means[0]:.2f} | {means[1]:.2f} | {share:.3f} |"
+                )
+        lines.append("")
+    attention = reported[reported["what"] == "attention"]
+    lines += ["## Appending a token, share of the attention's time", ""]
+    for variant in VARIANTS[1:]:
+        share = attention[attention["variant"] == variant.name]["append_share"]
+        lines.append(
+            f"- {variant.name}: {100 * share.mean():.2f} % (largest {100 * share.max():.2f} %)"
+        )
+    command = " ".join(["python studies/decode_speed.py", *sys.argv[1:]])
+    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+
+
+def geometric_mean(column: pd.Series) -> float:
+    return math.exp(sum(math.log(x) for x in column) / len(column))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
