@@ -43,7 +43,7 @@ class RiemannianAdam(Solver):
     Parameters
     ----------
     steps : int
-        Steps taken.
+        Steps taken, if there is data enough for them.
     learning_rate : float
         At the start. geoopt's Adam normalises a step by the norm of the gradient over a whole
         matrix, so this is nearly the length of a step on the manifold.
@@ -51,6 +51,8 @@ class RiemannianAdam(Solver):
         Metric of the Stiefel manifold.
     sequences_per_step : int
         Sequences in a sample.
+    visits : int
+        A sequence is drawn this often at most, on average: few sequences are not fitted for ever.
     row_fraction : float
         Share of the query rows of each of them in the second half of the steps, at least
         `MINIMUM_ROWS`. Few rows make the norm of a sequence noisy, and the mean of a square root
@@ -63,6 +65,7 @@ class RiemannianAdam(Solver):
     learning_rate: float = 0.7
     metric: Literal["canonical", "euclidean"] = "canonical"
     sequences_per_step: int = 4
+    visits: int = 125
     row_fraction: float = 0.25
     start: Literal["initial", "random"] = "initial"
 
@@ -75,11 +78,12 @@ class RiemannianAdam(Solver):
         optimizer = geoopt.optim.RiemannianAdam(
             [columns], lr=self.learning_rate, betas=BETAS, stabilize=10
         )
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.steps)
+        steps = self._steps(problem)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
-        for step in progress(range(self.steps), problem):
+        for step in progress(range(steps), problem):
             basis = Basis(columns, columns, problem.grouping)
-            fraction = self.row_fraction if 2 * step >= self.steps else self.row_fraction / 2
+            fraction = self.row_fraction if 2 * step >= steps else self.row_fraction / 2
             loss = problem.loss(basis, self._batch(problem, fraction, generator))
             history.append(checked(loss, problem, step))
             optimizer.zero_grad(set_to_none=True)
@@ -88,6 +92,12 @@ class RiemannianAdam(Solver):
             schedule.step()
         final = manifold.projx(columns.detach())
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
+
+    def _steps(self, problem: Problem) -> int:
+        if problem.full_batch_is_cheap:
+            return self.steps
+        enough = self.visits * problem.activations.sequences / self.sequences_per_step
+        return max(1, min(self.steps, math.floor(enough)))
 
     def _start(self, problem: Problem, rank: int, generator: torch.Generator) -> Tensor:
         if self.start == "initial":
