@@ -1,6 +1,7 @@
 """The README's code runs as it stands there."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,20 @@ OWN_OBJECTIVE = next(s for s in SNIPPETS if "register_objective" in s)
 def late_keys():
     exec(OWN_OBJECTIVE, {})
     return OBJECTIVES.get("late-keys")()
+
+
+def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
+    compress_module = import_module("manifoldkv.compress")
+    monkeypatch.setattr(compress_module, "SEQUENCES", 2)  # enough to run, not to be good
+    snippet = next(s for s in SNIPPETS if "new_cache" in s)
+    snippet = snippet.replace("studies/", f"{ROOT}/studies/")
+    monkeypatch.chdir(tmp_path)
+    exec(snippet, {})
+    text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert text.startswith("Return the sum of")
+    # 6 layers, 2 heads, 16 + 16 numbers per token: 768 bytes in bfloat16, twice that in float32.
+    assert numbers.endswith("bytes; 768 per token in bfloat16")
+    assert int(numbers.split()[0]) % (2 * 768) == 0
 
 
 def test_set_up_commands_are_on_the_first_screen():
