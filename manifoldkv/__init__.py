@@ -11,7 +11,7 @@ from manifoldkv.basis import (
 )
 from manifoldkv.cache import CompressedCache, compressed
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
-from manifoldkv.compress import RECIPES, Recipe, compress, quantize, uniform_ranks
+from manifoldkv.compress import RANK_RULES, RECIPES, Recipe, compress, uniform_ranks
 from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
     CacheError,
@@ -29,10 +29,12 @@ from manifoldkv.errors import (
 from manifoldkv.models import check_supported, load_model
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
+from manifoldkv.quantize import quantize
 from manifoldkv.solvers import SOLVERS, Solution, Solver, register_solver
 
 __all__ = [
     "OBJECTIVES",
+    "RANK_RULES",
     "RECIPES",
     "SOLVERS",
     "Basis",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,7 +128,11 @@ class LayerActivations:
 
 
 def capture(
-    model: PreTrainedModel, tokens: Tensor, layers: list[int] | None = None
+    model: PreTrainedModel,
+    tokens: Tensor,
+    layers: list[int] | None = None,
+    *,
+    propagate: Callable[[LayerActivations], Tensor] | None = None,
 ) -> Iterator[LayerActivations]:
     """Yield the activations of one layer after the other; only one is held at a time.
 
@@ -140,6 +144,9 @@ def capture(
         Token ids, (S, n), int64, no padding.
     layers : list of int, optional
         Layers to yield, ascending; all if omitted. The layers below the last of them still run.
+    propagate : callable, optional
+        What the next layer receives, (S, n, hidden), asked for after a layer was yielded: the
+        output of a compressed layer, say. The layer's own output if omitted.
 
     Raises
     ------
@@ -154,21 +161,27 @@ def capture(
     outside = [i for i in wanted if not 0 <= i < len(modules)]
     if outside:
         raise ValueError(f"layer {outside[0]} is not between 0 and {len(modules) - 1}")
-    return _capture(model, tokens.to(model.device), modules, wanted)
+    return _capture(model, tokens.to(model.device), modules, wanted, propagate)
 
 
 @torch.no_grad()
 def _capture(
-    model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList, wanted: list[int]
+    model: PreTrainedModel,
+    tokens: Tensor,
+    modules: nn.ModuleList,
+    wanted: list[int],
+    propagate: Callable[[LayerActivations], Tensor] | None,
 ) -> Iterator[LayerActivations]:
     calls, stock_outputs = _record_calls(model, tokens[:1], modules)
     inputs = _embeddings(model, tokens, modules[0])
     for index, module in enumerate(modules[: max(wanted) + 1]):
         activations = _run_layer(index, module, inputs, calls[index])
-        _check_output(activations, stock_outputs[index])
+        if propagate is None or index == 0:  # later inputs are not the model's own
+            _check_output(activations, stock_outputs[index])
         if index in wanted:
             yield activations
-        inputs = activations.outputs.to(inputs.dtype)
+        outputs = activations.outputs if propagate is None else propagate(activations)
+        inputs = outputs.to(inputs.dtype)
 
 
 def _record_calls(

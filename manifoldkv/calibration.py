@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.docstrings import HELD_OUT_FRACTION, Split, read_docstrings, read_pydoc_topics
 from manifoldkv.errors import TextError
@@ -19,6 +19,9 @@ HELP = (
     "'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
     "(wikitext:wikitext-2-raw-v1, allenai/c4:en), read as a stream"
 )
+SEQUENCES = 64
+LENGTH = 512
+"""Calibration windows drawn from a text source that is given as such."""
 LONGEST_LINE = 2000
 """How far back, in characters, the split of a .txt file looks for the end of a line."""
 
@@ -127,6 +130,35 @@ def sample_tokens(
         f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences} sequences "
         f"of {length}: ask for at most {len(ids) // length} sequences, or for shorter ones"
     )
+
+
+def calibration_tokens(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str
+) -> tuple[str, Tensor]:
+    """Name and token ids of the calibration data."""
+    if isinstance(tokens, Tensor):
+        if tokens.ndim != 2 or tokens.numel() == 0 or tokens.is_floating_point():
+            raise TextError(
+                f"tokens must be integers of shape (sequences, length), not {tokens.dtype} "
+                f"{tuple(tokens.shape)}"
+            )
+        return "tokens", tokens.long()
+    source = open_text(tokens) if isinstance(tokens, str) else tokens
+    length = min(LENGTH, model.config.get_text_config().max_position_embeddings)
+    ids = sample_tokens(
+        source, _tokenizer(model), sequences=SEQUENCES, length=length, split="calibration"
+    )
+    return source.name, ids
+
+
+def _tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    name = model.config._name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise TextError(
+            f"no tokenizer is saved with model {name!r}: pass token ids instead of a text"
+        ) from error
 
 
 def _check_file(path: Path) -> None:

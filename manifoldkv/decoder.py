@@ -58,8 +58,15 @@ def attention_output(
     return attend(queries, keys, values, mask_rows(activations, batch), activations.settings)
 
 
-def mixed_values(activations: LayerActivations, grouping: HeadGrouping, batch: Batch) -> Tensor:
-    """What a value basis acts on when keys are exact: attention weights times grouped values.
+def mixed_values(
+    activations: LayerActivations,
+    grouping: HeadGrouping,
+    batch: Batch,
+    key_basis: Basis | None = None,
+    *,
+    rotary: Rotary = "pre",
+) -> Tensor:
+    """What a value basis acts on when keys are settled: attention weights times grouped values.
 
     Because a basis acts on features and the weights on tokens, the two commute: with the result
     kept, a new value basis costs two small products (see `project_mixed_values`).
@@ -71,7 +78,7 @@ def mixed_values(activations: LayerActivations, grouping: HeadGrouping, batch: B
     """
     weights = attention_weights(
         rotated_queries(activations, batch),
-        rotated_keys(activations, None, "pre", batch),
+        rotated_keys(activations, key_basis, rotary, batch),
         mask_rows(activations, batch),
         activations.settings,
     )  # (b, H_kv, H_q/H_kv, m, n)
@@ -125,6 +132,24 @@ def layer_output(
         activations.keywords,
     )
     return output.to(inputs.dtype)
+
+
+def compressed_output(
+    activations: LayerActivations,
+    key_basis: Basis | None,
+    value_basis: Basis | None,
+    *,
+    rotary: Rotary = "pre",
+) -> Tensor:
+    """The layer's output with projected keys and values, (S, n, hidden)."""
+    outputs = []
+    for sequences in whole(activations).sequences.split(1):
+        batch = Batch(sequences)
+        attention = attention_output(
+            activations, key_basis, value_basis, rotary=rotary, batch=batch
+        )
+        outputs.append(layer_output(activations, attention, batch))
+    return torch.cat(outputs)
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:

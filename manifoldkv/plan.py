@@ -336,6 +336,11 @@ def config_hash(config: PretrainedConfig) -> str:
     return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """As a plan keeps it."""
+    return tensor.detach().cpu().contiguous()
+
+
 def _numbers(basis: Basis) -> int:
     """Numbers cached per token."""
     return basis.rank * basis.grouping.heads

@@ -1,3 +1,4 @@
+import itertools
 from importlib import import_module
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from manifoldkv import (
     CompressionPlan,
     HeadGrouping,
+    LayerActivations,
     PlanError,
     Quantization,
     RankError,
@@ -17,15 +19,20 @@ from manifoldkv import (
     UnknownNameError,
     UnsolvableError,
     UnsupportedModelError,
+    calibration,
     capture,
     compress,
     compressed,
+    layer_errors,
     load_model,
     projector_distance,
     quantize,
     uniform_ranks,
 )
+from manifoldkv.compress import solver_of
+from manifoldkv.decoder import compressed_output
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.rank_selection import candidate_ranks
 from tests.families import tiny_model, tiny_tokens
 
 
@@ -43,7 +50,7 @@ def test_uniform_ranks_never_exceed_the_ratio(head_dim: int, ratio: float) -> No
 
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 1.5, float("nan")])
 def test_impossible_ratios_are_refused(ratio: float) -> None:
-    with pytest.raises(RankError, match="is not between"):
+    with pytest.raises(RankError, match="is not"):
         compress(tiny_model("llama"), tiny_tokens(), ratio=ratio)
 
 
@@ -102,10 +109,8 @@ class TestText:
     def test_a_text_is_read_with_the_models_own_tokenizer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # The name of the function hides that of its module.
-        module = import_module("manifoldkv.compress")
-        monkeypatch.setattr(module, "SEQUENCES", 2)
-        monkeypatch.setattr(module, "LENGTH", 32)
+        monkeypatch.setattr(calibration, "SEQUENCES", 2)
+        monkeypatch.setattr(calibration, "LENGTH", 32)
         model, _ = load_model("studies/reference_models/reference-llama")
         plan = compress(model, "pydoc-topics")
         found = plan.provenance
@@ -129,7 +134,7 @@ class TestRefusedBeforeAnyWork:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(UnknownNameError, match="unknown recipe 'best'; known: eigen-attention"):
             compress(model, tokens, recipe="best")
-        with pytest.raises(UnknownNameError, match="unknown rank selection"):
+        with pytest.raises(UnknownNameError, match="unknown rank rule"):
             compress(model, tokens, ranks="greedy")
         with pytest.raises(UnknownNameError, match="unknown solver"):
             compress(model, tokens, recipe=Recipe("k-svd", "none"))
@@ -141,6 +146,7 @@ class TestRefusedBeforeAnyWork:
             )
 
     def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The name of the function hides that of its module.
         monkeypatch.setattr(import_module("manifoldkv.compress"), "capture", None)
         with pytest.raises(PlanError, match="sliding window"):
             compress(tiny_model("mistral"), tiny_tokens(), quantization=Quantization(4, "kivi"))
@@ -196,3 +202,46 @@ class TestQuantize:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(UnknownNameError, match="unknown rotation"):
             quantize(compress(model, tokens), model, tokens, Quantization(4), "spin")
+
+
+class TestRankRules:
+    @pytest.mark.parametrize("rule", ["sequential", "optimal"])
+    @pytest.mark.parametrize("rotary", ["pre", "post"])
+    @pytest.mark.parametrize("ratio", [0.26, 0.5, 0.77, 1.0])
+    def test_the_ratio_is_never_exceeded(self, rule: str, rotary: str, ratio: float) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = compress(model, tokens, ratio=ratio, ranks=rule, rotary=rotary)
+        assert 0.25 <= plan.ratio <= ratio
+        with compressed(model, plan):
+            assert model(input_ids=tokens).logits.isfinite().all()
+
+    def test_an_infeasible_ratio_is_refused_before_any_work(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(import_module("manifoldkv.compress"), "capture", None)
+        with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.25"):
+            compress(tiny_model("llama"), tiny_tokens(), ratio=0.2, ranks="optimal")
+
+    def test_sequential_follows_its_own_surfaces(self) -> None:
+        """Alg. error_surface written out: measure, select, propagate."""
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        plan = compress(model, tokens, ratio=0.6, ranks="sequential")
+        solve = solver_of(Recipe("eigen-attention", "closed-form"), "pre", 0)
+        clean = list(capture(model, tokens))
+        left = int(0.6 * 3 * 16)
+
+        def propagate(activations: LayerActivations) -> torch.Tensor:
+            layer = plan.layers[activations.layer]
+            return compressed_output(activations, layer.key, layer.value)
+
+        for activations in capture(model, tokens, propagate=propagate):
+            index = activations.layer
+            share = left / (3 - index)
+            errors = {}
+            for key, value in itertools.product(candidate_ranks(8), repeat=2):
+                if key + value <= share:
+                    bases = solve(clean[index], "key", key), solve(clean[index], "value", value)
+                    errors[key, value] = layer_errors(activations, *bases).layer_output_error
+            chosen = (plan.layers[index].key.rank, plan.layers[index].value.rank)
+            assert errors[chosen] == pytest.approx(min(errors.values()), abs=1e-9)
+            left -= sum(chosen)

@@ -1,12 +1,11 @@
 """The README's code runs as it stands there."""
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from manifoldkv import OBJECTIVES, HeadGrouping
+from manifoldkv import OBJECTIVES, HeadGrouping, calibration
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.testing import ObjectiveConformance, tiny_activations
@@ -24,8 +23,7 @@ def late_keys():
 
 
 def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
-    compress_module = import_module("manifoldkv.compress")
-    monkeypatch.setattr(compress_module, "SEQUENCES", 2)  # enough to run, not to be good
+    monkeypatch.setattr(calibration, "SEQUENCES", 2)  # enough to run, not to be good
     snippet = next(s for s in SNIPPETS if "new_cache" in s)
     snippet = snippet.replace("studies/", f"{ROOT}/studies/")
     monkeypatch.chdir(tmp_path)

@@ -13,14 +13,16 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from manifoldkv.attention import AttentionSettings
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.storage import Store, split_tiles
+from manifoldkv.cache.storage import ExactStore, Store, split_tiles
 
-TILE = 1024
-"""Tokens whose keys are expanded, or whose latents are made floating-point again, at a time."""
+NUMBERS_AT_A_TIME = 1 << 19
+"""Numbers of expanded keys, or of latents made floating-point again, held at a time: they should
+stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
 
@@ -74,8 +76,8 @@ class RunningBasis:
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
         """Weights (B, H_kv, R, n) times latents (B, runs, n, w·r): (B, H_kv, R, w·r)."""
-        mixed = self._by_run(weights) @ latents  # (B, runs, w·R, w·r)
-        return mixed.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
+        mixed = _product(self._by_run(weights), latents)  # (B, runs, w·R, w·r)
+        return self.split_runs(mixed)
 
     def expand_mixed(self, mixed: Tensor) -> Tensor:
         """(B, H_kv, R, w·r) to (B, H_kv, R, d)."""
@@ -83,8 +85,7 @@ class RunningBasis:
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
         """(B, runs, w·R, w·r) and (B, runs, n, w·r) to (B, H_kv, R, n)."""
-        scores = _scores(queries, latents)
-        return scores.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
+        return self.split_runs(_scores(queries, latents))
 
     def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
         """W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
@@ -98,6 +99,10 @@ class RunningBasis:
     def _by_run(self, x: Tensor) -> Tensor:
         """Heads of a run one below the other: (B, H_kv, R, f) to (B, runs, w·R, f)."""
         return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
+
+    def split_runs(self, x: Tensor) -> Tensor:
+        """Inverse: (B, runs, w·R, f) to (B, H_kv, R, f)."""
+        return x.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,9 @@ class CachedAttention:
             queries.reshape(batch, kv_heads, -1, head_dim) * settings.scaling
         )  # (B, H_kv, R, d)
         fresh = 0 if exact is None else exact[0].shape[2]
+        if angles is None and exact is None and self._kernel_fits(layer, settings):
+            output = self._attend_at_once(layer, queries, mask, tokens)
+            return output.reshape(batch, heads, rows, -1)
         scores = list(self._scores(layer.key_store, queries, angles, tokens, fresh))
         if exact is not None:
             keys = exact[0] if angles is None else angles.tile(exact[0], tokens - fresh, tokens)
@@ -236,31 +244,62 @@ class CachedAttention:
             output = output + weights[..., tokens - fresh :] @ exact[1]
         return output.reshape(batch, heads, rows, -1)
 
+    def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
+        """Whether torch's attention kernel can run on the latents of both sites as they lie."""
+        stores = (layer.key_store, layer.value_store)
+        return (
+            all(isinstance(store, ExactStore) for store in stores)
+            and self._key.grouping.width == self._value.grouping.width
+            and self._key.features == self._value.features
+            and settings.softcap is None
+            and settings.sinks is None
+        )
+
+    def _attend_at_once(
+        self, layer: CompressedLayer, queries: Tensor, mask: Tensor | None, tokens: int
+    ) -> Tensor:
+        """Attention with latents for keys and values and all queries of a run of heads as rows."""
+        (_, _, keys), (_, _, values) = (
+            next(store.tiles(len(store) - tokens, tokens)) for store in layer.stores
+        )
+        by_run = self._key.queries(queries)  # (B, runs, w·R, w·r)
+        if mask is not None:
+            mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)
+        mixed = scaled_dot_product_attention(by_run, keys, values, attn_mask=mask, scale=1.0)
+        mixed = self._value.split_runs(mixed)
+        return self._value.expand_mixed(mixed) if self._expand_values else mixed
+
     def _scores(
         self, store: Store, queries: Tensor, angles: Angles | None, tokens: int, fresh: int
     ) -> Iterator[Tensor]:
         """Scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
         if angles is None:
             queries = self._key.queries(queries)
-        for start, stop, latents in _tiles(store, tokens, fresh):
+        size = _tile_tokens(queries)
+        for start, stop, latents in _tiles(store, tokens, fresh, size):
             if angles is None:
                 yield self._key.scores(queries, latents)
                 continue
-            for first, last in split_tiles(start, stop, TILE):
+            for first, last in split_tiles(start, stop, size):
                 keys = self._key.expand(latents[:, :, first - start : last - start])
                 yield _scores(queries, angles.tile(keys, first, last))
 
     def _mix(self, store: Store, weights: Tensor, tokens: int, fresh: int) -> Tensor:
         """Stored values mixed by weights, (B, H_kv, R, d), or (B, H_kv, R, w·r) if W_O expands."""
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
-        for start, stop, latents in _tiles(store, tokens, fresh):
+        for start, stop, latents in _tiles(store, tokens, fresh, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
         return self._value.expand_mixed(mixed) if self._expand_values else mixed
 
 
-def _tiles(store: Store, tokens: int, fresh: int) -> Iterator[tuple[int, int, Tensor]]:
+def _tile_tokens(x: Tensor) -> int:
+    """Tokens in a tile of as many sequences, heads and features as x (B, H, …, f) has."""
+    return max(1, NUMBERS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
+
+
+def _tiles(store: Store, tokens: int, fresh: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
     """Tiles of the newest `tokens` tokens but for the last `fresh`."""
-    for start, stop, latents in store.tiles(len(store) - tokens, TILE):
+    for start, stop, latents in store.tiles(len(store) - tokens, size):
         stop = min(stop, tokens - fresh)
         if start < stop:
             yield start, stop, latents[:, :, : stop - start]
@@ -271,10 +310,16 @@ def _joined(tiles: list[Tensor]) -> Tensor:
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """(…, R, f) and (…, n, f) to (…, R, n), the faster way round for the dtype."""
-    if queries.dtype == torch.float32 and queries.shape[-2] <= keys.shape[-2] // 8:
-        return (keys @ queries.mT).mT
-    return queries @ keys.mT
+    """(B, H, R, f) and (B, H, n, f) to (B, H, R, n)."""
+    return _product(queries, keys.mT)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b. On a CPU, batched products of short numbers copy what is not contiguous first."""
+    if a.device.type != "cpu" or a.itemsize > 2 or b.is_contiguous():
+        return a @ b
+    pairs = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
+    return torch.stack([x @ y for x, y in pairs]).unflatten(0, a.shape[:2])
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:

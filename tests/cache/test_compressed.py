@@ -129,7 +129,7 @@ def test_tiles_and_blocks_of_queries_change_nothing(
     model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
     plan = random_plan(model, rotary=rotary)
     whole = steps(model, plan, tokens, [LONG])
-    monkeypatch.setattr(cache_attention, "TILE", 3)
+    monkeypatch.setattr(cache_attention, "NUMBERS_AT_A_TIME", 2 * 2 * 8 * 3)
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), whole)
     assert_equal(steps(model, plan, tokens, [9, 1, 4]), whole)

@@ -35,7 +35,7 @@ def test_every_variant_is_timed_in_every_cell(results: tuple[Path, pd.DataFrame]
 
 
 def test_bytes_are_those_of_the_ranks(results: tuple[Path, pd.DataFrame]) -> None:
-    frame = results[1].set_index(["what", "dtype", "tokens", "variant"])["nbytes"].unstack()
+    frame = results[1].pivot_table("nbytes", ["what", "dtype", "tokens"], "variant")
     assert (frame["full"] == frame["stock"]).all()
     for ratio in ("0.5", "0.625", "0.75"):
         assert (frame[f"post-{ratio}"] == float(ratio) * frame["stock"]).all()

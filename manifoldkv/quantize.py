@@ -1,0 +1,104 @@
+"""From a plan to one with integer latents: the free rotation of a basis, and static ranges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import capture
+from manifoldkv.basis import Basis, fix_signs
+from manifoldkv.cache.quantization import group_ranges
+from manifoldkv.calibration import TextSource, calibration_tokens
+from manifoldkv.errors import PlanError, UnknownNameError
+from manifoldkv.plan import CompressionPlan, Quantization, plain
+from manifoldkv.surfaces import follow
+
+Rotation = Literal["none", "pca", "hadamard"]
+
+
+def quantize(
+    plan: CompressionPlan,
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    quantization: Quantization,
+    rotation: Rotation = "hadamard",
+) -> CompressionPlan:
+    """Round the latents of a plan to integers.
+
+    A basis may be rotated within its subspace without any effect on exact latents; on rounded ones
+    the effect is large.
+
+    Parameters
+    ----------
+    plan : CompressionPlan
+        Without quantisation.
+    model, tokens
+        As in `compress`; the tokens calibrate the rotation and the static ranges.
+    quantization : Quantization
+        Bits and layout.
+    rotation : {"hadamard", "pca", "none"}
+        ``"hadamard"`` spreads every direction evenly over all numbers of a latent (a random
+        orthogonal matrix where the size is no power of two), ``"pca"`` sorts directions by
+        variance, ``"none"`` leaves them as the solver found them.
+
+    Raises
+    ------
+    PlanError
+        If the plan is quantised already or made for another model, or the layout does not fit it.
+    """
+    if plan.quantization is not None:
+        raise PlanError("the plan is quantised already")
+    plan.check_model(model.config)
+    if rotation not in ("hadamard", "pca", "none"):
+        raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
+    _, tokens = calibration_tokens(model, tokens)
+    layers = []
+    for activations in follow(capture(model, tokens), len(plan.layers)):
+        layer = plan.layers[activations.layer]
+        keys, values = activations.keys_in(plan.rotary), activations.values
+        key = _rotated(layer.key, keys, rotation)
+        key_range = None
+        if quantization.layout == "static":
+            latents = key.grouping.split(keys) @ key.down.to(keys)  # (S, runs, n, w·r)
+            key_range = plain(group_ranges(latents, quantization.group_size, dims=(0, 2)))
+        value = _rotated(layer.value, values, rotation)
+        layers.append(replace(layer, key=key, value=value, key_range=key_range))
+    return replace(plan, layers=tuple(layers), quantization=quantization)
+
+
+def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:
+    """The same subspace with other coordinates; x are the keys or values (S, H_kv, n, d)."""
+    if rotation == "none":
+        return basis
+    size = basis.down.shape[2]
+    turn = _pca(basis, x) if rotation == "pca" else _hadamard(size).to(basis.down)
+    down = plain(basis.down @ turn)
+    if not basis.orthonormal:
+        return Basis(down, plain(basis.up @ turn), basis.grouping)
+    return Basis(down, down, basis.grouping)
+
+
+def _pca(basis: Basis, x: Tensor) -> Tensor:
+    """Directions of latents by falling variance: (groups, w·r, w·r)."""
+    latents = basis.grouping.split(x).double() @ basis.down.to(x.device, torch.float64)
+    flat = latents.transpose(0, 1).flatten(1, 2)  # (runs, S·n, w·r)
+    if basis.grouping.groups == 1:
+        flat = flat.flatten(0, 1).unsqueeze(0)
+    centred = flat - flat.mean(dim=1, keepdim=True)
+    directions = torch.linalg.eigh(centred.mT @ centred).eigenvectors.flip(-1)
+    return fix_signs(directions).to(basis.down)
+
+
+def _hadamard(size: int) -> Tensor:
+    """An orthogonal matrix (size, size) whose entries are all about equally large."""
+    generator = torch.Generator().manual_seed(size)
+    if size & (size - 1) == 0:
+        signs = torch.randint(0, 2, (size, 1), generator=generator) * 2.0 - 1
+        return signs * torch.from_numpy(hadamard(size)).float() / size**0.5
+    normal = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(normal).Q

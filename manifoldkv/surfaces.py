@@ -1,0 +1,172 @@
+"""What compression costs each layer: error surfaces, and the ranks they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import Batch, LayerActivations, Rotary, capture
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.decoder import (
+    compressed_output,
+    layer_output,
+    mixed_values,
+    project_mixed_values,
+    select_rows,
+    whole,
+)
+from manifoldkv.rank_selection import ErrorSurface, Ranks, Sequential
+
+SEQUENCES = 16
+ROWS = 64
+"""How much of the calibration data error surfaces are measured on."""
+
+
+@dataclass(frozen=True)
+class LayerBases:
+    """Bases of one layer at several ranks.
+
+    Parameters
+    ----------
+    keys, values : dict
+        Rank to Basis.
+    """
+
+    keys: dict[int, Basis]
+    values: dict[int, Basis]
+
+
+@torch.no_grad()
+def error_surface(
+    activations: LayerActivations,
+    key_bases: Mapping[int, Basis | None],
+    value_bases: Mapping[int, Basis | None],
+    *,
+    rotary: Rotary = "pre",
+    rows: Tensor | None = None,
+) -> ErrorSurface:
+    """Δ(r_K, r_V) of one layer on its own inputs, for all pairs of bases.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        Of inputs that have passed the compressed layers below (the paper), or of clean ones.
+    key_bases, value_bases : mapping
+        Rank to basis; None leaves keys or values exact, at rank head_dim.
+    rotary : {"pre", "post"}
+        Where keys are projected.
+    rows : Tensor, optional
+        Query positions to look at; all if omitted. The norms are those of the same rows.
+    """
+    keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
+    bases = [b if b is not None else _identity(activations) for _, b in sorted(value_bases.items())]
+    errors = torch.zeros(len(keys), len(values), dtype=torch.float64)
+    batches = whole(activations).sequences.split(1)
+    for sequences in batches:
+        batch = Batch(sequences, rows)
+        exact = select_rows(activations.outputs, batch)
+        for i, key in enumerate(keys):
+            mixed: dict[HeadGrouping, Tensor] = {}
+            for j, basis in enumerate(bases):
+                if basis.grouping not in mixed:
+                    mixed[basis.grouping] = mixed_values(
+                        activations, basis.grouping, batch, key_bases[key], rotary=rotary
+                    )
+                attention = project_mixed_values(mixed[basis.grouping], basis)
+                lost = layer_output(activations, attention, batch) - exact
+                ratio = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(exact)
+                errors[i, j] += float(ratio) / len(batches)
+    if key_bases[keys[-1]] is None and value_bases[values[-1]] is None:
+        errors[-1, -1] = 0  # by definition, but for rounding
+    return ErrorSurface(keys, values, errors)
+
+
+def sequential_ranks(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    table: Sequence[LayerBases],
+    budget: int,
+    *,
+    rotary: Rotary = "pre",
+) -> tuple[list[Ranks], list[ErrorSurface]]:
+    """Ranks by the paper's rule, and the surfaces it saw (Alg. error_surface).
+
+    Errors are measured on the first `SEQUENCES` sequences at `ROWS` query positions
+    spread evenly, on inputs that have passed the compressed layers below.
+
+    Parameters
+    ----------
+    model, tokens
+        As in `compress`, tokens as ids.
+    table : sequence of LayerBases
+        Of all layers.
+    budget : int
+        As in `rank_selection`.
+    rotary : {"pre", "post"}
+        What the bases are for.
+    """
+    tokens = tokens[:SEQUENCES]
+    rule, surfaces = Sequential(len(table), budget), []
+
+    def propagate(activations: LayerActivations) -> Tensor:
+        bases, (key, value) = table[activations.layer], rule.ranks[activations.layer]
+        return compressed_output(activations, bases.keys[key], bases.values[value], rotary=rotary)
+
+    layers = capture(model, tokens, propagate=propagate)
+    for activations in follow(layers, len(table)):
+        surfaces.append(_surface(activations, table[activations.layer], rotary))
+        rule.select(surfaces[-1])
+    return rule.ranks, surfaces
+
+
+def squared_errors(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    table: Sequence[LayerBases],
+    *,
+    rotary: Rotary = "pre",
+) -> list[ErrorSurface]:
+    """Squared layer-output errors of every layer on clean inputs, to be summed over layers.
+
+    Parameters as in `sequential_ranks`.
+    """
+    layers = follow(capture(model, tokens[:SEQUENCES]), len(table))
+    surfaces = (_surface(activations, table[activations.layer], rotary) for activations in layers)
+    return [replace(surface, errors=surface.errors.square()) for surface in surfaces]
+
+
+def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -> ErrorSurface:
+    rows = torch.linspace(0, activations.length - 1, min(ROWS, activations.length))
+    exact: dict[int, Basis | None] = {activations.head_dim: None}
+    return error_surface(
+        activations,
+        _like(bases.keys, activations.keys) | exact,
+        _like(bases.values, activations.values) | exact,
+        rotary=rotary,
+        rows=rows.round().long().to(activations.keys.device),
+    )
+
+
+def _like(bases: dict[int, Basis], x: Tensor) -> dict[int, Basis | None]:
+    """Bases as the activations are, in dtype and place."""
+    moved: dict[int, Basis | None] = {}
+    for rank, basis in bases.items():
+        down = basis.down.to(x)
+        moved[rank] = Basis(down, down if basis.orthonormal else basis.up.to(x), basis.grouping)
+    return moved
+
+
+def _identity(activations: LayerActivations) -> Basis:
+    """Leaves values as they are."""
+    identity = torch.eye(activations.head_dim).to(activations.keys).unsqueeze(0)
+    return Basis(identity, identity, HeadGrouping("shared", activations.kv_heads))
+
+
+def follow(layers: Iterator[LayerActivations], total: int) -> Iterator[LayerActivations]:
+    """Layers with a progress bar where a person is watching."""
+    yield from tqdm(layers, total=total, desc="layers", disable=None, leave=False)
