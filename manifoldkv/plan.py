@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -20,11 +19,14 @@ from transformers import PretrainedConfig
 from manifoldkv.activations import Rotary, Site
 from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.output import write_whole
 
 FORMAT = 1
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 BITS = (2, 3, 4, 8)
+Layout = Literal["static", "kivi"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 SCALE_BYTES = 2
 """Scales and offsets that are computed while decoding are stored in float16."""
 LARGEST_INTEGER = 1 << 20
@@ -58,15 +60,15 @@ class Quantization:
     """
 
     bits: int = 4
-    layout: Literal["static", "kivi"] = "static"
+    layout: Layout = "static"
     group_size: int = 64
     residual: int = 64
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise PlanError(f"latents of {self.bits} bits are not supported; possible: 2, 3, 4, 8")
-        if self.layout not in ("static", "kivi"):
-            raise PlanError(f"unknown layout {self.layout!r}; known: static, kivi")
+        if self.layout not in LAYOUTS:
+            raise PlanError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         if self.group_size < 1 or self.residual < 0:
             raise PlanError("group_size must be at least 1 and residual at least 0")
 
@@ -268,8 +270,8 @@ class CompressionPlan:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _replace(folder / TENSORS, payload)
-            _replace(folder / DESCRIPTION, description.encode())
+            write_whole(folder / TENSORS, payload)
+            write_whole(folder / DESCRIPTION, description.encode())
         except OSError as error:
             raise OutputError(f"cannot write plan to {folder}: {error.strerror}") from error
 
@@ -479,13 +481,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

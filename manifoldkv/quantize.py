@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from scipy.linalg import hadamard
@@ -19,6 +19,7 @@ from manifoldkv.plan import CompressionPlan, Quantization, plain
 from manifoldkv.surfaces import follow
 
 Rotation = Literal["none", "pca", "hadamard"]
+ROTATIONS = get_args(Rotation)
 
 
 def quantize(
@@ -54,7 +55,7 @@ def quantize(
     if plan.quantization is not None:
         raise PlanError("the plan is quantised already")
     plan.check_model(model.config)
-    if rotation not in ("hadamard", "pca", "none"):
+    if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)
     layers = []

@@ -44,6 +44,7 @@ from manifoldkv.figures import (
 )
 from manifoldkv.models import attention_of, decoder_layers, load_model
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.output import check_writable
 from manifoldkv.solvers import SOLVERS, Solver
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
@@ -58,7 +59,6 @@ EXACT = "exact"
 """Stands for the grouping of a site whose keys or values are left as they are."""
 ERRORS = ("attention_output_error", "layer_output_error", "cosine_similarity")
 SVD_TYPE = ("k-svd", "eigen-attention")
-PROBE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -284,19 +284,6 @@ def check_against_model(settings: Settings, model: PreTrainedModel) -> list[int]
             "of the model"
         )
     return sorted(set(layers))
-
-
-def check_writable(out: Path) -> None:
-    """Write a few megabytes into the folder and remove them again."""
-    probe = out / ".probe"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(PROBE_BYTES))
-    except OSError as error:
-        raise OutputError(f"cannot write to --out {out}: {error.strerror}") from error
-    finally:
-        if probe.exists():
-            probe.unlink()
 
 
 def read_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase, split: Split) -> Tensor:

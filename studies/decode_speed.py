@@ -11,7 +11,8 @@ heads, 8 KV heads of 128), over caches filled with random numbers:
 
 All of them take turns within every round, and a ratio is formed within a round, so that other load
 on the machine hits all alike. Seconds are medians over rounds, ratios medians of ratios. Writes
-results.csv, summary.md and two figures into --out.
+results.csv (as cells are finished: the same command goes on after an interruption; delete the file
+to measure anew), summary.md and two figures into --out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import math
 import sys
 import time
@@ -49,8 +51,9 @@ from manifoldkv import (
 from manifoldkv.activations import Rotary
 from manifoldkv.attention import AttentionSettings
 from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis
-from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure
+from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -59,8 +62,8 @@ RATIOS = (0.5, 0.625, 0.75)
 LONG = 16384
 """Bounds are geometric means over cells of at least this many tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODEL_BYTES = 3 << 30
-"""Cells whose uncompressed cache of the whole model is larger are left out."""
+LARGEST_BYTES = {"attention": 5 << 28, "model": 3 << 30}
+"""Cells whose uncompressed cache is larger are left out: nine caches are held at a time."""
 Random = partial
 """A function of a shape, with everything else about random numbers settled."""
 COLOURS = {"stock": "#000000", "full": "#0072B2", "post": "#009E73", "pre": "#D55E00"}
@@ -120,37 +123,38 @@ def main() -> int:
     return 0
 
 
-def check_writable(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".probe").write_bytes(b"")
-        (out / ".probe").unlink()
-    except OSError as error:
-        raise OutputError(f"cannot write to --out {out}: {error.strerror}") from error
-
-
 @torch.no_grad()
 def run(
     tokens: list[int], batches: list[int], dtypes: list[str], rounds: int, device: str, out: Path
 ) -> None:
     cells = [(d, b, n) for d in dtypes for b in batches for n in tokens]
-    rows: list[dict] = []
-    for dtype, batch, length in tqdm(cells, desc="cells", disable=None):
-        cell = {"dtype": dtype, "batch": batch, "tokens": length}
-        for what, steps in (("attention", attention_steps), ("model", model_steps)):
-            if what == "model" and stock_bytes(DTYPES[dtype], batch, length) > MODEL_BYTES:
-                continue
-            with ExitStack() as stack:
-                timed = steps(stack, DTYPES[dtype], batch, length, device)
-                rows += [cell | {"what": what} | row for row in measure(timed, rounds, batch)]
-            gc.collect()
-        frame = pd.DataFrame(rows)
-        frame.to_csv(out / "results.csv", index=False)
-    report(frame, out)
+    path = out / "results.csv"
+    rows = finished_rows(path, rounds)
+    finished = {(r["dtype"], r["batch"], r["tokens"], r["what"]) for r in rows}
+    for (dtype, batch, length), what in tqdm(
+        list(itertools.product(cells, LARGEST_BYTES)), desc="cells", disable=None
+    ):
+        layers = 1 if what == "attention" else LAYERS
+        nbytes = 2 * layers * batch * KV_HEADS * HEAD_DIM * length * DTYPES[dtype].itemsize
+        if nbytes > LARGEST_BYTES[what] or (dtype, batch, length, what) in finished:
+            continue
+        cell = {"dtype": dtype, "batch": batch, "tokens": length, "what": what}
+        steps = attention_steps if what == "attention" else model_steps
+        with ExitStack() as stack:
+            timed = steps(stack, DTYPES[dtype], batch, length, device)
+            rows += [cell | row for row in measure(timed, rounds, batch)]
+        gc.collect()
+        pd.DataFrame(rows).to_csv(path, index=False)
+    report(pd.DataFrame(rows), out)
 
 
-def stock_bytes(dtype: torch.dtype, batch: int, length: int) -> int:
-    return 2 * LAYERS * batch * KV_HEADS * HEAD_DIM * length * dtype.itemsize
+def finished_rows(path: Path, rounds: int) -> list[dict]:
+    """What an interrupted run with as many rounds and threads has measured."""
+    if not path.exists():
+        return []
+    frame = pd.read_csv(path)
+    same = (frame["rounds"] == rounds) & (frame["threads"] == torch.get_num_threads())
+    return frame[same].to_dict("records")
 
 
 # One decode step of one layer's attention
@@ -188,7 +192,10 @@ def attention_steps(
         fill(cache, plan, batch, length, random)
         layer, bases = cache.layers[0], plan.layers[0]
         attention = CachedAttention(
-            RunningBasis(bases.key, keys), RunningBasis(bases.value, keys), False, True
+            RunningBasis(bases.key, dtype, keys.device),
+            RunningBasis(bases.value, dtype, keys.device),
+            exact_prefill=False,
+            expand_values=True,
         )
         arguments = (None, AttentionSettings(HEAD_DIM**-0.5))
         of_all = (angles if variant.rotary == "pre" else None,)
@@ -445,7 +452,10 @@ def summary(results: pd.DataFrame) -> str:
         "",
         f"Geometric means over cells with {bound}; below 1 is faster. Ratios are formed within a "
         f"round of interleaved turns; {int(results['threads'].iloc[0])} threads, "
-        f"{int(results['rounds'].iloc[0])} rounds, torch {torch.__version__}.",
+        f"{int(results['rounds'].iloc[0])} rounds, torch {torch.__version__}. Cells are "
+        "left out whose uncompressed cache is above "
+        f"{LARGEST_BYTES['attention'] / 2**30:g} GiB for one layer or "
+        f"{LARGEST_BYTES['model'] / 2**30:g} GiB for the model.",
         "",
     ]
     titles = {"attention": "Attention of one layer", "model": "Whole decode step, 4 layers"}

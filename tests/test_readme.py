@@ -33,6 +33,10 @@ def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
     # 6 layers, 2 heads, 16 + 16 numbers per token: 768 bytes in bfloat16, twice that in float32.
     assert numbers.endswith("bytes; 768 per token in bfloat16")
     assert int(numbers.split()[0]) % (2 * 768) == 0
+    measure = next(s for s in SNIPPETS if "import perplexity" in s)
+    exec(measure.replace("studies/", f"{ROOT}/studies/"), {})
+    uncompressed, compressed = map(float, capsys.readouterr().out.split())
+    assert 10 < uncompressed < compressed < 1000
 
 
 def test_set_up_commands_are_on_the_first_screen():

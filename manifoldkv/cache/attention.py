@@ -26,7 +26,6 @@ stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
 
-
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The model's own rotation: x (B, H, t, d), cos and sin (B or 1, t, rotary dimension)."""
 
@@ -38,15 +37,17 @@ class RunningBasis:
     ----------
     basis : Basis
         From a plan.
-    like : Tensor
-        A weight of the layer.
+    dtype : torch.dtype
+        Of the model.
+    device : torch.device
+        Of the layer.
     """
 
-    def __init__(self, basis: Basis, like: Tensor) -> None:
+    def __init__(self, basis: Basis, dtype: torch.dtype, device: torch.device) -> None:
         self.grouping: HeadGrouping = basis.grouping
         self._basis = basis
-        self._down = basis.down.to(like)  # (groups, w·d, w·r)
-        self._up = self._down if basis.orthonormal else basis.up.to(like)
+        self._down = basis.down.to(device, dtype)  # (groups, w·d, w·r)
+        self._up = self._down if basis.orthonormal else basis.up.to(device, dtype)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
         self._keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
@@ -226,9 +227,8 @@ class CachedAttention:
         """Attention of some queries over the newest `tokens` tokens."""
         batch, heads, rows, head_dim = queries.shape
         kv_heads = self._key.grouping.heads
-        queries = (
-            queries.reshape(batch, kv_heads, -1, head_dim) * settings.scaling
-        )  # (B, H_kv, R, d)
+        queries = queries.reshape(batch, kv_heads, -1, head_dim)  # (B, H_kv, R, d)
+        queries = queries * settings.scaling
         fresh = 0 if exact is None else exact[0].shape[2]
         if angles is None and exact is None and self._kernel_fits(layer, settings):
             output = self._attend_at_once(layer, queries, mask, tokens)
@@ -246,9 +246,8 @@ class CachedAttention:
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
         """Whether torch's attention kernel can run on the latents of both sites as they lie."""
-        stores = (layer.key_store, layer.value_store)
         return (
-            all(isinstance(store, ExactStore) for store in stores)
+            all(isinstance(store, ExactStore) for store in layer.stores)
             and self._key.grouping.width == self._value.grouping.width
             and self._key.features == self._value.features
             and settings.softcap is None
@@ -259,9 +258,8 @@ class CachedAttention:
         self, layer: CompressedLayer, queries: Tensor, mask: Tensor | None, tokens: int
     ) -> Tensor:
         """Attention with latents for keys and values and all queries of a run of heads as rows."""
-        (_, _, keys), (_, _, values) = (
-            next(store.tiles(len(store) - tokens, tokens)) for store in layer.stores
-        )
+        tiles = (next(store.tiles(len(store) - tokens, tokens)) for store in layer.stores)
+        keys, values = (latents for _, _, latents in tiles)
         by_run = self._key.queries(queries)  # (B, runs, w·R, w·r)
         if mask is not None:
             mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)

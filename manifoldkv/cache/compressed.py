@@ -118,39 +118,31 @@ class _Run:
         self._attended = 0
 
     def _cached_attention(self, index: int, exact_prefill: bool) -> CachedAttention:
-        weight = attention_of(self._layers[index]).o_proj.weight
         layer = self._plan.layers[index]
         return CachedAttention(
-            RunningBasis(layer.key, weight),
-            RunningBasis(layer.value, weight),
+            RunningBasis(layer.key, self._model.dtype, self._device(index)),
+            RunningBasis(layer.value, self._model.dtype, self._device(index)),
             exact_prefill,
             expand_values=not self._fold_values,
         )
 
     def new_cache(self) -> CompressedCache:
-        weights = [attention_of(layer).o_proj.weight for layer in self._layers]
-        return CompressedCache(self._plan, weights[0].dtype, [w.device for w in weights])
+        devices = [self._device(index) for index in range(len(self._layers))]
+        return CompressedCache(self._plan, self._model.dtype, devices)
+
+    def _device(self, index: int) -> torch.device:
+        return attention_of(self._layers[index]).o_proj.weight.device
 
     def enter(self, stack: ExitStack) -> None:
         decoder = self._model.get_decoder()
-        hooks = [
-            decoder.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            decoder.register_forward_hook(self._after_model, with_kwargs=True),
-        ]
+        _hook(stack, decoder.register_forward_pre_hook, self._before_model)
+        _hook(stack, decoder.register_forward_hook, self._after_model)
         if self._plan.rotary == "pre":
-            hooks.append(
-                _rotary_embedding(decoder).register_forward_hook(
-                    self._after_rotary_embedding, with_kwargs=True
-                )
-            )
+            embedding = _rotary_embedding(decoder)
+            _hook(stack, embedding.register_forward_hook, self._after_rotary_embedding)
         for index, layer in enumerate(self._layers):
-            hooks.append(
-                attention_of(layer).register_forward_pre_hook(
-                    self._before_attention(index), with_kwargs=True
-                )
-            )
-        for hook in hooks:
-            stack.callback(hook.remove)
+            register = attention_of(layer).register_forward_pre_hook
+            _hook(stack, register, self._before_attention(index))
         self._give_generate_a_cache(stack)
         if self._fold_values:
             for index, layer in enumerate(self._layers):
@@ -165,7 +157,9 @@ class _Run:
             generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
             if generation_config.use_cache is not False:
-                model_kwargs.setdefault("past_key_values", self.new_cache())
+                if model_kwargs.get("past_key_values") is None:
+                    model_kwargs["past_key_values"] = self.new_cache()
+                generation_config.cache_implementation = None  # some models ask for a kind of cache
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
         model._prepare_cache_for_generation = prepare_compressed
@@ -184,7 +178,7 @@ class _Run:
     def _before_model(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        self._rotations.clear()
+        self._rotations.clear()  # a call before this one may have ended in an error
         self._angles.clear()
         self._attended = 0
         if kwargs.get("past_key_values") is None:
@@ -200,6 +194,8 @@ class _Run:
                 f"{type(self._model).__name__} is not supported: its attention does not hand "
                 "keywords on to the attention function"
             )
+        self._rotations.clear()  # angles of a long text are large
+        self._angles.clear()
         # Who wanted no cache gets none back: `generate` would go on with it.
         if kwargs.get("use_cache") is False:
             return replace(output, past_key_values=None)
@@ -276,6 +272,11 @@ class _Run:
         if key not in self._angles:
             self._angles[key] = calls[0].angles(self._cache.positions(tokens))
         return self._angles[key]
+
+
+def _hook(stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    """Register a hook until the stack is left."""
+    stack.callback(register(hook, with_kwargs=True).remove)
 
 
 def _rotary_embedding(decoder: nn.Module) -> nn.Module:

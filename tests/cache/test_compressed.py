@@ -382,6 +382,25 @@ class TestTheBlock:
             assert_equal(model(input_ids=tokens, use_cache=False).logits, expected)
             assert_equal(model(tokens).logits, expected)
 
+    def test_a_kind_of_cache_that_a_model_asks_for_gives_way(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        with compressed(model, random_plan(model)) as new_cache:
+            expected = model.generate(tokens, past_key_values=new_cache(), **arguments)
+            model.generation_config.cache_implementation = "static"
+            assert torch.equal(model.generate(tokens, **arguments), expected)
+            found = model.generate(tokens, past_key_values=new_cache(), **arguments)
+            assert torch.equal(found, expected)
+        assert model.generation_config.cache_implementation == "static"
+
+    def test_nothing_is_left_of_a_block_that_could_not_begin(self) -> None:
+        model = tiny_model("llama")
+        plan = random_plan(model)
+        del model.model.rotary_emb
+        with pytest.raises(UnsupportedModelError, match="no rotary_emb"), compressed(model, plan):
+            pass
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
     def test_a_foreign_cache_raises(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with compressed(model, random_plan(model)):

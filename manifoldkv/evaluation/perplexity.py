@@ -1,0 +1,84 @@
+"""Perplexity through the cache."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from manifoldkv.cache import compressed
+from manifoldkv.errors import TextError
+from manifoldkv.plan import CompressionPlan
+
+SEQUENCES_PER_FORWARD = 8
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text.
+
+    Parameters
+    ----------
+    nll : float
+        Mean negative log-likelihood, nats per predicted token.
+    standard_error : float
+        Of `nll`, over sequences.
+    predicted : int
+        Tokens predicted: all but the first of every sequence.
+    """
+
+    nll: float
+    standard_error: float
+    predicted: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll)
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan | None = None
+) -> Perplexity:
+    """Measure a model on token ids, on its compressed cache if a plan is given.
+
+    Every token is predicted from what the cache stores of the tokens before it and of itself, as
+    in decoding token by token.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model.
+    tokens : Tensor
+        (sequences, length), from `sample_tokens`, say; at least two tokens long.
+    plan : CompressionPlan, optional
+        The uncompressed model is measured without one.
+
+    Raises
+    ------
+    TextError
+        If the tokens have another shape.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise TextError(f"tokens must be (sequences, length > 1), not {tuple(tokens.shape)}")
+    losses = []
+    with nullcontext() if plan is None else compressed(model, plan):
+        batches = tokens.to(model.device).split(SEQUENCES_PER_FORWARD)
+        for batch in tqdm(batches, desc="perplexity", disable=None, leave=False):
+            logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none"
+            )
+            losses.append(loss.view(len(batch), -1).double().mean(dim=1))
+    per_sequence = torch.cat(losses)
+    spread = float(per_sequence.std()) if len(per_sequence) > 1 else float("nan")
+    return Perplexity(
+        float(per_sequence.mean()),
+        spread / math.sqrt(len(per_sequence)),
+        tokens.shape[0] * (tokens.shape[1] - 1),
+    )

@@ -1,0 +1,64 @@
+import math
+
+import pytest
+import torch
+
+from manifoldkv import TextError, compressed
+from manifoldkv.evaluation import perplexity
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import projected_by_hooks, random_plan
+
+
+def nll_by_hand(model, tokens: torch.Tensor) -> list[float]:
+    """Per sequence, a token after the other."""
+    losses = []
+    for sequence in tokens:
+        logits = model(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
+        terms = [
+            -float(torch.log_softmax(logits[i - 1].double(), dim=-1)[sequence[i]])
+            for i in range(1, len(sequence))
+        ]
+        losses.append(sum(terms) / len(terms))
+    return losses
+
+
+def test_uncompressed() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(10, 12)
+    found = perplexity(model, tokens)
+    losses = nll_by_hand(model, tokens)
+    mean = sum(losses) / 10
+    assert found.nll == pytest.approx(mean, rel=1e-5)
+    variance = sum((x - mean) ** 2 for x in losses) / 9
+    assert found.standard_error == pytest.approx(math.sqrt(variance / 10), rel=1e-4)
+    assert found.predicted == 10 * 11
+    assert found.perplexity == pytest.approx(math.exp(found.nll))
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_compressed_is_the_projected_model(rotary: str) -> None:
+    model, tokens = tiny_model("qwen3"), tiny_tokens(10, 12)
+    plan = random_plan(model, rotary=rotary)
+    with projected_by_hooks(model, plan):
+        expected = sum(nll_by_hand(model, tokens)) / 10
+    assert perplexity(model, tokens, plan).nll == pytest.approx(expected, rel=1e-5)
+    assert abs(perplexity(model, tokens).nll - expected) > 1e-3
+
+
+def test_it_is_that_of_decoding_token_by_token() -> None:
+    model, tokens = tiny_model("mistral"), tiny_tokens(1, 12)
+    plan = random_plan(model)
+    loss = 0.0
+    with compressed(model, plan) as new_cache:
+        cache = new_cache()
+        for i in range(11):
+            logits = model(input_ids=tokens[:, i : i + 1], past_key_values=cache).logits[0, -1]
+            loss -= float(torch.log_softmax(logits, dim=-1)[tokens[0, i + 1]]) / 11
+    found = perplexity(model, tokens, plan)
+    assert found.nll == pytest.approx(loss, rel=1e-5)
+    assert math.isnan(found.standard_error)  # of one sequence
+
+
+def test_tokens_of_another_shape_are_refused() -> None:
+    for tokens in (torch.zeros(3).long(), torch.zeros(2, 1).long(), torch.zeros(0, 5).long()):
+        with pytest.raises(TextError, match="sequences, length > 1"):
+            perplexity(tiny_model("llama"), tokens)

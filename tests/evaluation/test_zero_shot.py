@@ -1,0 +1,142 @@
+"""The harness as a client, on local files; its model is Hugging Face's on a compressed cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from manifoldkv import TextError, compress, compressed, load_model, open_text
+from manifoldkv.evaluation.zero_shot import (
+    ManifoldKVLM,
+    local_task,
+    write_continuation_task,
+    zero_shot,
+)
+
+Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+FOLDER = "studies/reference_models/reference-llama"
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def data(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve items of every task in the layout of the harness's documents."""
+    folder = tmp_path_factory.mktemp("tasks")
+    text = open_text("pydoc-topics")
+    write_continuation_task(text, model[1], folder / "continuation.jsonl", items=12, split=None)
+    items = [json.loads(line) for line in (folder / "continuation.jsonl").read_text().splitlines()]
+    for task in ("hellaswag", "piqa"):
+        (folder / task).mkdir()
+        (folder / task / "validation.jsonl").write_text("\n".join(map(json.dumps, items)))
+    (folder / "mmlu").mkdir()
+    questions = [
+        {"question": i["query"], "choices": i["choices"], "answer": i["gold"], "subject": "a_b"}
+        for i in items
+    ]
+    (folder / "mmlu" / "test.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    return folder
+
+
+def accuracy_by_hand(model: Model, data: Path) -> float:
+    """The choice with the highest log-likelihood after a space, as the harness asks it."""
+    network, tokenizer = model
+    right = 0
+    items = [json.loads(line) for line in (data / "continuation.jsonl").read_text().splitlines()]
+    for item in items:
+        scores = []
+        for choice in item["choices"]:
+            context = tokenizer(item["query"], add_special_tokens=False)["input_ids"]
+            whole = tokenizer(item["query"] + " " + choice, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits = network(input_ids=torch.tensor([whole[:-1]]), use_cache=False).logits[0]
+            log_probabilities = logits.log_softmax(-1)
+            span = range(len(context), len(whole))
+            scores.append(sum(float(log_probabilities[i - 1, whole[i]]) for i in span))
+        right += max(range(4), key=scores.__getitem__) == item["gold"]
+    return right / len(items)
+
+
+def test_accuracy_is_that_of_the_likeliest_choice(model: Model, data: Path) -> None:
+    found = zero_shot(*model, ["continuation"], data=data).iloc[0]
+    assert found["accuracy"] == pytest.approx(accuracy_by_hand(model, data))
+    assert found["items"] == 12
+    assert found["standard_error"] > 0
+
+
+def test_requests_run_on_the_compressed_cache(model: Model, data: Path) -> None:
+    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
+    plan = compress(model[0], tokens, ratio=0.1)
+    found = zero_shot(*model, ["continuation"], plan, data=data).iloc[0]
+    with compressed(model[0], plan):
+        expected = accuracy_by_hand(model, data)
+    assert found["accuracy"] == pytest.approx(expected)
+
+
+def test_all_local_tasks(model: Model, data: Path) -> None:
+    found = zero_shot(*model, ["hellaswag", "piqa", "mmlu"], data=data, limit=4)
+    assert list(found["task"]) == ["hellaswag", "piqa", "mmlu"]
+    assert list(found["metric"]) == ["acc_norm", "acc_norm", "acc"]
+    assert set(found["items"]) == {4}
+    assert found["accuracy"].between(0, 1).all()
+
+
+def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(TextError, match=r"no documents for task piqa: .*validation\.jsonl"):
+        zero_shot(*model, ["piqa"], data=tmp_path)
+
+
+def test_the_registered_model_is_compressed_until_closed(model: Model, data: Path) -> None:
+    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
+    plan = compress(model[0], tokens, ratio=0.25)
+    plain = model[0](input_ids=tokens).logits
+    with compressed(model[0], plan):
+        expected = model[0](input_ids=tokens).logits
+    client = ManifoldKVLM(model[0], plan, tokenizer=model[1])
+    assert torch.equal(client.model(input_ids=tokens).logits, expected)
+    client.close()
+    assert torch.equal(model[0](input_ids=tokens).logits, plain)
+
+
+def test_the_harness_finds_the_model_by_name(model: Model, data: Path, tmp_path: Path) -> None:
+    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
+    compress(model[0], tokens, ratio=0.25).save(tmp_path / "plan")
+    (tmp_path / "tasks").mkdir()
+    task = local_task("continuation", data)
+    (tmp_path / "tasks" / "continuation.yaml").write_text(json.dumps(task))  # JSON is YAML
+    arguments = f"pretrained={FOLDER},plan={tmp_path / 'plan'}"
+    command = [sys.executable, "-m", "manifoldkv.evaluation.zero_shot", "--model", "manifoldkv"]
+    command += ["--model_args", arguments, "--tasks", "continuation", "--device", "cpu"]
+    command += ["--include_path", str(tmp_path / "tasks"), "--limit", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "continuation" in run.stdout
+
+
+class TestContinuationTask:
+    def test_every_place_is_right_equally_often(self, data: Path) -> None:
+        lines = (data / "continuation.jsonl").read_text().splitlines()
+        items = [json.loads(line) for line in lines]
+        assert [item["gold"] for item in items] == [i % 4 for i in range(12)]
+        assert all(len(set(item["choices"])) == 4 for item in items)
+
+    def test_the_right_choice_goes_on(self, model: Model, data: Path) -> None:
+        documents = list(open_text("pydoc-topics").documents(None))
+        for line in (data / "continuation.jsonl").read_text().splitlines():
+            item = json.loads(line)
+            passage = item["query"] + item["choices"][item["gold"]]
+            assert any(document.startswith(passage) for document in documents)
+
+    def test_a_text_that_is_too_short_is_refused(self, model: Model, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("too short for an item")
+        with pytest.raises(TextError, match="documents of 64 tokens"):
+            write_continuation_task(
+                open_text(str(tmp_path / "a.txt")), model[1], tmp_path / "b", items=4, split=None
+            )
