@@ -36,7 +36,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from manifoldkv import (
     Basis,
@@ -50,7 +49,8 @@ from manifoldkv import (
 )
 from manifoldkv.activations import Rotary
 from manifoldkv.attention import AttentionSettings
-from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis
+from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, rotate_halves
+from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure
 from manifoldkv.output import check_writable
@@ -181,7 +181,8 @@ def attention_steps(
     model = small_model(dtype, device, layers=1)
     positions = torch.arange(length + 1, device=device).unsqueeze(0)
     cos, sin = model.model.rotary_emb(keys, positions)
-    angles = Angles(cos, sin, rotate)
+    working = working_dtype(dtype, keys.device)
+    angles = Angles(cos.to(working), sin.to(working), rotate_halves)
     steps = []
     for variant in VARIANTS:
         if variant.rotary is None:
@@ -235,10 +236,6 @@ def stock_attention_step(
         layer.keys, layer.values = before
 
     return Step(VARIANTS[0], step, undo, sum(x.nbytes for x in before))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return apply_rotary_pos_emb(x, x[:, :0], cos, sin)[0]
 
 
 # One decode step of a whole model

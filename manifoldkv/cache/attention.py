@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from manifoldkv.attention import AttentionSettings
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.storage import ExactStore, Store, split_tiles
+from manifoldkv.cache.storage import ExactStore, Store, split_tiles, working_dtype
 
 NUMBERS_AT_A_TIME = 1 << 19
 """Numbers of expanded keys, or of latents made floating-point again, held at a time: they should
@@ -46,8 +46,10 @@ class RunningBasis:
     def __init__(self, basis: Basis, dtype: torch.dtype, device: torch.device) -> None:
         self.grouping: HeadGrouping = basis.grouping
         self._basis = basis
-        self._down = basis.down.to(device, dtype)  # (groups, w·d, w·r)
-        self._up = self._down if basis.orthonormal else basis.up.to(device, dtype)
+        self._stored = dtype
+        self._working = working_dtype(dtype, device)
+        self._down = basis.down.to(device, self._working)  # (groups, w·d, w·r)
+        self._up = self._down if basis.orthonormal else basis.up.to(device, self._working)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
         self._keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
@@ -65,24 +67,30 @@ class RunningBasis:
     def latents(self, x: Tensor) -> Tensor:
         """What is stored of keys or values: (B, H_kv, m, d) to (B, runs, m, w·r)."""
         x = self.grouping.split(x)
-        return x if self._keeps_all else x @ self._down
+        return x if self._keeps_all else (x.to(self._working) @ self._down).to(self._stored)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Back to keys: (B, runs, m, w·r) to (B, H_kv, m, d)."""
+        """Back to keys, in the working dtype: (B, runs, m, w·r) to (B, H_kv, m, d)."""
+        latents = latents.to(self._working)
         return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
 
     def queries(self, queries: Tensor) -> Tensor:
         """Queries as latents see them: (B, H_kv, R, d) to (B, runs, w·R, w·r)."""
-        return queries if self._keeps_all else self._by_run(queries @ self.up_by_head)
+        if self._keeps_all:
+            return queries
+        return self._by_run((queries.to(self._working) @ self.up_by_head).to(self._stored))
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
         """Weights (B, H_kv, R, n) times latents (B, runs, n, w·r): (B, H_kv, R, w·r)."""
-        mixed = _product(self._by_run(weights), latents)  # (B, runs, w·R, w·r)
+        weights = self._by_run(weights).to(latents.dtype)
+        mixed = _product(weights, latents)  # (B, runs, w·R, w·r)
         return self.split_runs(mixed)
 
-    def expand_mixed(self, mixed: Tensor) -> Tensor:
-        """(B, H_kv, R, w·r) to (B, H_kv, R, d)."""
-        return mixed if self._keeps_all else mixed @ self.up_by_head.mT
+    def finish(self, mixed: Tensor, expand: bool) -> Tensor:
+        """Mixed latents (B, H_kv, R, w·r) as the model goes on with them, expanded or not."""
+        if expand and not self._keeps_all:
+            mixed = mixed.to(self._working) @ self.up_by_head.mT
+        return mixed.to(self._stored)
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
         """(B, runs, w·R, w·r) and (B, runs, n, w·r) to (B, H_kv, R, n)."""
@@ -124,6 +132,22 @@ class Angles:
 
     def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
+
+
+@torch.no_grad()
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The usual rotation, of the first half of the features against the second, in few passes.
+
+    Parameters as those of `Rotate`, which it may stand in for where the two agree. Without a
+    gradient.
+    """
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+    out = torch.empty_like(x)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
 
 
 class CachedAttention:
@@ -241,7 +265,7 @@ class CachedAttention:
         weights = _softmax(by_row, mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
         output = self._mix(layer.value_store, weights, tokens, fresh)
         if exact is not None:
-            output = output + weights[..., tokens - fresh :] @ exact[1]
+            output = output + weights[..., tokens - fresh :].to(exact[1].dtype) @ exact[1]
         return output.reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
@@ -264,8 +288,7 @@ class CachedAttention:
         if mask is not None:
             mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)
         mixed = scaled_dot_product_attention(by_run, keys, values, attn_mask=mask, scale=1.0)
-        mixed = self._value.split_runs(mixed)
-        return self._value.expand_mixed(mixed) if self._expand_values else mixed
+        return self._value.finish(self._value.split_runs(mixed), self._expand_values)
 
     def _scores(
         self, store: Store, queries: Tensor, angles: Angles | None, tokens: int, fresh: int
@@ -287,7 +310,7 @@ class CachedAttention:
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(store, tokens, fresh, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        return self._value.expand_mixed(mixed) if self._expand_values else mixed
+        return self._value.finish(mixed, self._expand_values)
 
 
 def _tile_tokens(x: Tensor) -> int:
@@ -308,8 +331,8 @@ def _joined(tiles: list[Tensor]) -> Tensor:
 
 
 def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, H, R, f) and (B, H, n, f) to (B, H, R, n)."""
-    return _product(queries, keys.mT)
+    """(B, H, R, f) and (B, H, n, f) to (B, H, R, n), in the dtype of the keys."""
+    return _product(queries.to(keys.dtype), keys.mT)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -321,19 +344,18 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
-    """Attention weights from scaled scores (B, H_kv, H_q / H_kv, m, n), in their dtype."""
-    dtype = scores.dtype
-    scores = scores.to(torch.promote_types(dtype, torch.float32))
+    """Attention weights from scaled scores, (B, H_kv, H_q / H_kv, m, n), in float32 at least."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if settings.softcap is not None:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
     if mask is not None:
         # Not -inf: a padded query sees nothing, and its output must stay a number.
         scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
     if settings.sinks is None:
-        return scores.softmax(dim=-1).to(dtype)
+        return scores.softmax(dim=-1)
     sinks = settings.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
     scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
-    return scores.softmax(dim=-1)[..., :-1].to(dtype)
+    return scores.softmax(dim=-1)[..., :-1]
 
 
 def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:

@@ -14,8 +14,15 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import ModelOutput
 
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
-from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis
+from manifoldkv.cache.attention import (
+    Angles,
+    CachedAttention,
+    Rotate,
+    RunningBasis,
+    rotate_halves,
+)
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
+from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
 from manifoldkv.plan import CompressionPlan
@@ -115,6 +122,7 @@ class _Run:
         ]
         self._rotations: list[_Rotation] = []
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._rotate_keys: dict[int, Rotate] = {}
         self._attended = 0
 
     def _cached_attention(self, index: int, exact_prefill: bool) -> CachedAttention:
@@ -252,13 +260,23 @@ class _Run:
                 rotate = _rotation_of(self._layers[index])
                 queries = rotate(queries, cos, sin)
                 tokens, _ = layer.get_mask_sizes(queries.shape[2])
-                angles = Angles(*self._angles_of_newest(tokens, cos), rotate)
+                rotate_keys = self._rotation_of_keys(index, cos.shape[-1])
+                angles = Angles(*self._angles_of_newest(tokens, cos), rotate_keys)
             output = self._attentions[index].attend(
                 layer, queries, keys, values, mask, settings, angles
             )
             return output.transpose(1, 2)
 
         return attend_to_cache
+
+    def _rotation_of_keys(self, index: int, rotary_dim: int) -> Rotate:
+        """`rotate_halves` if the layer rotates so, else its own rotation; found out once."""
+        if index not in self._rotate_keys:
+            layer = self._layers[index]
+            own = _rotation_of(layer)
+            halves = _rotates_halves(own, attention_of(layer).head_dim, rotary_dim)
+            self._rotate_keys[index] = rotate_halves if halves else own
+        return self._rotate_keys[index]
 
     def _angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
         """Angles of the newest tokens as layers that are given `cos` rotate, computed once."""
@@ -270,7 +288,9 @@ class _Run:
             )
         key = (id(cos), tokens)
         if key not in self._angles:
-            self._angles[key] = calls[0].angles(self._cache.positions(tokens))
+            cos_sin = calls[0].angles(self._cache.positions(tokens))
+            dtype = working_dtype(cos.dtype, cos.device)
+            self._angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
         return self._angles[key]
 
 
@@ -289,9 +309,22 @@ def _rotary_embedding(decoder: nn.Module) -> nn.Module:
     return embedding
 
 
-def _rotation_of(layer: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _rotation_of(layer: nn.Module) -> Rotate:
     apply = modeling_module(layer).apply_rotary_pos_emb
     return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
+
+
+def _rotates_halves(rotate: Rotate, head_dim: int, rotary_dim: int) -> bool:
+    """Whether a rotation is `rotate_halves`, tried on random numbers."""
+    if rotary_dim != head_dim or head_dim % 2:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1, 2, 3, head_dim, generator=generator, dtype=torch.float64)
+    angle = torch.rand(1, 3, head_dim // 2, generator=generator, dtype=torch.float64).repeat(
+        1, 1, 2
+    )
+    cos, sin = angle.cos(), angle.sin()
+    return torch.allclose(rotate(x, cos, sin), rotate_halves(x, cos, sin))
 
 
 def _attention_function(

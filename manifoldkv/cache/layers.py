@@ -15,7 +15,7 @@ from manifoldkv.cache.quantization import (
     StaticRangeStore,
     TokenRangeStore,
 )
-from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store
+from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store, working_dtype
 from manifoldkv.errors import CacheError
 from manifoldkv.plan import CompressionPlan, LayerPlan, Quantization
 
@@ -51,7 +51,7 @@ class CompressedLayer(CacheLayerMixin):
         # Tokens that KIVI's layout has rounded cannot be made exact again.
         self.is_croppable = quantization is None or quantization.layout == "static"
         self.key_store = _key_store(plan, quantization, dtype, device)
-        self.value_store = _value_store(plan.value, quantization, dtype)
+        self.value_store = _value_store(plan.value, quantization, dtype, device)
         self.tokens_seen = 0
         self.record_past = False
 
@@ -259,14 +259,17 @@ def _key_store(
     if quantization is None:
         return ExactStore()
     features = _features(plan.key)
+    dtype = working_dtype(dtype, device)
     if quantization.layout == "kivi":
         return ResidualStore(quantization, FeatureRangeStore(quantization, features, dtype))
     assert plan.key_range is not None  # the plan has been checked
     return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
 
 
-def _value_store(basis: Basis, quantization: Quantization | None, dtype: torch.dtype) -> Store:
+def _value_store(
+    basis: Basis, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> Store:
     if quantization is None:
         return ExactStore()
-    rounded = TokenRangeStore(quantization, _features(basis), dtype)
+    rounded = TokenRangeStore(quantization, _features(basis), working_dtype(dtype, device))
     return ResidualStore(quantization, rounded) if quantization.layout == "kivi" else rounded

@@ -115,7 +115,7 @@ class StaticRangeStore(Store):
     features : int
         Of a run of heads.
     dtype : torch.dtype
-        Of the latents, before and after.
+        In which the numbers are given back.
     ranges : Tensor
         (runs, groups, 2): smallest and largest number.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 SLACK = 16
@@ -14,6 +15,14 @@ LARGEST_RATIO = 1.2
 
 Tile = tuple[int, int, Tensor]
 """First and last token (exclusive), counted from the first one asked for, and their latents."""
+
+
+def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which latents of a dtype are made and expanded.
+
+    On a CPU small products of short numbers take several times as long as those of float32.
+    """
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 class GrowingTensor:

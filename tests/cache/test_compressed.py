@@ -1,6 +1,7 @@
 """Cached decoding equals one full forward pass with projected keys and values, in float64."""
 
 import itertools
+from importlib import import_module
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.cache import attention as cache_attention
+from manifoldkv.cache.attention import rotate_halves
 from manifoldkv.models import attention_of, decoder_layers
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
+compressed_module = import_module("manifoldkv.cache.compressed")  # its function hides it
 TOLERANCE = 2e-5  # norms compute in float32 even in float64 models; logits are of order 1 to 10
 ROTARIES = ("pre", "post")
 LONG = 14  # beyond every window of the families
@@ -348,6 +351,44 @@ def test_static_layout_works_with_windows_and_crops() -> None:
         cache.crop(-4)
         found = model(input_ids=tokens[:, 9:], past_key_values=cache).logits
     assert_equal(found, once[:, 9:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_short_dtypes_are_the_same_but_for_rounding(
+    family: str, rotary: str, dtype: torch.dtype, bits: int | None
+) -> None:
+    quantization = None if bits is None else Quantization(bits, group_size=4)
+    tokens = tiny_tokens(2, LONG)
+    logits = {}
+    for each in (dtype, torch.float64):
+        model = tiny_model(family, dtype=torch.bfloat16).to(each)
+        plan = random_plan(model, rotary=rotary, quantization=quantization, value_rank=3)
+        found = steps(model, plan, tokens, [9] + [1] * (LONG - 9))
+        assert found.dtype == each
+        logits[each] = found.double()
+    error = float((logits[dtype] - logits[torch.float64]).norm() / logits[torch.float64].norm())
+    assert error < (1e-4 if dtype == torch.float32 and bits is None else 0.06)
+
+
+def test_both_rotations_of_keys_are_used_and_agree() -> None:
+    """Llama turns halves against each other, gpt-oss has an angle per pair only."""
+    angle = torch.rand(2, 5, 4, dtype=torch.float64)
+    x = torch.rand(2, 3, 5, 8, dtype=torch.float64)
+    for family, repeats in (("llama", 2), ("gpt-oss", 1)):
+        layer = decoder_layers(tiny_model(family))[0]
+        cos, sin = (f(angle).repeat(1, 1, repeats) for f in (torch.cos, torch.sin))
+        rotate = compressed_module._rotation_of(layer)
+        halves = compressed_module._rotates_halves(rotate, 8, cos.shape[-1])
+        assert halves == (family == "llama")
+        by_pair = torch.view_as_complex(torch.stack(x.unflatten(-1, (2, 4)).unbind(-2), dim=-1))
+        turned = by_pair * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)
+        expected = torch.cat([turned.real, turned.imag], dim=-1)
+        assert torch.allclose(rotate(x, cos, sin), expected)
+        if halves:
+            assert torch.allclose(rotate_halves(x, cos, sin), expected)
 
 
 class TestTheBlock:
