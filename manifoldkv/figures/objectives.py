@@ -1,41 +1,17 @@
-"""Figures, each drawn from a DataFrame that is saved beside it."""
+"""Figures of objectives and solvers, drawn from the results of compare_objectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with every kind of colour vision.
-COLOURS = {
-    "k-svd": "#999999",
-    "eigen-attention": "#E69F00",
-    "kq-svd": "#56B4E9",
-    "layer-output": "#009E73",
-    "closed-form": "#0072B2",
-    "predictor": "#D55E00",
-    "riemannian-adam": "#CC79A7",
-}
+from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below
+
 MARKERS = {"closed-form": "o", "predictor": "s", "riemannian-adam": "^"}
 SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
-ERROR_LABELS = {
-    "attention_output_error": "attention-output error",
-    "layer_output_error": "layer-output error",
-    "cosine_similarity": "cosine similarity",
-}
-_SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
-
-
-def colour_of(name: str, among: Sequence[str]) -> str:
-    """The colour of an objective or solver: always the same for ours, a spare one for others."""
-    others = [n for n in among if n not in COLOURS]
-    if name in COLOURS:
-        return COLOURS[name]
-    return _SPARE_COLOURS[others.index(name) % len(_SPARE_COLOURS)]
 
 
 def errors_per_layer(results: pd.DataFrame) -> Figure:
@@ -63,7 +39,7 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
             axes.xaxis.get_major_locator().set_params(integer=True)
     for axes in panels[-1]:
         axes.set_xlabel("layer", fontsize=8)
-    _legend_below(figure, panels[0][0])
+    legend_below(figure, panels[0][0])
     ratio = float(held_out["rank_ratio"].iloc[0])
     figure.suptitle(
         f"{_model(results)}: errors on held-out text, rank {int(held_out['rank'].iloc[0])} "
@@ -88,7 +64,7 @@ def error_against_rank(results: pd.DataFrame) -> Figure:
         axes.set_ylabel("layer-output error, held out", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=7)
-    _legend_below(figure, figure.axes[0])
+    legend_below(figure, figure.axes[0])
     figure.suptitle(
         f"{_model(results)}: error against rank, mean over layers, best solver of each objective",
         fontsize=10,
@@ -139,19 +115,13 @@ def error_against_seconds(results: pd.DataFrame) -> Figure:
         axes.set_xlabel("seconds per layer", fontsize=8)
         axes.set_ylabel("layer-output error, held out", fontsize=8)
         axes.tick_params(labelsize=7, which="both")
-    _legend_below(figure, figure.axes[0])
+    legend_below(figure, figure.axes[0])
     figure.suptitle(
         f"{_model(results)}: error against solving time, mean over layers, rank "
         f"{int(held_out['rank'].iloc[0])}",
         fontsize=10,
     )
     return figure
-
-
-def save_figure(figure: Figure, stem: Path) -> None:
-    """Write ``stem.png`` and ``stem.pdf``, without dates, so that equal data give equal files."""
-    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
 def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
@@ -193,18 +163,6 @@ def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
 def _in_order(column: pd.Series, known: dict[str, str]) -> list[str]:
     present = set(column)
     return [name for name in known if name in present]
-
-
-def _legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(len(labels), 7),
-        fontsize=8,
-        frameon=False,
-    )
 
 
 def _model(results: pd.DataFrame) -> str:

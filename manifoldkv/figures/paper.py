@@ -1,0 +1,218 @@
+"""The figures and the table of the paper, from one DataFrame of evaluations.
+
+An evaluation is one number measured on one model under one plan:
+
+``model, method, policy, requested_ratio, ratio, bits, bytes_ratio, measure, of, value,
+standard_error, seed``
+
+``method`` is "uncompressed", "eigen-attention", "layer-output" or any other; ``policy`` how ranks
+were chosen; ``measure`` "perplexity" or "accuracy"; ``of`` the corpus or task; ``bits`` those of
+integer latents, 16 for exact ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below
+
+METHODS = {
+    "uncompressed": "uncompressed",
+    "eigen-attention": "EigenAttention",
+    "layer-output": "StiefAttention",
+}
+POLICY_STYLES = {"sequential": "-", "uniform": "--", "optimal": ":", "threshold": "-."}
+EXACT_BITS = 16
+
+
+def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
+    """Zero-shot accuracy against the achieved cache ratio, a panel per task."""
+    part = _exact(evaluations, "accuracy")
+    figure = _tradeoff(part, "accuracy, with standard errors")
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
+    """Perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
+    figure = _tradeoff(_exact(evaluations, "perplexity"), "perplexity")
+    for axes in figure.axes:
+        axes.set_yscale("log")
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
+    """Perplexity of one method against the achieved ratio, a line per rule for ranks."""
+    part = _exact(evaluations, "perplexity")
+    corpora = list(dict.fromkeys(part["of"]))
+    figure = Figure(figsize=(3.4 * len(corpora), 3.2), layout="constrained")
+    for axes, corpus in zip(
+        figure.subplots(1, len(corpora), squeeze=False)[0], corpora, strict=True
+    ):
+        of_corpus = part[(part["of"] == corpus) & (part["method"] != "uncompressed")]
+        for policy, line in of_corpus.groupby("policy", sort=False):
+            style = {"linestyle": POLICY_STYLES.get(str(policy), "-"), "color": "#009E73"}
+            _line(axes, line, "ratio", str(policy), style)
+        _finish(axes, corpus, "perplexity")
+        axes.set_yscale("log")
+    legend_below(figure, figure.axes[0])
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
+    """Perplexity against bytes, exact and rounded latents: a line per method, a point per width.
+
+    Bytes are those of the cache with its scales over those of an uncompressed 16-bit one.
+    """
+    part = evaluations[evaluations["measure"] == "perplexity"]
+    corpora = list(dict.fromkeys(part["of"]))
+    figure = Figure(figsize=(3.4 * len(corpora), 3.2), layout="constrained")
+    names = list(dict.fromkeys(part["method"]))
+    for axes, corpus in zip(
+        figure.subplots(1, len(corpora), squeeze=False)[0], corpora, strict=True
+    ):
+        of_corpus = part[part["of"] == corpus]
+        for method, line in of_corpus.groupby("method", sort=False):
+            name = str(method)
+            _line(axes, line, "bytes_ratio", METHODS.get(name, name), _style(name, names))
+            means = line.groupby("bits")[["bytes_ratio", "value"]].mean()
+            for bits, (x, y) in means.iterrows():
+                label = "exact" if bits == EXACT_BITS else f"{bits} bit"
+                axes.annotate(label, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        _finish(axes, corpus, "perplexity")
+        axes.set_xlabel("bytes / uncompressed 16-bit cache", fontsize=8)
+        axes.set_yscale("log")
+    legend_below(figure, figure.axes[0])
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
+    """Attention-output error, layer-output error and cosine similarity of every layer.
+
+    Parameters
+    ----------
+    diagnostics : DataFrame
+        As `diagnose` gives it, with a column ``method`` and one ``seed``.
+    title : str
+        Over the panels.
+    """
+    names = list(dict.fromkeys(diagnostics["method"]))
+    figure, panels = _panels(len(ERROR_LABELS))
+    for axes, (column, label) in zip(panels, ERROR_LABELS.items(), strict=True):
+        for method, line in diagnostics.groupby("method", sort=False):
+            name = str(method)
+            numbers = line.assign(value=line[column])
+            _line(axes, numbers, "layer", METHODS.get(name, name), _style(name, names))
+        axes.set_xlabel("layer", fontsize=8)
+        axes.set_ylabel(label, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend_below(figure, figure.axes[0])
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
+    """Retained rank r / head_dim of every layer, mean over budgets; the band spans them.
+
+    Parameters
+    ----------
+    ranks : DataFrame
+        ``layer, site, rank_ratio`` and whatever tells budgets apart.
+    title : str
+        Over the panel.
+    """
+    figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for site, label, colour in (("key", "keys", "#0072B2"), ("value", "values", "#D55E00")):
+        by_layer = ranks[ranks["site"] == site].groupby("layer")["rank_ratio"]
+        mean = by_layer.mean()
+        axes.plot(mean.index, mean, "o-", ms=3.5, color=colour, label=label)
+        axes.fill_between(
+            mean.index, by_layer.min(), by_layer.max(), color=colour, alpha=0.15, linewidth=0
+        )
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel("retained rank r / head_dim", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """The paper's main table: a row per model, method and requested ratio, a column per measure.
+
+    Cells are means over seeds. The uncompressed model has no requested ratio.
+    """
+    part = evaluations[evaluations["bits"] == EXACT_BITS]
+    keys = ["model", "method", "requested_ratio", "ratio"]
+    wide = part.pivot_table("value", keys, "of", sort=False, dropna=False, aggfunc="mean")
+    columns = list(dict.fromkeys(part["of"]))
+    return wide[columns].dropna(how="all").reset_index()
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels in a row, each legible in a column of text."""
+    figure = Figure(figsize=(3.2 * count, 3.2), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _exact(evaluations: pd.DataFrame, measure: str) -> pd.DataFrame:
+    chosen = (evaluations["measure"] == measure) & (evaluations["bits"] == EXACT_BITS)
+    return evaluations[chosen]
+
+
+def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
+    """A panel per corpus or task: a line per method, the uncompressed model as a level."""
+    titles = list(dict.fromkeys(part["of"]))
+    names = list(dict.fromkeys(part["method"]))
+    figure, panels = _panels(len(titles))
+    for axes, panel in zip(panels, titles, strict=True):
+        of_panel = part[part["of"] == panel]
+        for method, line in of_panel.groupby("method", sort=False):
+            name = str(method)
+            if name == "uncompressed":
+                axes.axhline(
+                    line["value"].mean(), color="#000000", linestyle=":", linewidth=1, label=name
+                )
+            else:
+                _line(axes, line, "ratio", METHODS.get(name, name), _style(name, names))
+        _finish(axes, panel, label)
+    legend_below(figure, figure.axes[0])
+    return figure
+
+
+def _line(axes: Axes, frame: pd.DataFrame, x: str, label: str, style: dict[str, Any]) -> None:
+    """Means over seeds with their spread, or standard errors where there is one seed."""
+    by_x = frame.groupby(x)["value"]
+    mean = by_x.mean()
+    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, **style)
+    if len(set(frame["seed"])) > 1:
+        low, high = by_x.min(), by_x.max()
+    elif "standard_error" in frame:
+        error = frame.groupby(x)["standard_error"].mean()
+        low, high = mean - error, mean + error
+    else:
+        return
+    axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _style(name: str, names: list[str]) -> dict[str, Any]:
+    return {"color": colour_of(name, names)}
+
+
+def _finish(axes: Axes, title: str, label: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("achieved cache ratio", fontsize=8)
+    axes.set_ylabel(label, fontsize=8)
+    axes.tick_params(labelsize=7, which="both")

@@ -1,0 +1,52 @@
+"""What all figures have in common: one colour per name, and how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart with every kind of colour vision.
+COLOURS = {
+    "k-svd": "#999999",
+    "eigen-attention": "#E69F00",
+    "kq-svd": "#56B4E9",
+    "layer-output": "#009E73",
+    "closed-form": "#0072B2",
+    "predictor": "#D55E00",
+    "riemannian-adam": "#CC79A7",
+}
+ERROR_LABELS = {
+    "attention_output_error": "attention-output error",
+    "layer_output_error": "layer-output error",
+    "cosine_similarity": "cosine similarity",
+}
+_SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
+
+
+def colour_of(name: str, among: Sequence[str]) -> str:
+    """The colour of an objective or solver: always the same for ours, a spare one for others."""
+    others = [n for n in among if n not in COLOURS]
+    if name in COLOURS:
+        return COLOURS[name]
+    return _SPARE_COLOURS[others.index(name) % len(_SPARE_COLOURS)]
+
+
+def save_figure(figure: Figure, stem: Path) -> None:
+    """Write ``stem.png`` and ``stem.pdf``, without dates, so that equal data give equal files."""
+    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
+    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 7),
+        fontsize=8,
+        frameon=False,
+    )

@@ -1,0 +1,137 @@
+"""The paper's figures show what is in their table."""
+
+from itertools import product
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from manifoldkv.figures import (
+    COLOURS,
+    accuracy,
+    bases_comparison,
+    perplexities,
+    policies,
+    quantization,
+    rank_profile,
+    save_figure,
+    table_of_results,
+)
+
+MEASURES = {
+    "perplexity": ("docstrings", "pydoc-topics"),
+    "accuracy": ("hellaswag", "piqa", "mmlu"),
+}
+
+
+@pytest.fixture
+def evaluations() -> pd.DataFrame:
+    rows = []
+    for measure, targets in MEASURES.items():
+        for of, seed in product(targets, (0, 1)):
+            common = {"model": "tiny", "measure": measure, "of": of, "seed": seed, "bits": 16}
+            common |= {"standard_error": 0.01, "policy": "sequential"}
+            base = {"method": "uncompressed", "requested_ratio": None, "ratio": 1.0}
+            rows.append(common | base | {"bytes_ratio": 1.0, "value": 10.0})
+            for method, ratio, policy in product(
+                ("eigen-attention", "layer-output", "mine"), (0.5, 0.9), ("sequential", "uniform")
+            ):
+                achieved = ratio - 0.02
+                value = 10 + len(method) / ratio + seed + (policy == "uniform")
+                found = {"method": method, "policy": policy, "requested_ratio": ratio}
+                found |= {"ratio": achieved, "bytes_ratio": achieved, "value": value}
+                rows.append(common | found)
+    return pd.DataFrame(rows)
+
+
+def lines(figure: Figure, panel: int = 0) -> dict:
+    return {str(line.get_label()): line for line in figure.axes[panel].get_lines()}
+
+
+def sequential(evaluations: pd.DataFrame) -> pd.DataFrame:
+    return evaluations[evaluations["policy"] == "sequential"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "measure"), [(accuracy, "accuracy"), (perplexities, "perplexity")]
+)
+def test_tradeoffs_show_means_at_the_achieved_ratio(draw, measure, evaluations) -> None:
+    figure = draw(sequential(evaluations), title="tiny")
+    assert [axes.get_title() for axes in figure.axes] == list(MEASURES[measure])
+    for panel in range(len(figure.axes)):
+        found = lines(figure, panel)
+        assert set(found) == {"uncompressed", "EigenAttention", "StiefAttention", "mine"}
+        line = found["StiefAttention"]
+        assert line.get_xdata().tolist() == pytest.approx([0.48, 0.88])
+        assert line.get_ydata().tolist() == pytest.approx([10.5 + 12 / 0.5, 10.5 + 12 / 0.9])
+        assert line.get_color() == COLOURS["layer-output"]
+        assert set(found["uncompressed"].get_ydata()) == {10.0}
+        assert len(figure.axes[panel].collections) == 3  # a band over seeds for every method
+
+
+def test_policies_are_lines_of_one_method(evaluations) -> None:
+    figure = policies(evaluations[evaluations["method"] == "layer-output"], title="tiny")
+    found = lines(figure)
+    assert set(found) == {"sequential", "uniform"}
+    assert found["uniform"].get_linestyle() == "--"
+    difference = found["uniform"].get_ydata() - found["sequential"].get_ydata()
+    assert difference.tolist() == pytest.approx([1, 1])
+
+
+def test_quantization_has_a_point_per_width(evaluations) -> None:
+    part = sequential(evaluations)
+    part = part[(part["requested_ratio"] == 0.5) & (part["measure"] == "perplexity")]
+    rounded = [
+        part.assign(bits=bits, bytes_ratio=part["ratio"] * (bits + 0.5) / 16, value=20 - bits)
+        for bits in (8, 4, 2)
+    ]
+    figure = quantization(pd.concat([part, *rounded]), title="tiny")
+    line = lines(figure)["EigenAttention"]
+    assert line.get_xdata().tolist() == pytest.approx([0.075, 0.135, 0.255, 0.48])
+    assert line.get_ydata().tolist()[:3] == [18, 16, 12]
+    notes = {text.get_text() for text in figure.axes[0].texts}
+    assert notes == {"exact", "8 bit", "4 bit", "2 bit"}
+
+
+def test_bases_comparison_has_three_panels() -> None:
+    rows = [
+        {
+            "layer": layer,
+            "method": method,
+            "seed": 0,
+            "attention_output_error": layer + 0.1,
+            "layer_output_error": layer + 0.2,
+            "cosine_similarity": 1 - layer / 10,
+        }
+        for layer, method in product(range(3), ("eigen-attention", "layer-output"))
+    ]
+    figure = bases_comparison(pd.DataFrame(rows), title="tiny")
+    assert len(figure.axes) == 3
+    assert lines(figure, 1)["EigenAttention"].get_ydata().tolist() == [0.2, 1.2, 2.2]
+    assert lines(figure, 2)["StiefAttention"].get_ydata().tolist() == [1, 0.9, 0.8]
+
+
+def test_rank_profile_averages_budgets() -> None:
+    rows = [
+        {"layer": layer, "site": site, "rank_ratio": ratio, "requested_ratio": ratio}
+        for layer, site, ratio in product(range(2), ("key", "value"), (0.5, 0.9))
+    ]
+    figure = rank_profile(pd.DataFrame(rows), title="tiny")
+    assert lines(figure)["keys"].get_ydata().tolist() == pytest.approx([0.7, 0.7])
+
+
+def test_table_has_a_row_per_ratio_and_a_column_per_measure(evaluations) -> None:
+    table = table_of_results(sequential(evaluations))
+    assert list(table.columns[:4]) == ["model", "method", "requested_ratio", "ratio"]
+    assert list(table.columns[4:]) == [name for names in MEASURES.values() for name in names]
+    assert len(table) == 1 + 3 * 2
+    row = table[(table["method"] == "mine") & (table["requested_ratio"] == 0.5)].iloc[0]
+    assert row["docstrings"] == pytest.approx(10.5 + 4 / 0.5)
+    assert table[table["method"] == "uncompressed"]["mmlu"].tolist() == [10]
+
+
+def test_equal_data_give_equal_files(evaluations, tmp_path) -> None:
+    for name in ("a", "b"):
+        save_figure(perplexities(sequential(evaluations), title="tiny"), tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
