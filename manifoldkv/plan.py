@@ -244,6 +244,13 @@ class CompressionPlan:
         ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
+    def digest(self) -> str:
+        """SHA-256 of all that decides what a cache holds: bases, rotary space, rounding."""
+        payload = save_tensors(_tensors(self))
+        windows = [layer.window for layer in self.layers]
+        rest = [self.rotary, repr(self.quantization), windows, self.config_hash]
+        return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
+
     def check_model(self, config: PretrainedConfig) -> None:
         """Raise `PlanError` unless the plan was made for a model with this configuration."""
         text_config = config.get_text_config()

@@ -31,7 +31,7 @@ def evaluations() -> pd.DataFrame:
         for of, seed in product(targets, (0, 1)):
             common = {"model": "tiny", "measure": measure, "of": of, "seed": seed, "bits": 16}
             common |= {"standard_error": 0.01, "policy": "sequential"}
-            base = {"method": "uncompressed", "requested_ratio": None, "ratio": 1.0}
+            base = {"method": "uncompressed", "requested_ratio": None, "ratio": 1.0, "point": 1}
             rows.append(common | base | {"bytes_ratio": 1.0, "value": 10.0})
             for method, ratio, policy in product(
                 ("eigen-attention", "layer-output", "mine"), (0.5, 0.9), ("sequential", "uniform")
@@ -39,7 +39,12 @@ def evaluations() -> pd.DataFrame:
                 achieved = ratio - 0.02
                 value = 10 + len(method) / ratio + seed + (policy == "uniform")
                 found = {"method": method, "policy": policy, "requested_ratio": ratio}
-                found |= {"ratio": achieved, "bytes_ratio": achieved, "value": value}
+                found |= {
+                    "point": ratio,
+                    "ratio": achieved + seed / 100 - 0.005,
+                    "bytes_ratio": achieved,
+                    "value": value,
+                }
                 rows.append(common | found)
     return pd.DataFrame(rows)
 
@@ -82,7 +87,7 @@ def test_quantization_has_a_point_per_width(evaluations) -> None:
     part = sequential(evaluations)
     part = part[(part["requested_ratio"] == 0.5) & (part["measure"] == "perplexity")]
     rounded = [
-        part.assign(bits=bits, bytes_ratio=part["ratio"] * (bits + 0.5) / 16, value=20 - bits)
+        part.assign(bits=bits, bytes_ratio=part["bytes_ratio"] * (bits + 0.5) / 16, value=20 - bits)
         for bits in (8, 4, 2)
     ]
     figure = quantization(pd.concat([part, *rounded]), title="tiny")
@@ -127,6 +132,7 @@ def test_table_has_a_row_per_ratio_and_a_column_per_measure(evaluations) -> None
     assert len(table) == 1 + 3 * 2
     row = table[(table["method"] == "mine") & (table["requested_ratio"] == 0.5)].iloc[0]
     assert row["docstrings"] == pytest.approx(10.5 + 4 / 0.5)
+    assert row["ratio"] == pytest.approx(0.48)  # of seeds that achieve 0.475 and 0.485
     assert table[table["method"] == "uncompressed"]["mmlu"].tolist() == [10]
 
 

@@ -2,9 +2,10 @@
 
 An evaluation is one number measured on one model under one plan:
 
-``model, method, policy, requested_ratio, ratio, bits, bytes_ratio, measure, of, value,
+``model, method, policy, requested_ratio, point, ratio, bits, bytes_ratio, measure, of, value,
 standard_error, seed``
 
+``point`` tells the points of a line apart over seeds (the requested ratio, or an error budget);
 ``method`` is "uncompressed", "eigen-attention", "layer-output" or any other; ``policy`` how ranks
 were chosen; ``measure`` "perplexity" or "accuracy"; ``of`` the corpus or task; ``bits`` those of
 integer latents, 16 for exact ones.
@@ -58,7 +59,7 @@ def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
         of_corpus = part[(part["of"] == corpus) & (part["method"] != "uncompressed")]
         for policy, line in of_corpus.groupby("policy", sort=False):
             style = {"linestyle": POLICY_STYLES.get(str(policy), "-"), "color": "#009E73"}
-            _line(axes, line, "ratio", str(policy), style)
+            _line(axes, line, "ratio", "point", str(policy), style)
         _finish(axes, corpus, "perplexity")
         axes.set_yscale("log")
     legend_below(figure, figure.axes[0])
@@ -81,7 +82,7 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
         of_corpus = part[part["of"] == corpus]
         for method, line in of_corpus.groupby("method", sort=False):
             name = str(method)
-            _line(axes, line, "bytes_ratio", METHODS.get(name, name), _style(name, names))
+            _line(axes, line, "bytes_ratio", "bits", METHODS.get(name, name), _style(name, names))
             means = line.groupby("bits")[["bytes_ratio", "value"]].mean()
             for bits, (x, y) in means.iterrows():
                 label = "exact" if bits == EXACT_BITS else f"{bits} bit"
@@ -110,7 +111,7 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
         for method, line in diagnostics.groupby("method", sort=False):
             name = str(method)
             numbers = line.assign(value=line[column])
-            _line(axes, numbers, "layer", METHODS.get(name, name), _style(name, names))
+            _line(axes, numbers, "layer", "layer", METHODS.get(name, name), _style(name, names))
         axes.set_xlabel("layer", fontsize=8)
         axes.set_ylabel(label, fontsize=8)
         axes.tick_params(labelsize=7)
@@ -155,10 +156,11 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
     Cells are means over seeds. The uncompressed model has no requested ratio.
     """
     part = evaluations[evaluations["bits"] == EXACT_BITS]
-    keys = ["model", "method", "requested_ratio", "ratio"]
-    wide = part.pivot_table("value", keys, "of", sort=False, dropna=False, aggfunc="mean")
+    points = part.groupby(["model", "method", "point"], sort=False)
+    ratios = points.agg(requested_ratio=("requested_ratio", "first"), ratio=("ratio", "mean"))
+    wide = part.pivot_table("value", ["model", "method", "point"], "of", sort=False)
     columns = list(dict.fromkeys(part["of"]))
-    return wide[columns].dropna(how="all").reset_index()
+    return ratios.join(wide[columns]).reset_index().drop(columns="point")
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
@@ -186,25 +188,32 @@ def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
                     line["value"].mean(), color="#000000", linestyle=":", linewidth=1, label=name
                 )
             else:
-                _line(axes, line, "ratio", METHODS.get(name, name), _style(name, names))
+                _line(axes, line, "ratio", "point", METHODS.get(name, name), _style(name, names))
         _finish(axes, panel, label)
     legend_below(figure, figure.axes[0])
     return figure
 
 
-def _line(axes: Axes, frame: pd.DataFrame, x: str, label: str, style: dict[str, Any]) -> None:
-    """Means over seeds with their spread, or standard errors where there is one seed."""
-    by_x = frame.groupby(x)["value"]
-    mean = by_x.mean()
-    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, **style)
-    if len(set(frame["seed"])) > 1:
-        low, high = by_x.min(), by_x.max()
-    elif "standard_error" in frame:
-        error = frame.groupby(x)["standard_error"].mean()
-        low, high = mean - error, mean + error
-    else:
-        return
-    axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.15, linewidth=0)
+def _line(
+    axes: Axes, frame: pd.DataFrame, x: str, by: str, label: str, style: dict[str, Any]
+) -> None:
+    """A point for each value of `by`: means over seeds, with their spread.
+
+    With a single seed the band is the standard error.
+    """
+    points = frame.groupby(by).agg(
+        x=(x, "mean"),
+        mean=("value", "mean"),
+        low=("value", "min"),
+        high=("value", "max"),
+    )
+    if len(set(frame["seed"])) == 1 and "standard_error" in frame:
+        error = frame.groupby(by)["standard_error"].mean()
+        points = points.assign(low=points["mean"] - error, high=points["mean"] + error)
+    points = points.sort_values("x")
+    axes.plot(points["x"], points["mean"], marker="o", markersize=3.5, label=label, **style)
+    band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+    axes.fill_between(points["x"], points["low"], points["high"], **band)
 
 
 def _style(name: str, names: list[str]) -> dict[str, Any]:

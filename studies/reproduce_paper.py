@@ -1,0 +1,527 @@
+"""Draw every figure and table of the StiefAttention paper, for the models given.
+
+Without arguments: for both reference models of this repository, on text that needs no download;
+every cap and every substitute is printed in the captions and in the tables. Any other model is
+calibrated and measured on WikiText-2 and C4 from the Hub, unless texts are named.
+
+For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME,
+policy_uniform_NAME, ranks_NAME (PNG, PDF and the CSV each is drawn from), and table1 over all
+models (CSV, Markdown, LaTeX), where the paper's own numbers stand beside ours, marked as theirs.
+Results of steps are kept in OUT/steps by their settings: an interrupted run goes on, a repeated one
+draws at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from manifoldkv import (
+    OBJECTIVES,
+    Basis,
+    CompressionPlan,
+    HeadGrouping,
+    LayerActivations,
+    LayerPlan,
+    ManifoldKVError,
+    Provenance,
+    Quantization,
+    capture,
+    diagnose,
+    layer_errors,
+    load_model,
+    open_text,
+    quantize,
+    sample_tokens,
+)
+from manifoldkv import figures as draw
+from manifoldkv.activations import Site
+from manifoldkv.compress import sliding_windows
+from manifoldkv.evaluation import perplexity
+from manifoldkv.evaluation.zero_shot import write_continuation_task, zero_shot
+from manifoldkv.figures import save_figure
+from manifoldkv.objectives.eigen_attention import EigenAttention
+from manifoldkv.output import check_writable
+from manifoldkv.plan import config_hash
+from manifoldkv.rank_selection import (
+    CANDIDATES,
+    PAPER_CANDIDATES,
+    Ranks,
+    budget_from_ratio,
+    candidate_ranks,
+    optimal,
+    threshold,
+    uniform,
+)
+from manifoldkv.solvers import Solver
+from manifoldkv.solvers.closed_form import ClosedForm
+from manifoldkv.solvers.predictor import Predictor
+from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
+from manifoldkv.surfaces import LayerBases, sequential_ranks, squared_errors
+
+HERE = Path(__file__).parent
+REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
+STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
+"""The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
+oblique basis, ranks allocated over all layers at once."""
+SITES: tuple[Site, Site] = ("key", "value")
+GROUPINGS: dict[str, dict[Site, str | int]] = {
+    EIGEN: {"key": "shared", "value": 1},
+    STIEF: {"key": "shared", "value": 1},
+    GROUPED: {"key": "all", "value": "all"},
+}
+BITS = (8, 4, 3, 2)
+QUANTIZED_RATIO = 0.6
+TASKS = ("hellaswag", "piqa", "mmlu")
+CONTINUATION = "docstring-continuation"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How much of everything."""
+
+    sequences: int = 32
+    length: int = 512
+    epochs: int = 8
+    ratios: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6, 0.5)
+    error_budgets: tuple[float, ...] = (0.02, 0.04, 0.07, 0.11, 0.16, 0.25)
+    candidates: tuple[float, ...] = CANDIDATES
+    evaluated: int = 24
+    items: int | None = 200
+
+    def caption(self, length: int) -> str:
+        items = "all" if self.items is None else f"the first {self.items}"
+        return (
+            f"calibrated on {self.sequences} × {length} tokens, predictor capped at {self.epochs} "
+            f"epochs; perplexity on {self.evaluated} × {length} held-out tokens; {items} items per "
+            "task"
+        )
+
+
+PROTOCOLS = {
+    "default": Protocol(),
+    "paper": Protocol(512, 2048, 50, candidates=PAPER_CANDIDATES, evaluated=64, items=None),
+    "quick": Protocol(4, 96, 1, (0.8, 0.5), (0.05, 0.2), (0.5, 0.75, 1.0), 4, 8),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=HERE.parent / "figures", help="(%(default)s)")
+    add("--model", nargs="+", help="folders or Hub ids (both reference models)")
+    add("--text", help="calibration and first corpus, a fifth held out (docstrings or WikiText-2)")
+    add("--second-text", help="second corpus (pydoc-topics or C4)")
+    add("--tasks-data", type=Path, help="folder of hellaswag, piqa and mmlu as JSON files")
+    add("--protocol", choices=("default", "paper"), default="default", help="(%(default)s)")
+    add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
+    add("--device", default="cpu", help="(%(default)s)")
+    add("--quick", action="store_true", help="everything once, small: checks the road")
+    add("--force", action="store_true", help="compute every step again")
+    given = parser.parse_args()
+    protocol = PROTOCOLS["quick" if given.quick else given.protocol]
+    try:
+        if given.seeds < 1:
+            raise ManifoldKVError("--seeds must be at least 1")
+        check_writable(given.out)
+        steps = Steps(given.out / "steps", force=given.force)
+        names = dict(REFERENCE) if given.model is None else {Path(m).name: m for m in given.model}
+        studies = [Study(name, model, given, protocol, steps) for name, model in names.items()]
+        tables = [study.run() for study in studies]
+    except ManifoldKVError as error:
+        print(f"reproduce_paper: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+    write_table(pd.concat(tables), given.out, [study.caption for study in studies])
+    print(f"written to {given.out}")
+    return 0
+
+
+class Study:
+    """All that is measured on one model. Reading texts and weights fails before any long work."""
+
+    def __init__(
+        self, name: str, model: str, given: argparse.Namespace, protocol: Protocol, steps: Steps
+    ) -> None:
+        embedded = model in REFERENCE.values()
+        path = str(HERE / "reference_models" / model) if embedded else model
+        self.name, self.protocol, self.steps, self.out = name, protocol, steps, given.out
+        self.seeds = range(given.seeds)
+        self.model, self.tokenizer = load_model(path, device=given.device)
+        config = self.model.config.get_text_config()
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.length = min(protocol.length, config.max_position_embeddings)
+        first = given.text or ("docstrings" if embedded else "wikitext:wikitext-2-raw-v1")
+        second = given.second_text or ("pydoc-topics" if embedded else "allenai/c4:en:validation")
+        self.calibration = self._tokens(first, protocol.sequences, "calibration")
+        self.corpora = {
+            _title(first): self._tokens(first, protocol.evaluated, "held-out"),
+            _title(second): self._tokens(second, protocol.evaluated, None),
+        }
+        self.data: Path | None = given.tasks_data
+        self.tasks: tuple[str, ...] = TASKS
+        if self.data is None and embedded:
+            self.data, self.tasks = given.out / "steps", (CONTINUATION,)
+            path_of_task = self.data / f"{CONTINUATION}.jsonl"
+            items = protocol.items or 1000
+            write_continuation_task(
+                open_text("docstrings"), self.tokenizer, path_of_task, items=items
+            )
+        self.caption = f"{name} ({model}): {protocol.caption(self.length)}"
+        self.common = {
+            "model": digest_of_model(self.model),
+            "calibration": digest_of_tokens(self.calibration),
+        }
+
+    def _tokens(self, text: str, sequences: int, split: Any) -> Tensor:
+        return sample_tokens(
+            open_text(text), self.tokenizer, sequences=sequences, length=self.length, split=split
+        )
+
+    def run(self) -> pd.DataFrame:
+        """Measure, draw, and return the rows of table 1."""
+        plans = self.plans()
+        evaluations = pd.concat(
+            [
+                self.evaluated(None, {"method": "uncompressed", "seed": 0}),
+                *(
+                    self.evaluated(plan, labels)
+                    for plan, labels in tqdm(plans, desc=f"{self.name}: plans", disable=None)
+                ),
+            ],
+            ignore_index=True,
+        )
+        main_series = evaluations[evaluations["policy"] != "uniform"]
+        self.save("accuracy", main_series, draw.accuracy)
+        self.save("ppl", main_series, draw.perplexities)
+        of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
+        self.save("policy_uniform", of_stief, draw.policies)
+        self.save("quantization", self.quantized(plans), draw.quantization)
+        self.save("bases_comparison", self.diagnostics(), draw.bases_comparison)
+        self.save("ranks", self.profile(plans), draw.rank_profile)
+        return draw.table_of_results(main_series)
+
+    def save(self, stem: str, frame: pd.DataFrame, figure: Any) -> None:
+        path = self.out / f"{stem}_{self.name}"
+        frame.to_csv(path.with_suffix(".csv"), index=False)
+        save_figure(figure(frame, title=_wrapped(self.caption)), path)
+
+    # Plans
+
+    @cached_property
+    def eigen(self) -> list[LayerBases]:
+        """Full eigenbases, of which every rank is a part."""
+        return [self.layer_bases(EIGEN, layer, 0) for layer in range(self.layers)]
+
+    def stief(self, seed: int) -> list[LayerBases]:
+        name = f"{self.name}: training, seed {seed}"
+        layers = tqdm(range(self.layers), desc=name, disable=None)
+        return [self.layer_bases(STIEF, layer, seed) for layer in layers]
+
+    @cached_property
+    def grouped(self) -> list[LayerBases]:
+        return [self.layer_bases(GROUPED, layer, 0) for layer in range(self.layers)]
+
+    def layer_bases(self, method: str, layer: int, seed: int) -> LayerBases:
+        settings = self.common | {"method": method, "layer": layer, "seed": seed}
+        settings |= {"epochs": self.protocol.epochs, "candidates": self.protocol.candidates}
+
+        def compute() -> LayerBases:
+            activations = next(iter(capture(self.model, self.calibration, [layer])))
+            return _bases(method, activations, self.protocol, seed)
+
+        return self.steps.bases(f"bases-{method}", settings, self.heads, compute)
+
+    def plans(self) -> list[tuple[CompressionPlan, dict[str, Any]]]:
+        """Every plan that is measured, with its labels."""
+        found = []
+        for budget, ranks in self.threshold_ranks():
+            labels = {"method": EIGEN, "policy": "threshold", "seed": 0}
+            found.append((self.plan(self.eigen, ranks), labels | {"point": budget}))
+        for ratio in self.protocol.ratios:
+            labels = {"method": GROUPED, "policy": "optimal", "seed": 0}
+            ranks = self.optimal_ranks(ratio)
+            labels |= {"requested_ratio": ratio, "point": ratio}
+            found.append((self.plan(self.grouped, ranks), labels))
+        for seed in self.seeds:
+            table = self.stief(seed)
+            for ratio in self.protocol.ratios:
+                labels = {"method": STIEF, "seed": seed, "requested_ratio": ratio, "point": ratio}
+                for policy in ("sequential", "uniform"):
+                    ranks = self.stief_ranks(table, seed, policy, ratio)
+                    found.append((self.plan(table, ranks), labels | {"policy": policy}))
+        return found
+
+    def plan(self, table: list[LayerBases], ranks: list[Ranks]) -> CompressionPlan:
+        windows = sliding_windows(self.model.config)
+        layers = tuple(
+            LayerPlan(_at_rank(bases.keys, key), _at_rank(bases.values, value), window)
+            for bases, (key, value), window in zip(table, ranks, windows, strict=True)
+        )
+        provenance = Provenance(
+            model=self.name,
+            text=next(iter(self.corpora)),
+            sequences=self.calibration.shape[0],
+            length=self.calibration.shape[1],
+            objective="",
+            solver="",
+            seed=0,
+            requested_ratio=0.0,
+            versions={},
+        )
+        return CompressionPlan(layers, "pre", config_hash(self.model.config), provenance)
+
+    def threshold_ranks(self) -> list[tuple[float, list[Ranks]]]:
+        """EigenAttention's search in every layer on clean inputs, for every error budget."""
+        budgets = self.protocol.error_budgets
+
+        def compute() -> pd.DataFrame:
+            rows = []
+            for activations in capture(self.model, self.calibration[:8]):
+                error = partial(_error, activations, self.eigen[activations.layer])
+                keys, values = (_spectrum(activations, site) for site in SITES)
+                for budget in budgets:
+                    key, value = threshold(keys, values, error, budget)
+                    row = {"budget": budget, "layer": activations.layer}
+                    rows.append(row | {"key": key, "value": value})
+            return pd.DataFrame(rows)
+
+        frame = self.steps.frame("threshold", self.common | {"budgets": budgets}, compute)
+        return [(budget, _ranks(frame[frame["budget"] == budget])) for budget in budgets]
+
+    def optimal_ranks(self, ratio: float) -> list[Ranks]:
+        settings = self.common | {"ratio": ratio, "candidates": self.protocol.candidates}
+
+        def compute() -> pd.DataFrame:
+            head_dim = _head_dim(self.eigen[0])
+            budget = budget_from_ratio(ratio, self.layers, head_dim)
+            return _frame(optimal(self.squared_errors, budget, head_dim))
+
+        return _ranks(self.steps.frame("optimal", settings, compute))
+
+    @cached_property
+    def squared_errors(self) -> list:
+        return squared_errors(self.model, self.calibration, self.grouped)
+
+    def stief_ranks(
+        self, table: list[LayerBases], seed: int, policy: str, ratio: float
+    ) -> list[Ranks]:
+        head_dim = _head_dim(self.eigen[0])
+        budget = budget_from_ratio(ratio, self.layers, head_dim)
+        candidates = candidate_ranks(head_dim, self.protocol.candidates)
+        if policy == "uniform":
+            return uniform(candidates, candidates, self.layers, budget, head_dim)
+        settings = self.common | asdict(self.protocol) | {"seed": seed, "ratio": ratio}
+
+        def compute() -> pd.DataFrame:
+            ranks, _ = sequential_ranks(self.model, self.calibration, table, budget)
+            return _frame(ranks)
+
+        return _ranks(self.steps.frame("sequential", settings, compute))
+
+    # Measurements
+
+    def evaluated(self, plan: CompressionPlan | None, labels: dict[str, Any]) -> pd.DataFrame:
+        """Perplexities and accuracies of a plan, with its labels."""
+        frame = pd.concat([self.perplexities(plan), self.accuracies(plan)], ignore_index=True)
+        ratio = 1.0 if plan is None else plan.ratio
+        defaults = {"policy": "none", "requested_ratio": None, "point": 1.0, "bits": 16}
+        for column, value in (defaults | labels).items():
+            frame[column] = value
+        return frame.assign(model=self.name, ratio=ratio, bytes_ratio=ratio)
+
+    def perplexities(self, plan: CompressionPlan | None) -> pd.DataFrame:
+        rows = []
+        for corpus, tokens in self.corpora.items():
+            settings = self._measured(plan) | {"tokens": digest_of_tokens(tokens)}
+
+            def compute(tokens: Tensor = tokens) -> pd.DataFrame:
+                found = perplexity(self.model, tokens, plan)
+                error = found.perplexity * found.standard_error
+                return pd.DataFrame({"value": [found.perplexity], "standard_error": [error]})
+
+            frame = self.steps.frame("perplexity", settings, compute)
+            rows.append(frame.assign(measure="perplexity", of=corpus))
+        return pd.concat(rows, ignore_index=True)
+
+    def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
+        settings = self._measured(plan) | {"tasks": self.tasks, "items": self.protocol.items}
+        settings |= {"data": None if self.data is None else str(self.data)}
+
+        def compute() -> pd.DataFrame:
+            return zero_shot(
+                *(self.model, self.tokenizer, self.tasks, plan),
+                data=self.data,
+                limit=self.protocol.items,
+            )
+
+        frame = self.steps.frame("accuracy", settings, compute)
+        frame = frame.rename(columns={"task": "of", "accuracy": "value"})
+        return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
+
+    def _measured(self, plan: CompressionPlan | None) -> dict[str, Any]:
+        return {
+            "model": self.common["model"],
+            "plan": None if plan is None else plan.digest(),
+        }
+
+    def quantized(self, plans: list[tuple[CompressionPlan, dict[str, Any]]]) -> pd.DataFrame:
+        """Perplexity on the second corpus of the plans nearest to the paper's 60 %, rounded."""
+        corpus = list(self.corpora)[1]
+        rows = []
+        for method in (EIGEN, STIEF):
+            of_method = [p for p in plans if p[1]["method"] == method and p[1]["seed"] == 0]
+            of_method = [p for p in of_method if p[1]["policy"] != "uniform"]
+            plan, labels = min(of_method, key=lambda p: abs(p[0].ratio - QUANTIZED_RATIO))
+            exact = plan.bytes_per_token()
+            for bits in (16, *BITS):
+                rounded = plan
+                if bits < 16:
+                    rounded = quantize(plan, self.model, self.calibration[:8], Quantization(bits))
+                found = self.perplexities(rounded)
+                found = found[found["of"] == corpus]
+                share = plan.ratio * rounded.bytes_per_token() / exact
+                numbers = {"ratio": plan.ratio, "bytes_ratio": share, "bits": bits}
+                rows.append(found.assign(model=self.name, **labels, **numbers))
+        return pd.concat(rows, ignore_index=True)
+
+    def diagnostics(self) -> pd.DataFrame:
+        """Errors of every layer at r = d/2 on held-out text."""
+        tokens = next(iter(self.corpora.values()))
+        half = round(0.5 * _head_dim(self.eigen[0]))
+        frames = []
+        runs = [(EIGEN, 0, self.eigen), *((STIEF, seed, self.stief(seed)) for seed in self.seeds)]
+        for method, seed, table in runs:
+            settings = self.common | asdict(self.protocol)
+            settings |= {"method": method, "seed": seed, "tokens": digest_of_tokens(tokens)}
+            bases = {
+                layer: (_at_rank(b.keys, half), _at_rank(b.values, half))
+                for layer, b in enumerate(table)
+            }
+
+            def compute(bases: Any = bases) -> pd.DataFrame:
+                return diagnose(capture(self.model, tokens), bases)
+
+            frame = self.steps.frame("diagnostics", settings, compute)
+            frames.append(frame.assign(method=method, seed=seed, rank=half))
+        return pd.concat(frames, ignore_index=True)
+
+    def profile(self, plans: list[tuple[CompressionPlan, dict[str, Any]]]) -> pd.DataFrame:
+        return pd.DataFrame(
+            [
+                labels | {"layer": index, "site": site, "rank_ratio": basis.rank / basis.head_dim}
+                for plan, labels in plans
+                if labels["policy"] == "sequential"
+                for index, layer in enumerate(plan.layers)
+                for site, basis in layer.sites
+            ]
+        )
+
+
+def _bases(method: str, activations: LayerActivations, protocol: Protocol, seed: int) -> LayerBases:
+    """Bases of a layer at all candidate ranks; an eigenbasis only whole."""
+    head_dim = activations.head_dim
+    ranks = [r for r in candidate_ranks(head_dim, protocol.candidates) if r < head_dim]
+    found = []
+    for site in SITES:
+        grouping = HeadGrouping(GROUPINGS[method][site], activations.kv_heads)
+        objective = OBJECTIVES.get("kq-svd" if method == GROUPED else method)()
+        problem = objective.problem(activations, site, grouping)
+        if method == EIGEN:
+            found.append({head_dim: problem.closed_form(head_dim)})
+            continue
+        solver: Solver = Predictor(epochs=protocol.epochs) if method == STIEF else ClosedForm()
+        bases = {rank: solver.solve(problem, rank, seed).basis for rank in ranks}
+        found.append(bases | {head_dim: _identity(grouping, head_dim)})
+    return LayerBases(*found)
+
+
+def _error(activations: LayerActivations, bases: LayerBases, key: int, value: int) -> float:
+    key_basis, value_basis = _at_rank(bases.keys, key), _at_rank(bases.values, value)
+    return layer_errors(activations, key_basis, value_basis).layer_output_error
+
+
+def _identity(grouping: HeadGrouping, head_dim: int) -> Basis:
+    identity = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
+    return Basis(identity, identity, grouping)
+
+
+def _at_rank(bases: dict[int, Basis], rank: int) -> Basis:
+    """The basis of a rank; of an eigenbasis its leading part."""
+    if rank in bases:
+        return bases[rank]
+    (full,) = bases.values()
+    down = full.down[..., :rank].contiguous()
+    return Basis(down, down, full.grouping)
+
+
+def _head_dim(bases: LayerBases) -> int:
+    return next(iter(bases.keys.values())).head_dim
+
+
+def _spectrum(activations: LayerActivations, site: Site) -> Tensor:
+    """Singular values of what EigenAttention decomposes, by basis."""
+    grouping = HeadGrouping(GROUPINGS[EIGEN][site], activations.kv_heads)
+    gram = EigenAttention().problem(activations, site, grouping).gram(None)
+    if grouping.groups == 1:
+        gram = gram.sum(dim=0, keepdim=True)
+    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
+
+
+def _frame(ranks: list[Ranks]) -> pd.DataFrame:
+    return pd.DataFrame(
+        [{"layer": i, "key": key, "value": value} for i, (key, value) in enumerate(ranks)]
+    )
+
+
+def _ranks(frame: pd.DataFrame) -> list[Ranks]:
+    ordered = frame.sort_values("layer")
+    return [(int(k), int(v)) for k, v in zip(ordered["key"], ordered["value"], strict=True)]
+
+
+def _title(text: str) -> str:
+    """What a corpus is called in figures and tables."""
+    known = {"wikitext:wikitext-2-raw-v1": "WikiText-2", "allenai/c4:en:validation": "C4"}
+    substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
+    return (known | substitutes).get(text, Path(text).name)
+
+
+def _wrapped(caption: str) -> str:
+    first, rest = caption.split(": ", 1)
+    return f"{first}\n{rest}" if len(caption) < 120 else f"{first}\n" + rest.replace("; ", ";\n", 1)
+
+
+def write_table(table: pd.DataFrame, out: Path, captions: list[str]) -> None:
+    """table1 in three formats, the paper's own rows last and marked."""
+    theirs = pd.read_csv(HERE / "paper_results.csv")
+    theirs.insert(1, "method", "layer-output (the paper's number)")
+    theirs.loc[theirs["requested_ratio"].isna(), "method"] = "uncompressed (the paper's number)"
+    rows = pd.concat([table, theirs], ignore_index=True)
+    rows.to_csv(out / "table1.csv", index=False)
+    shown = rows.round(3).astype(object).where(rows.notna(), "–")
+    notes = "".join(f"\n- {caption}" for caption in captions)
+    text = (
+        "# Table 1\n\nPerplexities (lower is better) and accuracies; means over seeds. The paper's "
+        f"rows are of other models and other texts than ours.\n\n{shown.to_markdown(index=False)}\n"
+        f"\nOurs:\n{notes}\n"
+    )
+    (out / "table1.md").write_text(text, encoding="utf-8")
+    latex = rows.to_latex(index=False, float_format="%.3f", na_rep="--", escape=True)
+    (out / "table1.tex").write_text(latex, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
