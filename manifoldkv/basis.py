@@ -60,12 +60,16 @@ class HeadGrouping:
 
     def split(self, x: Tensor) -> Tensor:
         """Concatenate the features of grouped heads: (B, H, n, d) to (B, H/width, n, width·d)."""
+        if self.width == 1:
+            return x
         batch, heads, tokens, features = x.shape
         runs = x.reshape(batch, heads // self.width, self.width, tokens, features)
         return runs.transpose(2, 3).reshape(batch, heads // self.width, tokens, -1)
 
     def merge(self, x: Tensor) -> Tensor:
         """Inverse of `split`: (B, H/width, n, width·d) to (B, H, n, d)."""
+        if self.width == 1:
+            return x
         batch, runs, tokens, features = x.shape
         parts = x.reshape(batch, runs, tokens, self.width, features // self.width)
         return parts.transpose(2, 3).reshape(batch, runs * self.width, tokens, -1)

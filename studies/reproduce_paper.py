@@ -47,7 +47,7 @@ from manifoldkv import figures as draw
 from manifoldkv.activations import Site
 from manifoldkv.compress import sliding_windows
 from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.zero_shot import write_continuation_task, zero_shot
+from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.output import check_writable
@@ -180,6 +180,8 @@ class Study:
             write_continuation_task(
                 open_text("docstrings"), self.tokenizer, path_of_task, items=items
             )
+        for task in self.tasks if self.data is not None else ():
+            local_task(task, self.data)  # a missing file is told of now
         self.caption = f"{name} ({model}): {protocol.caption(self.length)}"
         self.common = {
             "model": digest_of_model(self.model),

@@ -107,10 +107,14 @@ class RunningBasis:
 
     def _by_run(self, x: Tensor) -> Tensor:
         """Heads of a run one below the other: (B, H_kv, R, f) to (B, runs, w·R, f)."""
+        if self.grouping.width == 1:
+            return x
         return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
 
     def split_runs(self, x: Tensor) -> Tensor:
         """Inverse: (B, runs, w·R, f) to (B, H_kv, R, f)."""
+        if self.grouping.width == 1:
+            return x
         return x.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
 
 

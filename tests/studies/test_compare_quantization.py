@@ -35,13 +35,14 @@ def test_every_setting_is_measured(out: Path) -> None:
     assert (results["standard_error"] > 0).all()
 
 
-def test_fewer_bits_take_fewer_bytes_and_lose_more(out: Path) -> None:
+def test_fewer_bits_take_fewer_bytes_and_change_more(out: Path) -> None:
     results = pd.read_csv(out / "results.csv")
     for _, part in results.groupby(["layout", "rotation"]):
         by_bits = part.set_index("bits")
         assert by_bits["bytes_ratio"].loc[[8, 4, 3, 2]].is_monotonic_decreasing
-        assert by_bits["nll"].loc[2] > by_bits["nll"].loc[8]
-        assert abs(by_bits["nll"].loc[8] - by_bits["exact_nll"].loc[8]) < 0.1
+        change = (by_bits["nll"] - by_bits["exact_nll"]).abs()  # on two sequences of either sign
+        assert change.loc[8] < change.loc[2]
+        assert change.loc[8] < 0.1
 
 
 def test_figure_and_summary(out: Path) -> None:
