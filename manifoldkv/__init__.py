@@ -11,7 +11,14 @@ from manifoldkv.basis import (
 )
 from manifoldkv.cache import CompressedCache, compressed
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
-from manifoldkv.compress import RANK_RULES, RECIPES, Recipe, compress, uniform_ranks
+from manifoldkv.compress import (
+    RANK_RULES,
+    RECIPES,
+    Recipe,
+    compress,
+    ratio_from_bytes,
+    uniform_ranks,
+)
 from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
     CacheError,
@@ -77,6 +84,7 @@ __all__ = [
     "projector_distance",
     "quantize",
     "rank_from_ratio",
+    "ratio_from_bytes",
     "register_objective",
     "register_solver",
     "sample_tokens",

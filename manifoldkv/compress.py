@@ -89,7 +89,8 @@ def compress(
         calibration part is read with the tokenizer the model was saved with.
     ratio : float
         Largest share of the numbers of an uncompressed cache that may be stored, in (0, 1].
-        The achieved one is `CompressionPlan.ratio`.
+        The achieved one is `CompressionPlan.ratio`. `ratio_from_bytes` has it for a budget in
+        bytes.
     recipe : str or Recipe
         ``"eigen-attention"``: closed form, seconds. ``"paper"``: decoder-layer output error with
         the MLP+QR predictor, minutes to hours.
@@ -164,6 +165,34 @@ def compress(
     )
     plan = CompressionPlan(tuple(layers), rotary, config_hash(model.config), provenance)
     return plan if quantization is None else quantize(plan, model, tokens, quantization)
+
+
+def ratio_from_bytes(model: PreTrainedModel, nbytes: float, *, tokens: int = 1) -> float:
+    """The ratio at which the latents of `tokens` tokens of one sequence take at most `nbytes`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Its dtype is that of the latents.
+    nbytes : float
+        All layers together.
+    tokens : int
+        Context length; 1 for a budget per token.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the attention of the model cannot be handled.
+    RankError
+        If there is no token or no byte.
+    """
+    check_supported(model)
+    if tokens < 1 or not nbytes > 0:
+        raise RankError(f"{nbytes:g} bytes for {tokens} tokens leave room for nothing")
+    layers = decoder_layers(model)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    numbers = 2 * len(layers) * kv_heads * attention_of(layers[0]).head_dim
+    return min(1.0, nbytes / (tokens * numbers * model.dtype.itemsize))
 
 
 def uniform_ranks(ratio: float, head_dim: int) -> tuple[int, int]:

@@ -95,30 +95,6 @@ def budget_from_ratio(ratio: float, layers: int, head_dim: int) -> int:
     return int(ratio * layers * 2 * head_dim + TOLERANCE)
 
 
-def budget_from_bytes(bytes_per_token: float, kv_heads: int, itemsize: int) -> int:
-    """The budget that costs at most so many bytes per token of one sequence.
-
-    Parameters
-    ----------
-    bytes_per_token : float
-        All layers together.
-    kv_heads : int
-        Of a layer.
-    itemsize : int
-        Bytes of a stored number.
-    """
-    if not bytes_per_token > 0:
-        raise RankError(f"{bytes_per_token:g} bytes per token leave room for nothing")
-    return int(bytes_per_token / (kv_heads * itemsize) + TOLERANCE)
-
-
-def budget_from_size(nbytes: float, tokens: int, kv_heads: int, itemsize: int) -> int:
-    """The budget with which `tokens` tokens of one sequence take at most `nbytes` bytes."""
-    if tokens < 1:
-        raise RankError(f"a context of {tokens} tokens")
-    return budget_from_bytes(nbytes / tokens, kv_heads, itemsize)
-
-
 def check_budget(budget: int, cheapest: Sequence[int], head_dim: int) -> None:
     """Raise `RankError` if not even the cheapest pair of every layer fits.
 

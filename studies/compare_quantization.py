@@ -54,8 +54,8 @@ def main() -> int:
     add("--recipe", choices=RECIPES, default="eigen-attention", help="(%(default)s)")
     add("--ratio", type=float, default=0.6, help="of the cache before rounding (%(default)s)")
     add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
-    add("--sequences", type=int, default=32, help="in each split (%(default)s)")
-    add("--sequence-length", type=int, default=512, help="(%(default)s)")
+    add("--sequences", type=int, default=16, help="in each split (%(default)s)")
+    add("--sequence-length", type=int, default=1024, help="(%(default)s)")
     add("--out", type=Path, help="output folder (figures/compare_quantization/<model>)")
     given = parser.parse_args()
     name = Path(given.model).name
@@ -91,7 +91,8 @@ def measure(given: argparse.Namespace) -> pd.DataFrame:
         "uncompressed_nll": uncompressed,
         "exact_nll": exact,
     }
-    stock_bytes = plan.bytes_per_token() / plan.ratio
+    length = held_out.shape[1]
+    stock_nbytes = plan.nbytes(length) / plan.ratio
     rows = []
     settings = list(itertools.product(LAYOUTS, BITS, ROTATIONS))
     for layout, bits, rotation in tqdm(settings, desc="settings", disable=None):
@@ -101,7 +102,8 @@ def measure(given: argparse.Namespace) -> pd.DataFrame:
             common
             | {"layout": layout, "bits": bits, "rotation": rotation}
             | {"nll": found.nll, "standard_error": found.standard_error}
-            | {"bytes_ratio": rounded.bytes_per_token() / stock_bytes}
+            | {"tokens": length, "bytes_ratio": rounded.nbytes(length) / stock_nbytes}
+            | {"bytes_per_token": rounded.bytes_per_token()}
         )
     return pd.DataFrame(rows)
 
@@ -123,7 +125,8 @@ def draw(results: pd.DataFrame) -> Figure:
                     )
         axes.set_yscale("symlog", linthresh=0.01)
         axes.set_title(f"layout {layout}", fontsize=9)
-        axes.set_xlabel("bytes / uncompressed 16-bit cache", fontsize=8)
+        tokens = part["tokens"].iloc[0]
+        axes.set_xlabel(f"bytes / uncompressed 16-bit cache, {tokens} tokens", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(visible=True, alpha=0.2)
     figure.axes[0].set_ylabel("added NLL, nats per token, held out", fontsize=8)
@@ -144,10 +147,14 @@ def summary(results: pd.DataFrame) -> str:
         f"NLL on held-out text through the cache, nats per token; {first['recipe']} at ratio "
         f"{first['ratio']:.4g}, keys {first['rotary']}-rotation. Uncompressed "
         f"{first['uncompressed_nll']:.4f}, latents exact {first['exact_nll']:.4f}. The table shows "
-        "what rounding adds; best rotation in bold.",
+        f"what rounding adds; best rotation in bold. Bytes are those of {first['tokens']} tokens, "
+        "with scales, offsets and the newest tokens, which KIVI's layout keeps exact; and of one "
+        "more token of a long text.",
         "",
-        "| layout | bits | bytes / 16-bit cache | " + " | ".join(ROTATIONS) + " |",
-        "|---|---|---|" + "---|" * len(ROTATIONS),
+        "| layout | bits | bytes / 16-bit cache | bytes per token | "
+        + " | ".join(ROTATIONS)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(ROTATIONS),
     ]
     for (layout, bits), part in results.groupby(["layout", "bits"], sort=False):
         costs = [
@@ -155,8 +162,10 @@ def summary(results: pd.DataFrame) -> str:
             for rotation in ROTATIONS
         ]
         cells = [f"**{c:+.4f}**" if c == min(costs) else f"{c:+.4f}" for c in costs]
-        share = part["bytes_ratio"].iloc[0]
-        lines.append(f"| {layout} | {bits} | {share:.3f} | " + " | ".join(cells) + " |")
+        share, more = part["bytes_ratio"].iloc[0], part["bytes_per_token"].iloc[0]
+        lines.append(
+            f"| {layout} | {bits} | {share:.3f} | {more:.0f} | " + " | ".join(cells) + " |"
+        )
     command = " ".join(["python studies/compare_quantization.py", *sys.argv[1:]])
     return "\n".join([*lines, "", f"Command: `{command}`", ""])
 

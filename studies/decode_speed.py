@@ -62,6 +62,8 @@ RATIOS = (0.5, 0.625, 0.75)
 LONG = 16384
 """Bounds are geometric means over cells of at least this many tokens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENS_BELOW = 64
+"""In the cache of the layer whose step comes before the one that is timed."""
 LARGEST_BYTES = {"attention": 5 << 28, "model": 3 << 30}
 """Cells whose uncompressed cache is larger are left out: nine caches are held at a time."""
 Random = partial
@@ -162,18 +164,40 @@ def finished_rows(path: Path, rounds: int) -> list[dict]:
 
 @dataclass
 class Step:
-    """A variant ready to be timed: `run` does the step, `undo` takes the new token out again."""
+    """A variant ready to be timed: `run` does the step, `undo` takes the new token out again.
+
+    `below` is the same step of another layer, with a small cache of its own.
+    """
 
     variant: Variant
     run: Callable[[], object]
     undo: Callable[[], object]
     nbytes: int
     append: Callable[[], object] | None = None
+    below: Step | None = None
+
+    def timed(self, what: str) -> float:
+        """Seconds of `run` or `append`; not a number if there is no such thing."""
+        call = {"run": self.run, "append": self.append}[what]
+        if call is None:
+            return math.nan
+        if self.below is not None:
+            self.below.timed(what)
+        seconds = timed(call)
+        self.undo()
+        return seconds
 
 
 def attention_steps(
     stack: ExitStack, dtype: torch.dtype, batch: int, length: int, device: str
 ) -> list[Step]:
+    steps = layer_steps(dtype, batch, length, device)
+    for step, below in zip(steps, layer_steps(dtype, batch, TOKENS_BELOW, device), strict=True):
+        step.below = below
+    return steps
+
+
+def layer_steps(dtype: torch.dtype, batch: int, length: int, device: str) -> list[Step]:
     generator = torch.Generator(device).manual_seed(0)
     random = partial(torch.randn, generator=generator, dtype=dtype, device=device)
     queries = random(batch, QUERY_HEADS, 1, HEAD_DIM)
@@ -347,17 +371,17 @@ def fill(
 
 
 def measure(steps: list[Step], rounds: int, batch: int) -> Iterator[dict]:
-    """Every variant takes a turn in every round, after one round that does not count."""
+    """Every variant takes a turn in every round, after one round that does not count.
+
+    As in a model, a layer's step comes right after that of another layer: the code is warm, the
+    cache is not.
+    """
     runs: dict[str, list[float]] = {step.variant.name: [] for step in steps}
     appends: dict[str, list[float]] = {step.variant.name: [] for step in steps}
     for number in range(rounds + 1):
         for step in steps:
-            seconds = timed(step.run)
-            step.undo()
-            append = math.nan
-            if step.append is not None:
-                append = timed(step.append)
-                step.undo()
+            seconds = step.timed("run")
+            append = step.timed("append")
             if number:
                 runs[step.variant.name].append(seconds)
                 appends[step.variant.name].append(append)

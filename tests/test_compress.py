@@ -27,6 +27,7 @@ from manifoldkv import (
     load_model,
     projector_distance,
     quantize,
+    ratio_from_bytes,
     uniform_ranks,
 )
 from manifoldkv.compress import solver_of
@@ -52,6 +53,24 @@ def test_uniform_ranks_never_exceed_the_ratio(head_dim: int, ratio: float) -> No
 def test_impossible_ratios_are_refused(ratio: float) -> None:
     with pytest.raises(RankError, match="is not"):
         compress(tiny_model("llama"), tiny_tokens(), ratio=ratio)
+
+
+@given(st.floats(0.2, 1.2), st.integers(1, 100_000))
+def test_a_budget_in_bytes_is_kept(share: float, tokens: int) -> None:
+    model = tiny_model("llama")
+    stock = 2 * len(model.model.layers) * 2 * 8 * model.dtype.itemsize
+    nbytes = share * stock * tokens
+    ratio = ratio_from_bytes(model, nbytes, tokens=tokens)
+    assert ratio == pytest.approx(min(1, share))
+    key, value = uniform_ranks(ratio, 8)
+    assert (key + value) / 16 * stock * tokens <= nbytes * (1 + 1e-9)
+
+
+def test_no_bytes_are_no_budget() -> None:
+    with pytest.raises(RankError, match="leave room for nothing"):
+        ratio_from_bytes(tiny_model("llama"), 0)
+    with pytest.raises(RankError, match="for 0 tokens"):
+        ratio_from_bytes(tiny_model("llama"), 1000, tokens=0)
 
 
 @pytest.mark.parametrize("rotary", ["pre", "post"])

@@ -12,9 +12,7 @@ from manifoldkv.rank_selection import (
     PAPER_CANDIDATES,
     ErrorSurface,
     Sequential,
-    budget_from_bytes,
     budget_from_ratio,
-    budget_from_size,
     candidate_ranks,
     optimal,
     threshold,
@@ -87,16 +85,6 @@ class TestBudgets:
         assert budget_from_ratio(0.3, layers=1, head_dim=5) == 3
         with pytest.raises(RankError, match="not in"):
             budget_from_ratio(1.1, 6, 32)
-
-    def test_bytes_and_size_agree_with_the_ratio(self) -> None:
-        # 6 layers of 2 heads of 32 in bfloat16: 1536 bytes per token uncompressed.
-        assert budget_from_bytes(768, kv_heads=2, itemsize=2) == 192
-        assert budget_from_size(768 * 1000, 1000, kv_heads=2, itemsize=2) == 192
-        assert budget_from_size(768 * 1000 - 1, 1000, kv_heads=2, itemsize=2) == 191
-        with pytest.raises(RankError, match="leave room for nothing"):
-            budget_from_bytes(0, 2, 2)
-        with pytest.raises(RankError, match="context of 0"):
-            budget_from_size(1000, 0, 2, 2)
 
 
 class TestUniform:

@@ -379,7 +379,7 @@ def _rows_of_mask(
     """
     if mask is not None:
         return mask[:, :, rows, :tokens]
-    own = torch.arange(rows.start, rows.stop, device=device) + past
-    if len(own) == 1 and tokens == past + rows.stop:
+    if rows.stop - rows.start == 1 and tokens == past + rows.stop:
         return None
+    own = torch.arange(rows.start, rows.stop, device=device) + past
     return (torch.arange(tokens, device=device) <= own.unsqueeze(1)).view(1, 1, -1, tokens)

@@ -48,7 +48,9 @@ def test_fewer_bits_take_fewer_bytes_and_change_more(out: Path) -> None:
 def test_figure_and_summary(out: Path) -> None:
     assert (out / "nll_against_bits.png").stat().st_size > 10_000
     text = (out / "summary.md").read_text()
-    assert "| layout | bits | bytes / 16-bit cache | none | pca | hadamard |" in text
+    assert (
+        "| layout | bits | bytes / 16-bit cache | bytes per token | none | pca | hadamard |" in text
+    )
     assert "Command: `python studies/compare_quantization.py --text pydoc-topics" in text
 
 
