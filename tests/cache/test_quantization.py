@@ -31,11 +31,11 @@ def test_packing_loses_nothing_and_takes_the_bytes_it_says(
     assert torch.equal(unpack(packed, bits, features), codes)
 
 
-def test_packs_are_little_end_first() -> None:
-    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8), 4).tolist() == [0x21, 0x03]
-    assert pack(torch.tensor([1, 2, 3, 0, 2], dtype=torch.uint8), 2).tolist() == [0b00111001, 2]
+def test_a_byte_holds_numbers_that_lie_far_apart() -> None:
+    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8), 4).tolist() == [0x31, 0x02]
+    assert pack(torch.tensor([1, 2, 3, 0, 2], dtype=torch.uint8), 2).tolist() == [0b00101101, 2]
     three_bits = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8)
-    assert pack(three_bits, 3).tolist() == [0b11100100, 0b11100100, 0b11110000]
+    assert pack(three_bits, 3).tolist() == [0b10001000, 0b11011101, 0b11110000]
 
 
 def test_ranges_with_a_short_last_group() -> None:
