@@ -25,6 +25,10 @@ LENGTH = 512
 LONGEST_LINE = 2000
 """How far back, in characters, the split of a .txt file looks for the end of a line."""
 
+WIKITEXT = ("wikitext", "Salesforce/wikitext")
+"""Data sets whose rows are the lines of one text; perplexities are quoted for rows joined by two
+line feeds."""
+
 _HELD_OUT_EVERY = round(1 / HELD_OUT_FRACTION)
 
 
@@ -48,8 +52,8 @@ def open_text(name: str) -> TextSource:
     """Find a text source and check that it can be read.
 
     Four fifths of a text are its calibration split, the rest is held out: of ``docstrings`` by a
-    hash of each document, of a ``.txt`` file the last fifth of its characters (cut at a line), of
-    everything else every fifth document.
+    hash of each document, of a ``.txt`` file and of WikiText the last fifth of the characters (cut
+    at a line), of everything else every fifth document.
 
     Parameters
     ----------
@@ -78,6 +82,8 @@ def open_text(name: str) -> TextSource:
         raise TextError(f"{name} is neither a .txt nor a .jsonl file; a text is {HELP}")
     if name.count(":") > 2:
         raise TextError(f"{name} has more than a name, a configuration and a split")
+    if name.partition(":")[0] in WIKITEXT:
+        return TextSource(name, lambda split: _cut("\n\n".join(_read_hub(name)), split))
     return TextSource(name, _every_fifth(lambda: _read_hub(name)))
 
 
@@ -177,6 +183,10 @@ def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+    yield from _cut(text, split)
+
+
+def _cut(text: str, split: Split | None) -> Iterator[str]:
     cut = round(len(text) * (1 - HELD_OUT_FRACTION))
     cut = text.rfind("\n", max(0, cut - LONGEST_LINE), cut) + 1 or cut
     yield {None: text, "calibration": text[:cut], "held-out": text[cut:]}[split]

@@ -35,7 +35,7 @@ from manifoldkv.rank_selection import (
     optimal,
 )
 from manifoldkv.solvers import SOLVERS
-from manifoldkv.surfaces import LayerBases, follow, sequential_ranks, squared_errors
+from manifoldkv.surfaces import LayerBases, divergences, follow, sequential_ranks
 
 RATIO_TOLERANCE = 1e-9
 
@@ -96,9 +96,9 @@ def compress(
         the MLP+QR predictor, minutes to hours.
     ranks : {"uniform", "sequential", "optimal"}
         ``"uniform"``: every layer gets the same ranks. ``"sequential"``: the paper's greedy rule on
-        errors measured behind the compressed layers below. ``"optimal"``: the allocation with the
-        smallest sum of squared layer-output errors. The latter two find bases for all candidate
-        ranks first (`candidate_ranks`), eight times the work.
+        errors measured behind the compressed layers below. ``"optimal"``: the allocation over all
+        layers at once with the smallest sum of `divergences` of the predictions. The latter two
+        find bases for all candidate ranks first (`candidate_ranks`), eight times the work.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (better) or after it (faster).
     quantization : Quantization, optional
@@ -147,7 +147,7 @@ def compress(
     if ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif ranks == "optimal":
-        chosen = optimal(squared_errors(model, tokens, table, rotary=rotary), budget, head_dim)
+        chosen = optimal(divergences(model, tokens, table, rotary=rotary), budget, head_dim)
     layers = [
         LayerPlan(bases.keys[key], bases.values[value], window)
         for bases, (key, value), window in zip(table, chosen, windows, strict=True)

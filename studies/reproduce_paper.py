@@ -4,11 +4,11 @@ Without arguments: for both reference models of this repository, on text that ne
 every cap and every substitute is printed in the captions and in the tables. Any other model is
 calibrated and measured on WikiText-2 and C4 from the Hub, unless texts are named.
 
-For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME,
-policy_uniform_NAME, ranks_NAME (PNG, PDF and the CSV each is drawn from), and table1 over all
-models (CSV, Markdown, LaTeX), where the paper's own numbers stand beside ours, marked as theirs.
-Results of steps are kept in OUT/steps by their settings: an interrupted run goes on, a repeated one
-draws at once.
+For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME (without
+the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG, PDF and the CSV each is
+drawn from), and table1 over all models (CSV, Markdown, LaTeX), where the paper's own numbers stand
+beside ours, marked as theirs. Results of steps are kept in OUT/steps by their settings: an
+interrupted run goes on, a repeated one draws at once.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from manifoldkv import (
 from manifoldkv import figures as draw
 from manifoldkv.activations import Site
 from manifoldkv.compress import sliding_windows
+from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
@@ -55,6 +56,7 @@ from manifoldkv.plan import config_hash
 from manifoldkv.rank_selection import (
     CANDIDATES,
     PAPER_CANDIDATES,
+    ErrorSurface,
     Ranks,
     budget_from_ratio,
     candidate_ranks,
@@ -66,19 +68,30 @@ from manifoldkv.solvers import Solver
 from manifoldkv.solvers.closed_form import ClosedForm
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
-from manifoldkv.surfaces import LayerBases, sequential_ranks, squared_errors
+from manifoldkv.surfaces import LayerBases, divergences, sequential_ranks
 
 HERE = Path(__file__).parent
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
 oblique basis, ranks allocated over all layers at once."""
+SERIES = {EIGEN: "threshold", STIEF: "sequential", GROUPED: "optimal"}
+"""How a method's ranks are chosen where methods are compared with each other."""
 SITES: tuple[Site, Site] = ("key", "value")
 GROUPINGS: dict[str, dict[Site, str | int]] = {
     EIGEN: {"key": "shared", "value": 1},
     STIEF: {"key": "shared", "value": 1},
     GROUPED: {"key": "all", "value": "all"},
 }
+PAPER_WEIGHTS = {"Meta-Llama-3-8B": "Llama3-8B", "Qwen3-8B": "Qwen3-8B"}
+"""Names on the Hub of the models the paper measured."""
+WIKITEXT, C4 = "wikitext:wikitext-2-raw-v1", "allenai/c4:en:validation"
+PAPER_CORPORA = {"WikiText": f"{WIKITEXT}:test", "C4": C4}
+PAPER_WINDOWS, PAPER_LENGTH = 140, 2048
+"""The whole test set of WikiText-2 in the paper's windows, but for a rest."""
+HELD_OUT: Split = "held-out"
+MISMATCH = 0.05
+"""Relative difference from the paper's uncompressed perplexity that is reported."""
 BITS = (8, 4, 3, 2)
 QUANTIZED_RATIO = 0.6
 TASKS = ("hellaswag", "piqa", "mmlu")
@@ -127,6 +140,7 @@ def main() -> int:
     add("--protocol", choices=("default", "paper"), default="default", help="(%(default)s)")
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
     add("--device", default="cpu", help="(%(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     add("--quick", action="store_true", help="everything once, small: checks the road")
     add("--force", action="store_true", help="compute every step again")
     given = parser.parse_args()
@@ -159,17 +173,27 @@ class Study:
         embedded = model in REFERENCE.values()
         path = str(HERE / "reference_models" / model) if embedded else model
         self.name, self.protocol, self.steps, self.out = name, protocol, steps, given.out
+        self._costs: dict[tuple[str, int], list[ErrorSurface]] = {}
         self.seeds = range(given.seeds)
-        self.model, self.tokenizer = load_model(path, device=given.device)
+        self.model, self.tokenizer = load_model(
+            path, dtype=getattr(torch, given.dtype), device=given.device
+        )
         config = self.model.config.get_text_config()
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.length = min(protocol.length, config.max_position_embeddings)
-        first = given.text or ("docstrings" if embedded else "wikitext:wikitext-2-raw-v1")
-        second = given.second_text or ("pydoc-topics" if embedded else "allenai/c4:en:validation")
+        first, second = _texts(given, embedded)
         self.calibration = self._tokens(first, protocol.sequences, "calibration")
+        # WikiText has a test set of its own.
+        own_test = first == WIKITEXT
+        text, split = (PAPER_CORPORA["WikiText"], None) if own_test else (first, HELD_OUT)
         self.corpora = {
-            _title(first): self._tokens(first, protocol.evaluated, "held-out"),
+            _title(first): self._tokens(text, protocol.evaluated, split),
             _title(second): self._tokens(second, protocol.evaluated, None),
+        }
+        self.paper_corpora = {
+            title: self._tokens(text, PAPER_WINDOWS, None, PAPER_LENGTH)
+            for title, text in PAPER_CORPORA.items()
+            if name in PAPER_WEIGHTS
         }
         self.data: Path | None = given.tasks_data
         self.tasks: tuple[str, ...] = TASKS
@@ -188,13 +212,21 @@ class Study:
             "calibration": digest_of_tokens(self.calibration),
         }
 
-    def _tokens(self, text: str, sequences: int, split: Any) -> Tensor:
-        return sample_tokens(
-            open_text(text), self.tokenizer, sequences=sequences, length=self.length, split=split
-        )
+    def _tokens(
+        self, text: str, sequences: int, split: Split | None, length: int | None = None
+    ) -> Tensor:
+        size = {"sequences": sequences, "length": length or self.length}
+        return sample_tokens(open_text(text), self.tokenizer, split=split, **size)
 
     def run(self) -> pd.DataFrame:
         """Measure, draw, and return the rows of table 1."""
+        if self.name in PAPER_WEIGHTS:
+            measured = {
+                title: perplexity(self.model, tokens).perplexity
+                for title, tokens in self.paper_corpora.items()
+            }
+            for line in mismatches(PAPER_WEIGHTS[self.name], measured):
+                tqdm.write(f"warning: {line}", file=sys.stderr)
         plans = self.plans()
         evaluations = pd.concat(
             [
@@ -206,7 +238,8 @@ class Study:
             ],
             ignore_index=True,
         )
-        main_series = evaluations[evaluations["policy"] != "uniform"]
+        of_series = evaluations["method"].map(SERIES).fillna("none")
+        main_series = evaluations[evaluations["policy"] == of_series]
         self.save("accuracy", main_series, draw.accuracy)
         self.save("ppl", main_series, draw.perplexities)
         of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
@@ -217,7 +250,9 @@ class Study:
         return draw.table_of_results(main_series)
 
     def save(self, stem: str, frame: pd.DataFrame, figure: Any) -> None:
-        path = self.out / f"{stem}_{self.name}"
+        # The paper's labels: bases_comparison is Llama's, bases_comparison_qwen Qwen's.
+        plain = (stem, self.name) == ("bases_comparison", "llama")
+        path = self.out / (stem if plain else f"{stem}_{self.name}")
         frame.to_csv(path.with_suffix(".csv"), index=False)
         save_figure(figure(frame, title=_wrapped(self.caption)), path)
 
@@ -255,15 +290,15 @@ class Study:
             found.append((self.plan(self.eigen, ranks), labels | {"point": budget}))
         for ratio in self.protocol.ratios:
             labels = {"method": GROUPED, "policy": "optimal", "seed": 0}
-            ranks = self.optimal_ranks(ratio)
             labels |= {"requested_ratio": ratio, "point": ratio}
+            ranks = self.chosen_ranks(GROUPED, self.grouped, 0, "optimal", ratio)
             found.append((self.plan(self.grouped, ranks), labels))
         for seed in self.seeds:
             table = self.stief(seed)
             for ratio in self.protocol.ratios:
                 labels = {"method": STIEF, "seed": seed, "requested_ratio": ratio, "point": ratio}
-                for policy in ("sequential", "uniform"):
-                    ranks = self.stief_ranks(table, seed, policy, ratio)
+                for policy in ("sequential", "uniform", "optimal"):
+                    ranks = self.chosen_ranks(STIEF, table, seed, policy, ratio)
                     found.append((self.plan(table, ranks), labels | {"policy": policy}))
         return found
 
@@ -304,41 +339,40 @@ class Study:
         frame = self.steps.frame("threshold", self.common | {"budgets": budgets}, compute)
         return [(budget, _ranks(frame[frame["budget"] == budget])) for budget in budgets]
 
-    def optimal_ranks(self, ratio: float) -> list[Ranks]:
-        settings = self.common | {"ratio": ratio, "candidates": self.protocol.candidates}
-
-        def compute() -> pd.DataFrame:
-            head_dim = _head_dim(self.eigen[0])
-            budget = budget_from_ratio(ratio, self.layers, head_dim)
-            return _frame(optimal(self.squared_errors, budget, head_dim))
-
-        return _ranks(self.steps.frame("optimal", settings, compute))
-
-    @cached_property
-    def squared_errors(self) -> list:
-        return squared_errors(self.model, self.calibration, self.grouped)
-
-    def stief_ranks(
-        self, table: list[LayerBases], seed: int, policy: str, ratio: float
+    def chosen_ranks(
+        self, method: str, table: list[LayerBases], seed: int, policy: str, ratio: float
     ) -> list[Ranks]:
         head_dim = _head_dim(self.eigen[0])
         budget = budget_from_ratio(ratio, self.layers, head_dim)
-        candidates = candidate_ranks(head_dim, self.protocol.candidates)
         if policy == "uniform":
+            candidates = candidate_ranks(head_dim, self.protocol.candidates)
             return uniform(candidates, candidates, self.layers, budget, head_dim)
-        settings = self.common | asdict(self.protocol) | {"seed": seed, "ratio": ratio}
+        settings = self.common | asdict(self.protocol)
+        settings |= {"method": method, "seed": seed, "ratio": ratio}
 
         def compute() -> pd.DataFrame:
-            ranks, _ = sequential_ranks(self.model, self.calibration, table, budget)
+            if policy == "sequential":
+                ranks, _ = sequential_ranks(self.model, self.calibration, table, budget)
+            else:
+                ranks = optimal(self.costs(method, table, seed), budget, head_dim)
             return _frame(ranks)
 
-        return _ranks(self.steps.frame("sequential", settings, compute))
+        return _ranks(self.steps.frame(policy, settings, compute))
+
+    def costs(self, method: str, table: list[LayerBases], seed: int) -> list[ErrorSurface]:
+        """What ranks cost the predictions, measured once for all ratios."""
+        key = (method, seed)
+        if key not in self._costs:
+            self._costs[key] = divergences(self.model, self.calibration, table)
+        return self._costs[key]
 
     # Measurements
 
     def evaluated(self, plan: CompressionPlan | None, labels: dict[str, Any]) -> pd.DataFrame:
-        """Perplexities and accuracies of a plan, with its labels."""
-        frame = pd.concat([self.perplexities(plan), self.accuracies(plan)], ignore_index=True)
+        """Perplexities of a plan and, if it is shown by task, accuracies, with its labels."""
+        frame = self.perplexities(plan)
+        if plan is None or labels["policy"] == SERIES[labels["method"]]:
+            frame = pd.concat([frame, self.accuracies(plan)], ignore_index=True)
         ratio = 1.0 if plan is None else plan.ratio
         defaults = {"policy": "none", "requested_ratio": None, "point": 1.0, "bits": 16}
         for column, value in (defaults | labels).items():
@@ -386,7 +420,7 @@ class Study:
         rows = []
         for method in (EIGEN, STIEF):
             of_method = [p for p in plans if p[1]["method"] == method and p[1]["seed"] == 0]
-            of_method = [p for p in of_method if p[1]["policy"] != "uniform"]
+            of_method = [p for p in of_method if p[1]["policy"] == SERIES[method]]
             plan, labels = min(of_method, key=lambda p: abs(p[0].ratio - QUANTIZED_RATIO))
             exact = plan.bytes_per_token()
             for bits in (16, *BITS):
@@ -494,9 +528,36 @@ def _ranks(frame: pd.DataFrame) -> list[Ranks]:
     return [(int(k), int(v)) for k, v in zip(ordered["key"], ordered["value"], strict=True)]
 
 
+def mismatches(model: str, measured: dict[str, float]) -> list[str]:
+    """What is to be said if an uncompressed model is not the one the paper measured.
+
+    Parameters
+    ----------
+    model : str
+        As in paper_results.csv.
+    measured : dict
+        Corpus to perplexity.
+    """
+    table = pd.read_csv(HERE / "paper_results.csv")
+    theirs = table[(table["model"] == model) & table["requested_ratio"].isna()].iloc[0]
+    return [
+        f"{model} uncompressed has a perplexity of {ours:.2f} on {corpus} in windows of "
+        f"{PAPER_LENGTH} tokens, the paper's row says {theirs[corpus]:.2f}: weights, text or "
+        "sampler differ, and so will all that follows"
+        for corpus, ours in measured.items()
+        if abs(ours / theirs[corpus] - 1) > MISMATCH
+    ]
+
+
+def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
+    """Calibration text and second corpus."""
+    first, second = ("docstrings", "pydoc-topics") if embedded else (WIKITEXT, C4)
+    return given.text or first, given.second_text or second
+
+
 def _title(text: str) -> str:
     """What a corpus is called in figures and tables."""
-    known = {"wikitext:wikitext-2-raw-v1": "WikiText-2", "allenai/c4:en:validation": "C4"}
+    known = {WIKITEXT: "WikiText-2", C4: "C4"}
     substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
     return (known | substitutes).get(text, Path(text).name)
 
@@ -513,16 +574,34 @@ def write_table(table: pd.DataFrame, out: Path, captions: list[str]) -> None:
     theirs.loc[theirs["requested_ratio"].isna(), "method"] = "uncompressed (the paper's number)"
     rows = pd.concat([table, theirs], ignore_index=True)
     rows.to_csv(out / "table1.csv", index=False)
-    shown = rows.round(3).astype(object).where(rows.notna(), "–")
+    shown = with_errors(rows)
     notes = "".join(f"\n- {caption}" for caption in captions)
     text = (
-        "# Table 1\n\nPerplexities (lower is better) and accuracies; means over seeds. The paper's "
-        f"rows are of other models and other texts than ours.\n\n{shown.to_markdown(index=False)}\n"
-        f"\nOurs:\n{notes}\n"
+        "# Table 1\n\nPerplexities (lower is better) and accuracies, ± standard errors over "
+        "windows or items; means over seeds. The paper's rows are of other models and other texts "
+        f"than ours.\n\n{shown.to_markdown(index=False)}\n\nOurs:\n{notes}\n"
     )
     (out / "table1.md").write_text(text, encoding="utf-8")
-    latex = rows.to_latex(index=False, float_format="%.3f", na_rep="--", escape=True)
+    latex = shown.to_latex(index=False, escape=True)
     (out / "table1.tex").write_text(latex, encoding="utf-8")
+
+
+def with_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """A table for reading: numbers as text, with their standard errors where there are any."""
+    shown = rows[["model", "method"]].copy()
+    for column in rows.columns[2:]:
+        if column.endswith(" SE"):
+            continue
+        errors = rows.get(f"{column} SE", pd.Series(float("nan"), rows.index))
+        shown[column] = [
+            _number(value) + (f" ± {error:.2g}" if error == error else "")
+            for value, error in zip(rows[column], errors, strict=True)
+        ]
+    return shown
+
+
+def _number(value: float) -> str:
+    return "–" if pd.isna(value) else f"{value:.3f}" if value < 2 else f"{value:.2f}"
 
 
 if __name__ == "__main__":

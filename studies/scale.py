@@ -225,9 +225,9 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
         length = int(part["length"].iloc[0])
         weights = shape.layers * int(part["layer_weights"].iloc[0])
         weights += 2 * shape.vocabulary * shape.config.hidden_size
-        flops = shape.layers * PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES
-        flops *= part[["key_flops_per_sequence", "value_flops_per_sequence"]].mean().sum()
-        flops *= PAPER_LENGTH / length  # exact at the paper's length: attention is quadratic
+        step = part[["key_flops_per_sequence", "value_flops_per_sequence"]].mean().sum()
+        step *= PAPER_LENGTH / length  # exact at the paper's length: attention is quadratic
+        flops = shape.layers * PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)
         rows.append(
             {
                 "shape": name,

@@ -233,7 +233,7 @@ def test_named_sources_are_read(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("wikitext:wikitext-2-raw-v1", ("wikitext", "wikitext-2-raw-v1", "train")),
+        ("owner/named:config", ("owner/named", "config", "train")),
         ("allenai/c4:en:validation", ("allenai/c4", "en", "validation")),
         ("owner/plain", ("owner/plain", None, "train")),
     ],
@@ -249,6 +249,17 @@ def test_hub_names_are_read_as_streams(monkeypatch, name, expected):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(open_text(name).documents(None)) == ["first", "second"]
     assert asked == [expected]
+
+
+def test_lines_of_wikitext_are_one_text(monkeypatch):
+    rows = [{"text": line} for line in ["= Title =", "", "A line.", "Another.", "Held out."]]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: rows)
+    source = open_text("wikitext:wikitext-2-raw-v1:test")
+    whole = "= Title =\n\n\n\nA line.\n\nAnother.\n\nHeld out."
+    assert list(source.documents(None)) == [whole]
+    calibration, held_out = (next(source.documents(s)) for s in ("calibration", "held-out"))
+    assert calibration + held_out == whole
+    assert held_out == "Held out."
 
 
 def test_hub_is_not_asked_before_it_is_read(monkeypatch):

@@ -128,7 +128,8 @@ def test_rank_profile_averages_budgets() -> None:
 def test_table_has_a_row_per_ratio_and_a_column_per_measure(evaluations) -> None:
     table = table_of_results(sequential(evaluations))
     assert list(table.columns[:4]) == ["model", "method", "requested_ratio", "ratio"]
-    assert list(table.columns[4:]) == [name for names in MEASURES.values() for name in names]
+    names = [name for names in MEASURES.values() for name in names]
+    assert list(table.columns[4:]) == [c for name in names for c in (name, f"{name} SE")]
     assert len(table) == 1 + 3 * 2
     row = table[(table["method"] == "mine") & (table["requested_ratio"] == 0.5)].iloc[0]
     assert row["docstrings"] == pytest.approx(10.5 + 4 / 0.5)

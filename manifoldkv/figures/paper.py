@@ -151,16 +151,19 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
 
 
 def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
-    """The paper's main table: a row per model, method and requested ratio, a column per measure.
+    """The paper's main table: a row per model, method and requested ratio, two columns per measure.
 
-    Cells are means over seeds. The uncompressed model has no requested ratio.
+    Cells are means over seeds, of numbers and (with a column's name before " SE") of their standard
+    errors. The uncompressed model has no requested ratio.
     """
     part = evaluations[evaluations["bits"] == EXACT_BITS]
     points = part.groupby(["model", "method", "point"], sort=False)
     ratios = points.agg(requested_ratio=("requested_ratio", "first"), ratio=("ratio", "mean"))
-    wide = part.pivot_table("value", ["model", "method", "point"], "of", sort=False)
-    columns = list(dict.fromkeys(part["of"]))
-    return ratios.join(wide[columns]).reset_index().drop(columns="point")
+    index = ["model", "method", "point"]
+    values = part.pivot_table("value", index, "of", sort=False)
+    errors = part.pivot_table("standard_error", index, "of", sort=False).add_suffix(" SE")
+    columns = [c for of in dict.fromkeys(part["of"]) for c in (of, f"{of} SE")]
+    return ratios.join(values.join(errors)[columns]).reset_index().drop(columns="point")
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:

@@ -1,0 +1,119 @@
+"""A whole model with projected keys and values: no cache, and differentiable in the bases.
+
+What comes out is what a compressed cache computes, in one pass over whole sequences. It is for
+finding bases and ranks; what is reported is measured on the cache itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import Rotary
+from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.basis import Basis
+from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+
+Bases = Mapping[int, tuple[Basis | None, Basis | None]]
+"""Layer index to key basis and value basis; what is missing or None stays exact."""
+
+
+@contextmanager
+def projected(model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre") -> Iterator[None]:
+    """Let the layers of a model attend to projected keys and values inside the block.
+
+    Call the model with ``use_cache=False``. Leaving the block restores it.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model with rotary embeddings.
+    bases : mapping
+        Of the layers to compress. They are read at each call, so that they may be trained.
+    rotary : {"pre", "post"}
+        Whether keys are projected before or after rotation.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the attention of the model cannot be handled.
+    """
+    check_supported(model)
+    with ExitStack() as stack:
+        stack.enter_context(intercepted(model.config.get_text_config()))
+        for index, layer in enumerate(decoder_layers(model)):
+            if index in bases:
+                hook = _before_attention(layer, bases, index, rotary)
+                handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
+
+
+def _before_attention(
+    layer: nn.Module, bases: Bases, index: int, rotary: Rotary
+) -> Callable[..., tuple[tuple, dict[str, Any]]]:
+    rotate = modeling_module(layer).apply_rotary_pos_emb
+
+    def attend_projected(cos: Tensor, sin: Tensor) -> Attend:
+        def attend_instead(
+            module: nn.Module,
+            queries: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            mask: Tensor,
+            arguments: dict[str, Any],
+        ) -> Tensor:
+            settings = AttentionSettings.from_arguments(module, arguments)
+            key_basis, value_basis = bases[index]
+            if rotary == "pre":
+                keys = _project(keys, key_basis)
+            queries, keys = rotate(queries, keys, cos, sin)
+            if rotary == "post":
+                keys = _project(keys, key_basis)
+            values = _project(values, value_basis)
+            return attend(queries, keys, values, mask, settings).transpose(1, 2)
+
+        return attend_instead
+
+    def hook(
+        module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        cos, sin = kwargs["position_embeddings"]
+        # With the identity in its place the layer's own rotation does nothing.
+        kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+        kwargs["manifoldkv_attend"] = attend_projected(cos, sin)
+        return args, kwargs
+
+    return hook
+
+
+def _project(x: Tensor, basis: Basis | None) -> Tensor:
+    """In the wider dtype of the two, whatever that of the model."""
+    if basis is None:
+        return x
+    dtype = torch.promote_types(x.dtype, basis.down.dtype)
+    down, up = (part.to(x.device, dtype) for part in (basis.down, basis.up))
+    return Basis(down, up, basis.grouping).project(x.to(dtype)).to(x.dtype)
+
+
+def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Of every next token, (B, n, vocabulary), in float32 at least."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+def divergence(exact: Tensor, compressed: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of predictions, nats per token.
+
+    Parameters
+    ----------
+    exact, compressed : Tensor
+        Log-probabilities (…, vocabulary) of the uncompressed and of the compressed model.
+    """
+    terms = exact.exp() * (exact - compressed)
+    return terms.sum(dim=-1).mean()
