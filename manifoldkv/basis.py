@@ -122,6 +122,11 @@ class Basis:
     def head_dim(self) -> int:
         return self.down.shape[-2] // self.grouping.width
 
+    def like(self, x: Tensor) -> Basis:
+        """The same basis in the dtype and on the device of a tensor."""
+        down = self.down.to(x)
+        return Basis(down, down if self.orthonormal else self.up.to(x), self.grouping)
+
     def project(self, x: Tensor) -> Tensor:
         """Down and up again: what attention sees of `x`, (B, H, n, d) to (B, H, n, d)."""
         latents = self.grouping.split(x) @ self.down  # (B, H/width, n, width·r)

@@ -45,6 +45,10 @@ def layer_errors(
 
     To quote an error, pass activations of text that was not used for solving.
     """
+    key_basis, value_basis = (
+        None if basis is None else basis.like(activations.keys)
+        for basis in (key_basis, value_basis)
+    )
     columns: list[Tensor] = []
     for sequences in torch.arange(activations.sequences).split(1):
         batch = Batch(sequences.to(activations.keys.device))

@@ -96,9 +96,8 @@ def _project(x: Tensor, basis: Basis | None) -> Tensor:
     """In the wider dtype of the two, whatever that of the model."""
     if basis is None:
         return x
-    dtype = torch.promote_types(x.dtype, basis.down.dtype)
-    down, up = (part.to(x.device, dtype) for part in (basis.down, basis.up))
-    return Basis(down, up, basis.grouping).project(x.to(dtype)).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, basis.down.dtype))
+    return basis.like(wide).project(wide).to(x.dtype)
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -119,7 +119,9 @@ def sequential_ranks(
 
     def propagate(activations: LayerActivations) -> Tensor:
         bases, (key, value) = table[activations.layer], rule.ranks[activations.layer]
-        return compressed_output(activations, bases.keys[key], bases.values[value], rotary=rotary)
+        x = activations.keys
+        key_basis, value_basis = bases.keys[key].like(x), bases.values[value].like(x)
+        return compressed_output(activations, key_basis, value_basis, rotary=rotary)
 
     layers = capture(model, tokens, propagate=propagate)
     for activations in follow(layers, len(table)):
@@ -178,23 +180,15 @@ def _summed(
 
 def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -> ErrorSurface:
     rows = torch.linspace(0, activations.length - 1, min(ROWS, activations.length))
+    x = activations.keys
     exact: dict[int, Basis | None] = {activations.head_dim: None}
     return error_surface(
         activations,
-        _like(bases.keys, activations.keys) | exact,
-        _like(bases.values, activations.values) | exact,
+        {rank: basis.like(x) for rank, basis in bases.keys.items()} | exact,
+        {rank: basis.like(x) for rank, basis in bases.values.items()} | exact,
         rotary=rotary,
         rows=rows.round().long().to(activations.keys.device),
     )
-
-
-def _like(bases: dict[int, Basis], x: Tensor) -> dict[int, Basis | None]:
-    """Bases as the activations are, in dtype and place."""
-    moved: dict[int, Basis | None] = {}
-    for rank, basis in bases.items():
-        down = basis.down.to(x)
-        moved[rank] = Basis(down, down if basis.orthonormal else basis.up.to(x), basis.grouping)
-    return moved
 
 
 def _identity(activations: LayerActivations) -> Basis:

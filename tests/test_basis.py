@@ -27,6 +27,18 @@ def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+@pytest.mark.parametrize("oblique", [False, True])
+def test_like_changes_the_dtype_only(oblique: bool) -> None:
+    down = random_tensor(1, 8, 4)
+    up = random_tensor(1, 8, 4) if oblique else down
+    basis = Basis(down, up, HeadGrouping("shared", 2))
+    single = basis.like(torch.zeros(1))
+    assert single.down.dtype == single.up.dtype == torch.float32
+    assert single.orthonormal != oblique
+    assert torch.equal(single.up, up.float())
+    assert basis.like(down).down is down
+
+
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_merge_undoes_split(name):
     grouping = HeadGrouping(name, 4)
