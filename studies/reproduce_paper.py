@@ -206,7 +206,7 @@ class Study:
             )
         for task in self.tasks if self.data is not None else ():
             local_task(task, self.data)  # a missing file is told of now
-        self.caption = f"{name} ({model}): {protocol.caption(self.length)}"
+        self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length)}"
         self.common = {
             "model": digest_of_model(self.model),
             "calibration": digest_of_tokens(self.calibration),
@@ -254,7 +254,7 @@ class Study:
         plain = (stem, self.name) == ("bases_comparison", "llama")
         path = self.out / (stem if plain else f"{stem}_{self.name}")
         frame.to_csv(path.with_suffix(".csv"), index=False)
-        save_figure(figure(frame, title=_wrapped(self.caption)), path)
+        save_figure(figure(frame, title=self.caption), path)
 
     # Plans
 
@@ -560,11 +560,6 @@ def _title(text: str) -> str:
     known = {WIKITEXT: "WikiText-2", C4: "C4"}
     substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
     return (known | substitutes).get(text, Path(text).name)
-
-
-def _wrapped(caption: str) -> str:
-    first, rest = caption.split(": ", 1)
-    return f"{first}\n{rest}" if len(caption) < 120 else f"{first}\n" + rest.replace("; ", ";\n", 1)
 
 
 def write_table(table: pd.DataFrame, out: Path, captions: list[str]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below
+from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below, title_above
 
 METHODS = {
     "uncompressed": "uncompressed",
@@ -35,7 +35,7 @@ def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Zero-shot accuracy against the achieved cache ratio, a panel per task."""
     part = _exact(evaluations, "accuracy")
     figure = _tradeoff(part, "accuracy, with standard errors")
-    figure.suptitle(title, fontsize=10)
+    title_above(figure, title)
     return figure
 
 
@@ -43,8 +43,8 @@ def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
     figure = _tradeoff(_exact(evaluations, "perplexity"), "perplexity")
     for axes in figure.axes:
-        axes.set_yscale("log")
-    figure.suptitle(title, fontsize=10)
+        _logarithmic(axes)
+    title_above(figure, title)
     return figure
 
 
@@ -52,18 +52,16 @@ def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Perplexity of one method against the achieved ratio, a line per rule for ranks."""
     part = _exact(evaluations, "perplexity")
     corpora = list(dict.fromkeys(part["of"]))
-    figure = Figure(figsize=(3.4 * len(corpora), 3.2), layout="constrained")
-    for axes, corpus in zip(
-        figure.subplots(1, len(corpora), squeeze=False)[0], corpora, strict=True
-    ):
+    figure, panels = _panels(len(corpora))
+    for axes, corpus in zip(panels, corpora, strict=True):
         of_corpus = part[(part["of"] == corpus) & (part["method"] != "uncompressed")]
         for policy, line in of_corpus.groupby("policy", sort=False):
             style = {"linestyle": POLICY_STYLES.get(str(policy), "-"), "color": "#009E73"}
             _line(axes, line, "ratio", "point", str(policy), style)
         _finish(axes, corpus, "perplexity")
-        axes.set_yscale("log")
+        _logarithmic(axes)
     legend_below(figure, figure.axes[0])
-    figure.suptitle(title, fontsize=10)
+    title_above(figure, title)
     return figure
 
 
@@ -74,11 +72,9 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """
     part = evaluations[evaluations["measure"] == "perplexity"]
     corpora = list(dict.fromkeys(part["of"]))
-    figure = Figure(figsize=(3.4 * len(corpora), 3.2), layout="constrained")
+    figure, panels = _panels(len(corpora))
     names = list(dict.fromkeys(part["method"]))
-    for axes, corpus in zip(
-        figure.subplots(1, len(corpora), squeeze=False)[0], corpora, strict=True
-    ):
+    for axes, corpus in zip(panels, corpora, strict=True):
         of_corpus = part[part["of"] == corpus]
         for method, line in of_corpus.groupby("method", sort=False):
             name = str(method)
@@ -89,9 +85,9 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
                 axes.annotate(label, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
         _finish(axes, corpus, "perplexity")
         axes.set_xlabel("bytes / uncompressed 16-bit cache", fontsize=8)
-        axes.set_yscale("log")
+        _logarithmic(axes)
     legend_below(figure, figure.axes[0])
-    figure.suptitle(title, fontsize=10)
+    title_above(figure, title)
     return figure
 
 
@@ -117,7 +113,7 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
         axes.tick_params(labelsize=7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_below(figure, figure.axes[0])
-    figure.suptitle(title, fontsize=10)
+    title_above(figure, title)
     return figure
 
 
@@ -146,7 +142,7 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
     axes.tick_params(labelsize=7)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=10)
+    title_above(figure, title)
     return figure
 
 
@@ -168,7 +164,7 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels in a row, each legible in a column of text."""
-    figure = Figure(figsize=(3.2 * count, 3.2), layout="constrained")
+    figure = Figure(figsize=(max(4.6, 3.2 * count), 3.2), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
@@ -217,6 +213,13 @@ def _line(
     axes.plot(points["x"], points["mean"], marker="o", markersize=3.5, label=label, **style)
     band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
     axes.fill_between(points["x"], points["low"], points["high"], **band)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic axis with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _style(name: str, names: list[str]) -> dict[str, Any]:

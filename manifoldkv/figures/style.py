@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ COLOURS = {
     "eigen-attention": "#E69F00",
     "kq-svd": "#56B4E9",
     "layer-output": "#009E73",
+    "grouped kq-svd": "#0072B2",
     "closed-form": "#0072B2",
     "predictor": "#D55E00",
     "riemannian-adam": "#CC79A7",
@@ -23,6 +25,7 @@ ERROR_LABELS = {
     "layer_output_error": "layer-output error",
     "cosine_similarity": "cosine similarity",
 }
+TITLE_SIZE, CHARACTERS_PER_INCH = 8, 16
 _SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
 
 
@@ -40,13 +43,20 @@ def save_figure(figure: Figure, stem: Path) -> None:
     figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
+def title_above(figure: Figure, title: str) -> None:
+    """A title as wide as the figure, on as many lines as it needs."""
+    width = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    lines = [textwrap.fill(line, width) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), fontsize=TITLE_SIZE)
+
+
 def legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=min(len(labels), 7),
+        ncols=max(1, min(len(labels), 7, int(figure.get_figwidth() / 1.3))),
         fontsize=8,
         frameon=False,
     )
