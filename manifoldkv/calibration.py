@@ -97,8 +97,10 @@ def sample_tokens(
 ) -> Tensor:
     """The sampler ``consecutive``: the first windows of the text, one after the other.
 
-    Documents are joined by the tokenizer's end-of-sequence token, if it has one; windows do not
-    overlap and may begin inside a document. No more of the text is read than is needed.
+    Every document begins with what the tokenizer puts before a text (Llama's start token); where
+    it puts nothing, a document ends with the end-of-sequence token, if there is one. A model that
+    is shown other bounds than it was trained with predicts far worse. Windows do not overlap and
+    may begin inside a document. No more of the text is read than is needed.
 
     Parameters
     ----------
@@ -122,11 +124,12 @@ def sample_tokens(
         If the text is empty or too short; the message says how much there is.
     """
     wanted = sequences * length
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
+    end = [tokenizer.eos_token_id] if needs_end else []
     ids: list[int] = []
     for document in source.documents(split):
         if document.strip():
-            ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
+            ids += tokenizer(document, verbose=False)["input_ids"] + end
         if len(ids) >= wanted:
             return torch.tensor(ids[:wanted]).view(sequences, length)
     part = f"{split} part of " if split else ""

@@ -69,13 +69,13 @@ def test_without_an_end_token_documents_are_joined_by_nothing(tokenizer):
     assert tokens.flatten().tolist() == list(range(1, 11))
 
 
-def test_tokens_a_tokenizer_puts_around_a_text_are_not_sampled(tokenizer):
+def test_a_start_token_of_the_tokenizer_stands_instead_of_the_end_token(tokenizer):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="0 $A", special_tokens=[("0", 0)]
     )
     assert tokenizer("1 2")["input_ids"] == [0, 1, 2]
     tokens = sample_tokens(source_of("1 2", "3 4"), tokenizer, sequences=2, length=3)
-    assert tokens.tolist() == [[1, 2, END], [3, 4, END]]
+    assert tokens.tolist() == [[0, 1, 2], [0, 3, 4]]
 
 
 @pytest.mark.parametrize(("split", "documents"), [("calibration", 40), ("held-out", 10)])

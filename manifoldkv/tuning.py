@@ -1,0 +1,182 @@
+"""End-to-end tuning: all bases of a plan moved together, so that predictions change least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import geoopt
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from manifoldkv.basis import Basis
+from manifoldkv.calibration import TextSource, calibration_tokens
+from manifoldkv.errors import DivergenceError, PlanError
+from manifoldkv.plan import CompressionPlan, plain
+from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.solvers.base import random_sequences
+
+BETAS = (0.9, 0.95)
+
+
+def tune(
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    tokens: Tensor | TextSource | str,
+    *,
+    steps: int = 300,
+    learning_rate: float = 0.1,
+    sequences_per_step: int = 4,
+    seed: int = 0,
+) -> CompressionPlan:
+    """Minimise the divergence of the predictions of the compressed model from the model's own.
+
+    A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
+    as the two subspaces that make its projector, each a point of one. Ranks, grouping and bytes
+    stay what they are. The weights of the model get no gradient.
+
+    Parameters
+    ----------
+    model, tokens
+        As in `compress`.
+    plan : CompressionPlan
+        The start, without quantisation.
+    steps : int
+        Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
+    learning_rate : float
+        At the start; nearly the length of a step on each manifold.
+    sequences_per_step : int
+        Calibration sequences in a step. The activations of one step are held at a time.
+    seed : int
+        Of the order of the sequences.
+
+    Raises
+    ------
+    PlanError
+        If the plan is quantised or made for another model.
+    TextError
+        As in `compress`.
+    DivergenceError
+        If the divergence is not finite.
+    """
+    if plan.quantization is not None:
+        raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    plan.check_model(model.config)
+    _, tokens = calibration_tokens(model, tokens)
+    tokens = tokens.to(model.device)
+    bases = _MovingBases(plan, model.device)
+    if not bases.parameters() or steps < 1:
+        return plan
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = geoopt.optim.RiemannianAdam(
+        bases.parameters(), lr=learning_rate, betas=BETAS, stabilize=10
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    with _frozen(model), tqdm(range(steps), desc="tuning", disable=None) as bar:
+        for step in bar:
+            chosen = random_sequences(len(tokens), sequences_per_step, generator)
+            loss = bases.divergence(model, tokens[chosen.to(tokens.device)], plan)
+            if not math.isfinite(loss.item()):
+                raise DivergenceError(
+                    f"the divergence of the predictions is {loss.item()} at step {step} of tuning; "
+                    "try a smaller learning rate"
+                )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.set_postfix_str(f"{loss.item():.4f} nats")
+    return bases.plan(plan)
+
+
+class _MovingBases:
+    """The bases of a plan as points of manifolds; what keeps all numbers does not move."""
+
+    def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
+        self._layers = [
+            (_MovingBasis(layer.key, device), _MovingBasis(layer.value, device))
+            for layer in plan.layers
+        ]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for layer in self._layers for basis in layer for p in basis.parameters()]
+
+    def divergence(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> Tensor:
+        """Of the predictions on some sequences (b, n), with a gradient for the bases."""
+        with torch.no_grad():
+            exact = log_probabilities(model, tokens)
+        bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
+        with projected(model, bases, rotary=plan.rotary):
+            return divergence(exact, log_probabilities(model, tokens))
+
+    @torch.no_grad()
+    def plan(self, start: CompressionPlan) -> CompressionPlan:
+        """The plan with these bases."""
+        layers = [
+            replace(layer, key=key.settled(), value=value.settled())
+            for layer, (key, value) in zip(start.layers, self._layers, strict=True)
+        ]
+        return replace(start, layers=tuple(layers))
+
+
+class _MovingBasis(nn.Module):
+    """One basis: `down` and, unless it is orthonormal, the subspace that is projected along.
+
+    The projector of an oblique basis depends on the spans of `down` and `up` only, so that both
+    are kept orthonormal while they move.
+    """
+
+    def __init__(self, basis: Basis, device: torch.device) -> None:
+        super().__init__()
+        self._start = basis
+        self._moves = basis.rank < basis.head_dim
+        if self._moves:
+            manifold = geoopt.Stiefel(canonical=True)
+            self._down = geoopt.ManifoldParameter(_span(basis.down).to(device), manifold=manifold)
+            if not basis.orthonormal:
+                self._up = geoopt.ManifoldParameter(_span(basis.up).to(device), manifold=manifold)
+
+    def forward(self) -> Basis | None:
+        if not self._moves:
+            return None
+        if self._start.orthonormal:
+            return Basis(self._down, self._down, self._start.grouping)
+        return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
+
+    def settled(self) -> Basis:
+        """As a plan keeps it."""
+        if not self._moves:
+            return self._start
+        down = plain(_span(self._down.double()))
+        up = down
+        if not self._start.orthonormal:
+            up = plain(_dual(plain(self._up.double()), down))
+        return Basis(down, up, self._start.grouping).like(self._start.down)
+
+
+def _dual(span: Tensor, down: Tensor) -> Tensor:
+    """The columns in a span for which ``upᵀ down`` is the identity."""
+    return torch.linalg.solve(span.mT @ down, span.mT).mT
+
+
+def _span(columns: Tensor) -> Tensor:
+    """Orthonormal columns with the same span, signs kept."""
+    q, r = torch.linalg.qr(columns.double())
+    return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(columns.dtype)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradient for weights inside the block."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)

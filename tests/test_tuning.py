@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from manifoldkv import (
+    CompressionPlan,
+    DivergenceError,
+    PlanError,
+    Quantization,
+    compress,
+    compressed,
+    load_model,
+    open_text,
+    sample_tokens,
+)
+from manifoldkv.plan import config_hash
+from manifoldkv.projection import divergence
+from manifoldkv.tuning import tune
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import random_plan
+
+
+def lost(model, plan: CompressionPlan, tokens: torch.Tensor) -> float:
+    """Divergence through the cache."""
+    with torch.no_grad():
+        exact = model(input_ids=tokens).logits.log_softmax(-1)
+        with compressed(model, plan):
+            return float(divergence(exact, model(input_ids=tokens).logits.log_softmax(-1)))
+
+
+def projectors(plan: CompressionPlan) -> list[torch.Tensor]:
+    return [basis.projector() for layer in plan.layers for _, basis in layer.sites]
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("oblique", [False, True])
+@pytest.mark.parametrize("grouping", ["shared", 1, "all"])
+def test_predictions_come_closer_and_bases_stay_bases(
+    rotary: str, oblique: bool, grouping: str | int
+) -> None:
+    model, tokens = tiny_model("qwen3"), tiny_tokens()
+    names = {"key_grouping": grouping, "value_grouping": grouping}
+    start = random_plan(model, **names, rotary=rotary, oblique=oblique)
+    tuned = tune(model, start, tokens, steps=15)  # a plan checks its bases when it is made
+    assert lost(model, tuned, tokens) < 0.9 * lost(model, start, tokens)
+    assert tuned.ratio == start.ratio
+    for before, after in zip(start.layers, tuned.layers, strict=True):
+        assert after.key.orthonormal == before.key.orthonormal
+        assert after.value.grouping == before.value.grouping
+        assert after.key.down.dtype == before.key.down.dtype
+
+
+@pytest.mark.parametrize("oblique", [False, True])
+def test_a_rate_of_nothing_keeps_the_projectors(oblique: bool) -> None:
+    model = tiny_model("llama")
+    start = random_plan(model, oblique=oblique)
+    tuned = tune(model, start, tiny_tokens(), steps=3, learning_rate=0.0)
+    for before, after in zip(projectors(start), projectors(tuned), strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, tokens = tiny_model("llama").requires_grad_(True), tiny_tokens()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tune(model, random_plan(model), tokens, steps=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_nothing_to_move() -> None:
+    model = tiny_model("llama")
+    full = random_plan(model, key_rank=8, value_rank=8)
+    assert tune(model, full, tiny_tokens(), steps=2) is full
+    part = random_plan(model)
+    assert tune(model, part, tiny_tokens(), steps=0) is part
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    model, start = tiny_model("llama"), random_plan(tiny_model("llama"))
+    first, second = (tune(model, start, tiny_tokens(), steps=3, seed=5) for _ in range(2))
+    assert first.digest() == second.digest() != start.digest()
+
+
+def test_impossible_starts_are_refused() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    with pytest.raises(PlanError, match="tune first, then quantise"):
+        tune(model, random_plan(model, quantization=Quantization(8)), tokens)
+    with pytest.raises(PlanError):
+        tune(tiny_model("llama", hidden_size=48), random_plan(model), tokens)
+    broken = tiny_model("llama")
+    broken.lm_head.weight.data.fill_(float("nan"))
+    plan = random_plan(broken)
+    assert plan.config_hash == config_hash(broken.config)
+    with pytest.raises(DivergenceError, match="at step 0 of tuning"):
+        tune(broken, plan, tokens)
+
+
+def test_held_out_predictions_of_a_trained_model_come_closer() -> None:
+    model, tokenizer = load_model("studies/reference_models/reference-llama")
+    text = open_text("pydoc-topics")
+    size = {"sequences": 16, "length": 96}
+    calibration = sample_tokens(text, tokenizer, **size, split="calibration")
+    held_out = sample_tokens(text, tokenizer, **size, split="held-out")
+    start = compress(model, calibration, ratio=0.5)
+    tuned = tune(model, start, calibration, steps=20)
+    assert lost(model, tuned, held_out) < 0.95 * lost(model, start, held_out)
