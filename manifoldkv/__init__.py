@@ -38,6 +38,7 @@ from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objec
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
 from manifoldkv.quantize import quantize
 from manifoldkv.solvers import SOLVERS, Solution, Solver, register_solver
+from manifoldkv.tuning import tune
 
 __all__ = [
     "OBJECTIVES",
@@ -88,5 +89,6 @@ __all__ = [
     "register_objective",
     "register_solver",
     "sample_tokens",
+    "tune",
     "uniform_ranks",
 ]

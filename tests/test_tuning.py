@@ -11,10 +11,10 @@ from manifoldkv import (
     load_model,
     open_text,
     sample_tokens,
+    tune,
 )
 from manifoldkv.plan import config_hash
 from manifoldkv.projection import divergence
-from manifoldkv.tuning import tune
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
