@@ -30,11 +30,14 @@ class Perplexity:
         Of `nll`, over sequences.
     predicted : int
         Tokens predicted: all but the first of every sequence.
+    by_sequence : tuple of float
+        `nll` of each sequence: plans measured on the same tokens are best compared one by one.
     """
 
     nll: float
     standard_error: float
     predicted: int
+    by_sequence: tuple[float, ...]
 
     @property
     def perplexity(self) -> float:
@@ -81,4 +84,5 @@ def perplexity(
         float(per_sequence.mean()),
         spread / math.sqrt(len(per_sequence)),
         tokens.shape[0] * (tokens.shape[1] - 1),
+        tuple(per_sequence.tolist()),
     )

@@ -62,3 +62,11 @@ def test_tokens_of_another_shape_are_refused() -> None:
     for tokens in (torch.zeros(3).long(), torch.zeros(2, 1).long(), torch.zeros(0, 5).long()):
         with pytest.raises(TextError, match="sequences, length > 1"):
             perplexity(tiny_model("llama"), tokens)
+
+
+def test_it_is_the_mean_over_sequences() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    found = perplexity(model, tokens)
+    apart = [perplexity(model, sequence).nll for sequence in tokens.split(1)]
+    assert found.by_sequence == pytest.approx(apart)
+    assert found.nll == pytest.approx(sum(apart) / len(apart))
