@@ -14,6 +14,7 @@ interrupted run goes on, a repeated one draws at once.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -199,14 +200,15 @@ class Study:
         self.data: Path | None = given.tasks_data
         self.tasks: tuple[str, ...] = TASKS
         if self.data is None and embedded:
-            self.data, self.tasks = given.out / "steps", (CONTINUATION,)
+            self.data, self.tasks = given.out / "steps" / name, (CONTINUATION,)
+            self.data.mkdir(exist_ok=True)
             path_of_task = self.data / f"{CONTINUATION}.jsonl"
             items = protocol.items or 1000
             write_continuation_task(
                 open_text("docstrings"), self.tokenizer, path_of_task, items=items
             )
-        for task in self.tasks if self.data is not None else ():
-            local_task(task, self.data)  # a missing file is told of now
+        # A missing file is told of now.
+        self.documents = {} if self.data is None else _digests(self.tasks, self.data)
         self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length)}"
         self.common = {
             "model": digest_of_model(self.model),
@@ -403,7 +405,7 @@ class Study:
 
     def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
         settings = self._measured(plan) | {"tasks": self.tasks, "items": self.protocol.items}
-        settings |= {"data": None if self.data is None else str(self.data)}
+        settings |= {"documents": self.documents}
 
         def compute() -> pd.DataFrame:
             return zero_shot(
@@ -561,6 +563,12 @@ def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
     """Calibration text and second corpus."""
     first, second = ("docstrings", "pydoc-topics") if embedded else (WIKITEXT, C4)
     return given.text or first, given.second_text or second
+
+
+def _digests(tasks: tuple[str, ...], data: Path) -> dict[str, str]:
+    """SHA-256 of the documents of local tasks."""
+    files = {task: local_task(task, data)["dataset_kwargs"]["data_files"]["test"] for task in tasks}
+    return {task: hashlib.sha256(Path(f).read_bytes()).hexdigest() for task, f in files.items()}
 
 
 def _title(text: str) -> str:

@@ -4,8 +4,8 @@ Each measurement is a process of its own that builds a few decoder layers of the
 with random weights, captures calibration text, takes solver steps on the last layer and reports its
 peak memory (resident set), the counted floating-point operations of a step, and seconds. Time on
 other hardware is operations over a stated sustained rate; memory beyond the weights grows with the
-calibration tokens, for which a line is fitted. Writes results.csv, summary.md and a figure into
---out.
+calibration tokens, for which a line is fitted (from 8 sequences on, as so many run at a time).
+Writes results.csv, summary.md and a figure into --out.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def main() -> int:
         "--sequences",
         nargs="+",
         type=int,
-        default=[1, 2, 3],
+        default=[8, 16, 24],
         help="calibration sequences (%(default)s)",
     )
-    add("--sequence-length", type=int, default=2048, help="(%(default)s)")
+    add("--sequence-length", type=int, default=128, help="(%(default)s)")
     add("--steps", type=int, default=1, help="steps per site (%(default)s)")
     add("--rate", type=float, default=100, help="TFLOP/s sustained elsewhere (%(default)s)")
     add("--out", type=Path, help="output folder (figures/scale)")
@@ -115,11 +115,10 @@ def main() -> int:
         if min(numbers) < 1 or not given.rate > 0:
             raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
         check_writable(out)
-        results = pd.DataFrame(measure_all(given))
+        results = measure_all(given, out / "results.csv")
     except ManifoldKVError as error:
         print(f"scale: {error}", file=sys.stderr)
         return 2
-    results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results), out / "memory_against_tokens")
     (out / "summary.md").write_text(summary(results, given.rate), encoding="utf-8")
     print((out / "summary.md").read_text(encoding="utf-8"))
@@ -127,8 +126,11 @@ def main() -> int:
     return 0
 
 
-def measure_all(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row per shape, number of layers and calibration size, each from a fresh process."""
+def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
+    """A row per shape, number of layers and calibration size, each from a fresh process.
+
+    What is measured is on disk before the next begins.
+    """
     settings = [
         {"shape": s, "layers": n, "sequences": c, "length": given.sequence_length}
         for s in given.shape
@@ -144,7 +146,8 @@ def measure_all(given: argparse.Namespace) -> list[dict[str, Any]]:
             reason = (run.stderr.strip().splitlines() or ["killed, probably out of memory"])[-1]
             raise ManifoldKVError(f"{setting} failed: {reason}")
         rows.append(setting | json.loads(run.stdout.splitlines()[-1]))
-    return rows
+        pd.DataFrame(rows).to_csv(path, index=False)
+    return pd.DataFrame(rows)
 
 
 # One measurement
@@ -172,9 +175,11 @@ def measure(shape: str, layers: int, sequences: int, length: int, steps: int) ->
 
 
 def random_model(config: PreTrainedConfig, layers: int) -> PreTrainedModel:
-    config = type(config)(**(config.to_dict() | {"num_hidden_layers": layers}))
+    """With weights of about the size of trained ones; drawing them normally would take longer."""
+    settings = config.to_dict() | {"num_hidden_layers": layers}
+    settings.pop("layer_types", None)  # one for each of the default number of layers
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(type(config)(**settings), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,7 +231,7 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
         weights = shape.layers * int(part["layer_weights"].iloc[0])
         weights += 2 * shape.vocabulary * shape.config.hidden_size
         step = part[["key_flops_per_sequence", "value_flops_per_sequence"]].mean().sum()
-        step *= PAPER_LENGTH / length  # exact at the paper's length: attention is quadratic
+        step *= PAPER_LENGTH / length  # but for attention's quadratic part, a few hundredths
         flops = shape.layers * PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)
         rows.append(
             {
