@@ -79,6 +79,8 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
         for method, line in of_corpus.groupby("method", sort=False):
             name = str(method)
             _line(axes, line, "bytes_ratio", "bits", METHODS.get(name, name), _style(name, names))
+            if name != names[0]:  # labels of other lines would lie over each other
+                continue
             means = line.groupby("bits")[["bytes_ratio", "value"]].mean()
             for bits, (x, y) in means.iterrows():
                 label = "exact" if bits == EXACT_BITS else f"{bits} bit"
