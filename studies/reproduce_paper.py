@@ -60,6 +60,7 @@ from manifoldkv.rank_selection import (
     PAPER_CANDIDATES,
     ErrorSurface,
     Ranks,
+    Sequential,
     budget_from_ratio,
     candidate_ranks,
     optimal,
@@ -175,7 +176,6 @@ class Study:
         embedded = model in REFERENCE.values()
         path = str(HERE / "reference_models" / model) if embedded else model
         self.name, self.protocol, self.steps, self.out = name, protocol, steps, given.out
-        self._costs: dict[tuple[str, int], list[ErrorSurface]] = {}
         self.seeds = range(given.seeds)
         self.model, self.tokenizer = load_model(
             path, dtype=getattr(torch, given.dtype), device=given.device
@@ -276,14 +276,17 @@ class Study:
         return [self.layer_bases(GROUPED, layer, 0) for layer in range(self.layers)]
 
     def layer_bases(self, method: str, layer: int, seed: int) -> LayerBases:
-        settings = self.common | {"method": method, "layer": layer, "seed": seed}
-        settings |= {"epochs": self.protocol.epochs, "candidates": self.protocol.candidates}
+        settings = self.bases_settings(method, seed) | {"layer": layer}
 
         def compute() -> LayerBases:
             activations = next(iter(capture(self.model, self.calibration, [layer])))
             return _bases(method, activations, self.protocol, seed)
 
         return self.steps.bases(f"bases-{method}", settings, self.heads, compute)
+
+    def bases_settings(self, method: str, seed: int) -> dict[str, Any]:
+        settings = self.common | {"method": method, "seed": seed}
+        return settings | {"epochs": self.protocol.epochs, "candidates": self.protocol.candidates}
 
     def plans(self) -> list[tuple[CompressionPlan, dict[str, Any]]]:
         """Every plan that is measured, with its labels."""
@@ -350,24 +353,28 @@ class Study:
         if policy == "uniform":
             candidates = candidate_ranks(head_dim, self.protocol.candidates)
             return uniform(candidates, candidates, self.layers, budget, head_dim)
-        settings = self.common | asdict(self.protocol)
-        settings |= {"method": method, "seed": seed, "ratio": ratio}
+        surfaces = self.surfaces(method, table, seed, policy, budget)
+        if policy == "optimal":
+            return optimal(surfaces, budget, head_dim)
+        rule = Sequential(self.layers, budget)
+        return [rule.select(surface) for surface in surfaces]
+
+    def surfaces(
+        self, method: str, table: list[LayerBases], seed: int, policy: str, budget: int
+    ) -> list[ErrorSurface]:
+        """What ranks cost, by layer; behind compressed layers the budget has a say in it."""
+        settings = self.bases_settings(method, seed)
+        if policy == "sequential":
+            settings |= {"budget": budget}
 
         def compute() -> pd.DataFrame:
             if policy == "sequential":
-                ranks, _ = sequential_ranks(self.model, self.calibration, table, budget)
+                _, found = sequential_ranks(self.model, self.calibration, table, budget)
             else:
-                ranks = optimal(self.costs(method, table, seed), budget, head_dim)
-            return _frame(ranks)
+                found = divergences(self.model, self.calibration, table)
+            return _surfaces_to_frame(found)
 
-        return _ranks(self.steps.frame(policy, settings, compute))
-
-    def costs(self, method: str, table: list[LayerBases], seed: int) -> list[ErrorSurface]:
-        """What ranks cost the predictions, measured once for all ratios."""
-        key = (method, seed)
-        if key not in self._costs:
-            self._costs[key] = divergences(self.model, self.calibration, table)
-        return self._costs[key]
+        return _surfaces_from_frame(self.steps.frame(f"surfaces-{policy}", settings, compute))
 
     # Measurements
 
@@ -527,10 +534,25 @@ def _spectrum(activations: LayerActivations, site: Site) -> Tensor:
     return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
 
 
-def _frame(ranks: list[Ranks]) -> pd.DataFrame:
+def _surfaces_to_frame(surfaces: list[ErrorSurface]) -> pd.DataFrame:
     return pd.DataFrame(
-        [{"layer": i, "key": key, "value": value} for i, (key, value) in enumerate(ranks)]
+        [
+            {"layer": layer, "key": key, "value": value, "error": float(surface.errors[i, j])}
+            for layer, surface in enumerate(surfaces)
+            for i, key in enumerate(surface.key_ranks)
+            for j, value in enumerate(surface.value_ranks)
+        ]
     )
+
+
+def _surfaces_from_frame(frame: pd.DataFrame) -> list[ErrorSurface]:
+    found = []
+    for _, rows in frame.groupby("layer"):
+        wide = rows.pivot_table("error", "key", "value")
+        errors = torch.from_numpy(wide.to_numpy(dtype="float64", copy=True))
+        keys, values = (tuple(map(int, ranks)) for ranks in (wide.index, wide.columns))
+        found.append(ErrorSurface(keys, values, errors))
+    return found
 
 
 def _ranks(frame: pd.DataFrame) -> list[Ranks]:
