@@ -152,6 +152,12 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
     return Basis(down=columns, up=columns, grouping=grouping)
 
 
+def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
+    """The basis of full rank that leaves keys or values as they are, float32."""
+    columns = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
+    return Basis(columns, columns, grouping)
+
+
 def orthonormality_error(basis: Basis) -> float:
     """Largest entry of ``upᵀ down - I``; NaN if a number is not finite."""
     product = basis.up.mT @ basis.down

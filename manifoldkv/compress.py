@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.activations import LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.basis import Basis, HeadGrouping, identity_basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError, UnknownNameError, UnsolvableError
 from manifoldkv.models import attention_of, check_supported, decoder_layers
@@ -249,10 +249,8 @@ def solver_of(
     def solve(activations: LayerActivations, site: Site, rank: int) -> Basis:
         grouping = HeadGrouping(groupings[site], activations.kv_heads)
         if rank == activations.head_dim:
-            size = grouping.width * rank
-            identity = torch.eye(size, dtype=activations.keys.dtype)
-            identity = identity.repeat(grouping.groups, 1, 1)
-            return Basis(identity, identity, grouping)
+            dtype = activations.keys.dtype
+            return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
         problem = objective.problem(activations, site, grouping, rotary)
         basis = solver.solve(problem, rank, seed).basis
         down = plain(basis.down)

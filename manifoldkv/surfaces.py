@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.activations import Batch, LayerActivations, Rotary, capture
-from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.basis import Basis, HeadGrouping, identity_basis
 from manifoldkv.decoder import (
     compressed_output,
     layer_output,
@@ -68,7 +68,9 @@ def error_surface(
         Query positions to look at; all if omitted. The norms are those of the same rows.
     """
     keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
-    bases = [b if b is not None else _identity(activations) for _, b in sorted(value_bases.items())]
+    shared = HeadGrouping("shared", activations.kv_heads)
+    identity = identity_basis(shared, activations.head_dim).like(activations.keys)
+    bases = [identity if basis is None else basis for _, basis in sorted(value_bases.items())]
     errors = torch.zeros(len(keys), len(values), dtype=torch.float64)
     batches = whole(activations).sequences.split(1)
     for sequences in batches:
@@ -189,12 +191,6 @@ def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -
         rotary=rotary,
         rows=rows.round().long().to(activations.keys.device),
     )
-
-
-def _identity(activations: LayerActivations) -> Basis:
-    """Leaves values as they are."""
-    identity = torch.eye(activations.head_dim).to(activations.keys).unsqueeze(0)
-    return Basis(identity, identity, HeadGrouping("shared", activations.kv_heads))
 
 
 def follow(layers: Iterator[LayerActivations], total: int) -> Iterator[LayerActivations]:

@@ -47,6 +47,7 @@ from manifoldkv import (
 )
 from manifoldkv import figures as draw
 from manifoldkv.activations import Site
+from manifoldkv.basis import identity_basis
 from manifoldkv.compress import sliding_windows
 from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
@@ -498,18 +499,13 @@ def _bases(method: str, activations: LayerActivations, protocol: Protocol, seed:
             continue
         solver: Solver = Predictor(epochs=protocol.epochs) if method == STIEF else ClosedForm()
         bases = {rank: solver.solve(problem, rank, seed).basis for rank in ranks}
-        found.append(bases | {head_dim: _identity(grouping, head_dim)})
+        found.append(bases | {head_dim: identity_basis(grouping, head_dim)})
     return LayerBases(*found)
 
 
 def _error(activations: LayerActivations, bases: LayerBases, key: int, value: int) -> float:
     key_basis, value_basis = _at_rank(bases.keys, key), _at_rank(bases.values, value)
     return layer_errors(activations, key_basis, value_basis).layer_output_error
-
-
-def _identity(grouping: HeadGrouping, head_dim: int) -> Basis:
-    identity = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
-    return Basis(identity, identity, grouping)
 
 
 def _at_rank(bases: dict[int, Basis], rank: int) -> Basis:

@@ -4,6 +4,7 @@ from itertools import product
 
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from manifoldkv.figures import (
@@ -15,6 +16,7 @@ from manifoldkv.figures import (
     quantization,
     rank_profile,
     save_figure,
+    style,
     table_of_results,
 )
 
@@ -142,3 +144,22 @@ def test_equal_data_give_equal_files(evaluations, tmp_path) -> None:
         save_figure(perplexities(sequential(evaluations), title="tiny"), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
+
+
+def test_titles_and_legends_fit_a_single_panel(evaluations) -> None:
+    one_task = sequential(evaluations)
+    one_task = one_task[one_task["of"] == "mmlu"]
+    figure = accuracy(one_task, title="a model: " + "a cap of the protocol; " * 12)
+    FigureCanvasAgg(figure).draw()
+    width, height = figure.bbox.size
+    assert figure._suptitle is not None
+    for part in (figure._suptitle, *figure.legends):
+        box = part.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= width
+        assert 0 <= box.y0 < box.y1 <= height
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    names = ["eigen-attention", "layer-output", "grouped kq-svd", "mine", "yours"]
+    assert len({style.colour_of(name, names) for name in names}) == len(names)
+    assert style.colour_of("mine", names) == style.colour_of("mine", ["mine"])

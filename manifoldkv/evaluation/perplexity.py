@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -24,20 +25,26 @@ class Perplexity:
 
     Parameters
     ----------
-    nll : float
-        Mean negative log-likelihood, nats per predicted token.
-    standard_error : float
-        Of `nll`, over sequences.
+    by_sequence : tuple of float
+        Mean negative log-likelihood of each sequence, nats per predicted token: plans measured on
+        the same tokens are best compared one by one.
     predicted : int
         Tokens predicted: all but the first of every sequence.
-    by_sequence : tuple of float
-        `nll` of each sequence: plans measured on the same tokens are best compared one by one.
     """
 
-    nll: float
-    standard_error: float
-    predicted: int
     by_sequence: tuple[float, ...]
+    predicted: int
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood, nats per predicted token."""
+        return statistics.fmean(self.by_sequence)
+
+    @property
+    def standard_error(self) -> float:
+        """Of `nll`, over sequences; not a number if there is only one."""
+        count = len(self.by_sequence)
+        return math.nan if count < 2 else statistics.stdev(self.by_sequence) / math.sqrt(count)
 
     @property
     def perplexity(self) -> float:
@@ -78,11 +85,5 @@ def perplexity(
                 logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none"
             )
             losses.append(loss.view(len(batch), -1).double().mean(dim=1))
-    per_sequence = torch.cat(losses)
-    spread = float(per_sequence.std()) if len(per_sequence) > 1 else float("nan")
-    return Perplexity(
-        float(per_sequence.mean()),
-        spread / math.sqrt(len(per_sequence)),
-        tokens.shape[0] * (tokens.shape[1] - 1),
-        tuple(per_sequence.tolist()),
-    )
+    by_sequence = tuple(torch.cat(losses).tolist())
+    return Perplexity(by_sequence, tokens.shape[0] * (tokens.shape[1] - 1))
