@@ -12,9 +12,6 @@ from manifoldkv.basis import (
 from manifoldkv.cache import CompressedCache, compressed
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
 from manifoldkv.compress import (
-    RANK_RULES,
-    RECIPES,
-    Recipe,
     compress,
     ratio_from_bytes,
     uniform_ranks,
@@ -37,6 +34,7 @@ from manifoldkv.models import check_supported, load_model
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
 from manifoldkv.quantize import quantize
+from manifoldkv.recipes import RANK_RULES, RECIPES, Recipe
 from manifoldkv.solvers import SOLVERS, Solution, Solver, register_solver
 from manifoldkv.tuning import tune
 

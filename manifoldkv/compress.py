@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from manifoldkv.activations import LayerActivations, Rotary, Site, capture
 from manifoldkv.basis import Basis, HeadGrouping, identity_basis
 from manifoldkv.calibration import TextSource, calibration_tokens
-from manifoldkv.errors import RankError, UnknownNameError, UnsolvableError
+from manifoldkv.errors import RankError, UnsolvableError
 from manifoldkv.models import attention_of, check_supported, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.plan import (
@@ -34,37 +33,18 @@ from manifoldkv.rank_selection import (
     check_budget,
     optimal,
 )
+from manifoldkv.recipes import RankRule, Recipe, recipe_named
 from manifoldkv.solvers import SOLVERS
-from manifoldkv.surfaces import LayerBases, divergences, follow, sequential_ranks
+from manifoldkv.surfaces import (
+    LayerBases,
+    divergences,
+    follow,
+    sequential_ranks,
+    threshold_ranks,
+)
+from manifoldkv.tuning import tune
 
 RATIO_TOLERANCE = 1e-9
-
-RankRule = Literal["uniform", "sequential", "optimal"]
-RANK_RULES = get_args(RankRule)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How the bases of a plan are found.
-
-    Parameters
-    ----------
-    objective, solver : str
-        Registered names.
-    key_grouping, value_grouping : str or int
-        Which heads share a basis.
-    """
-
-    objective: str
-    solver: str
-    key_grouping: str | int = "shared"
-    value_grouping: str | int = 1
-
-
-RECIPES = {
-    "eigen-attention": Recipe("eigen-attention", "closed-form"),
-    "paper": Recipe("layer-output", "predictor"),
-}
 
 
 def compress(
@@ -73,7 +53,7 @@ def compress(
     *,
     ratio: float = 0.5,
     recipe: str | Recipe = "eigen-attention",
-    ranks: RankRule = "uniform",
+    ranks: RankRule | None = None,
     rotary: Rotary = "pre",
     quantization: Quantization | None = None,
     seed: int = 0,
@@ -92,13 +72,14 @@ def compress(
         The achieved one is `CompressionPlan.ratio`. `ratio_from_bytes` has it for a budget in
         bytes.
     recipe : str or Recipe
-        ``"eigen-attention"``: closed form, seconds. ``"paper"``: decoder-layer output error with
-        the MLP+QR predictor, minutes to hours.
-    ranks : {"uniform", "sequential", "optimal"}
-        ``"uniform"``: every layer gets the same ranks. ``"sequential"``: the paper's greedy rule on
-        errors measured behind the compressed layers below. ``"optimal"``: the allocation over all
-        layers at once with the smallest sum of `divergences` of the predictions. The latter two
-        find bases for all candidate ranks first (`candidate_ranks`), eight times the work.
+        How: a name out of `RECIPES`, or a composition of one's own.
+    ranks : {"uniform", "sequential", "threshold", "optimal"}
+        The recipe's own rule if omitted. ``"uniform"``: every layer gets the same ranks.
+        ``"sequential"``: the paper's greedy rule on errors measured behind the compressed layers
+        below. ``"threshold"``: EigenAttention's, the same share of the singular values and the same
+        error for every layer. ``"optimal"``: the allocation over all layers at once with the
+        smallest sum of `divergences` of the predictions. All but the first find bases for all
+        candidate ranks first (`candidate_ranks`), eight times the work.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (better) or after it (faster).
     quantization : Quantization, optional
@@ -111,7 +92,8 @@ def compress(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     RankError
-        If the ratio is too small for the ranks to choose from, or above 1.
+        If the ratio is too small for the ranks to choose from (or for the rule, if that is
+        ``"threshold"``), or above 1.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
     TextError
@@ -120,23 +102,24 @@ def compress(
         If the layout of the quantisation does not fit the model.
     """
     check_supported(model)
-    recipe = _recipe(recipe)
-    if ranks not in RANK_RULES:
-        raise UnknownNameError(f"unknown rank rule {ranks!r}; known: {', '.join(RANK_RULES)}")
+    recipe = recipe_named(recipe)
+    recipe = recipe if ranks is None else replace(recipe, ranks=ranks)
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
-        check_layout(quantization, index, window)
+        check_layout(quantization, index, window, recent=recipe.recent_share > 0)
     solve = solver_of(recipe, rotary, seed)
     head_dim = attention_of(decoder_layers(model)[0]).head_dim
     candidates = candidate_ranks(head_dim)
-    budget = budget_from_ratio(ratio, len(windows), head_dim)
-    if ranks == "uniform":
-        chosen = [uniform_ranks(ratio, head_dim)] * len(windows)
+    budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
+    name, tokens = calibration_tokens(model, tokens)
+    recent, ratio_of_latents = recent_tokens(recipe, ratio, tokens.shape[1], windows)
+    budget = budget_from_ratio(ratio_of_latents, len(windows), head_dim)
+    if recipe.ranks == "uniform":
+        chosen = [uniform_ranks(ratio_of_latents, head_dim)] * len(windows)
         key_ranks, value_ranks = ([rank] for rank in chosen[0])
     else:
         check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
         key_ranks = value_ranks = list(candidates)
-    name, tokens = calibration_tokens(model, tokens)
     table = [
         LayerBases(
             {rank: solve(activations, "key", rank) for rank in key_ranks},
@@ -144,10 +127,13 @@ def compress(
         )
         for activations in follow(capture(model, tokens), len(windows))
     ]
-    if ranks == "sequential":
+    if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
-    elif ranks == "optimal":
-        chosen = optimal(divergences(model, tokens, table, rotary=rotary), budget, head_dim)
+    elif recipe.ranks == "threshold":
+        chosen = threshold_ranks(model, tokens, table, budget, rotary=rotary)
+    elif recipe.ranks == "optimal":
+        costs = divergences(model, tokens, table, rotary=rotary, recent=recent)
+        chosen = optimal(costs, budget, head_dim)
     layers = [
         LayerPlan(bases.keys[key], bases.values[value], window)
         for bases, (key, value), window in zip(table, chosen, windows, strict=True)
@@ -163,7 +149,10 @@ def compress(
         requested_ratio=ratio,
         versions={p: version(p) for p in ("manifoldkv", "torch", "transformers", "geoopt")},
     )
-    plan = CompressionPlan(tuple(layers), rotary, config_hash(model.config), provenance)
+    plan = CompressionPlan(
+        tuple(layers), rotary, config_hash(model.config), provenance, recent=recent
+    )
+    plan = tune(model, plan, tokens, steps=recipe.tuning_steps, seed=seed)
     return plan if quantization is None else quantize(plan, model, tokens, quantization)
 
 
@@ -217,12 +206,16 @@ def sliding_windows(config: PretrainedConfig) -> list[int | None]:
     return [layer.get("sliding_window") for layer in keywords]
 
 
-def _recipe(recipe: str | Recipe) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise UnknownNameError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+def recent_tokens(
+    recipe: Recipe, ratio: float, length: int, windows: Sequence[int | None]
+) -> tuple[int, float]:
+    """How many of the newest tokens stay exact, and the ratio that leaves for all others.
+
+    Reckoned for a text as long as the calibration sequences, or as the shortest window.
+    """
+    held = min([length, *(window - 1 for window in windows if window is not None)])
+    recent = int(recipe.recent_share * ratio * held)
+    return recent, (ratio - recent / held) / (1 - recent / held)
 
 
 def solver_of(

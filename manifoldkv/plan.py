@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +22,7 @@ from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthono
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
 from manifoldkv.output import write_whole
 
-FORMAT = 1
+FORMAT = 2
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 BITS = (2, 3, 4, 8)
@@ -116,6 +117,16 @@ class LayerPlan:
         """How many of `tokens` tokens seen the layer keeps."""
         return tokens if self.window is None else min(tokens, self.window - 1)
 
+    def exact_tokens(self, tokens: int, recent: int) -> int:
+        """How many of these are among the `recent` newest, which are not projected."""
+        return min(self.cached_tokens(tokens), recent)
+
+    def numbers(self, tokens: int, recent: int) -> int:
+        """Numbers cached of `tokens` tokens of one sequence."""
+        exact = self.exact_tokens(tokens, recent)
+        projected = (self.cached_tokens(tokens) - exact) * (self.key.rank + self.value.rank)
+        return self.key.grouping.heads * (exact * 2 * self.key.head_dim + projected)
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -137,6 +148,8 @@ class Provenance:
         What was asked for; `CompressionPlan.ratio` is what came out.
     versions : dict
         Of the packages the numbers depend on.
+    tuning_steps : int
+        Taken by `tune` since.
     """
 
     model: str
@@ -148,6 +161,7 @@ class Provenance:
     seed: int
     requested_ratio: float
     versions: dict[str, str]
+    tuning_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,12 +180,17 @@ class CompressionPlan:
         Where the bases come from.
     quantization : Quantization or None
         How latents are rounded; None stores them in the dtype of the model.
+    recent : int
+        The newest tokens, whose keys and values are kept as they are. A token is projected when it
+        is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
+        exactly. Does not go together with KIVI's layout, which has a window of its own.
 
     Raises
     ------
     PlanError
         If a tensor has the wrong shape or dtype or holds a number that is not finite, if
-        ``upᵀ down`` is not the identity, or if quantisation lacks its ranges.
+        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `recent` is
+        negative or does not fit the layout.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -179,10 +198,15 @@ class CompressionPlan:
     config_hash: str
     provenance: Provenance
     quantization: Quantization | None = None
+    recent: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("a plan needs at least one layer")
+        if self.recent < 0:
+            raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
+        if self.provenance.length < 1:
+            raise PlanError("a plan needs calibration sequences of one token at least")
         if self.rotary not in ("pre", "post"):
             raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
         for index, layer in enumerate(self.layers):
@@ -198,7 +222,7 @@ class CompressionPlan:
 
     def _check_quantization(self, index: int, layer: LayerPlan) -> None:
         quantization = self.quantization
-        check_layout(quantization, index, layer.window)
+        check_layout(quantization, index, layer.window, recent=self.recent > 0)
         if quantization is None or quantization.layout != "static":
             expected = None
         else:
@@ -215,28 +239,52 @@ class CompressionPlan:
 
     @property
     def ratio(self) -> float:
-        """Cached numbers per token over those of the uncompressed model (Eq. cache ratio)."""
-        kept = sum(_numbers(layer.key) + _numbers(layer.value) for layer in self.layers)
-        full = sum(2 * layer.key.grouping.heads * layer.key.head_dim for layer in self.layers)
-        return kept / full
+        """Cached numbers over those of the uncompressed model (Eq. cache ratio).
+
+        With `recent` tokens, at the length of the calibration sequences: less for a longer text,
+        more for a shorter one (`ratio_at`).
+        """
+        return self.ratio_at(self.provenance.length)
+
+    def ratio_at(self, tokens: int) -> float:
+        """Cached numbers of a text of `tokens` tokens over those of the uncompressed model.
+
+        Layers count alike, whatever their windows.
+        """
+        shares = []
+        for layer in self.layers:
+            full = layer.cached_tokens(tokens) * 2 * layer.key.grouping.heads * layer.key.head_dim
+            shares.append(Fraction(layer.numbers(tokens, self.recent), full))
+        return float(sum(shares) / len(shares))
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
         """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
 
         Latents as stored, with scales and offsets and tokens kept exact; `dtype` is the model's.
         """
-        return batch * sum(
-            site_nbytes(basis, site, layer.cached_tokens(tokens), dtype, self.quantization)
-            for layer in self.layers
+        return batch * sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
+
+    def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
+        exact = layer.exact_tokens(tokens, self.recent)
+        latents = self._latent_nbytes(layer, layer.cached_tokens(tokens) - exact, dtype)
+        return latents + exact * 2 * layer.key.grouping.heads * layer.key.head_dim * dtype.itemsize
+
+    def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
+        return sum(
+            site_nbytes(basis, site, tokens, dtype, self.quantization)
             for site, basis in layer.sites
         )
 
     def bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bytes that one more token costs in the long run, no window having closed yet."""
+
+        def latents(tokens: int) -> int:
+            return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
+
         if self.quantization is None or self.quantization.layout == "static":
-            return self.nbytes(1, dtype=dtype)
+            return latents(1)
         run, start = self.quantization.group_size, self.quantization.residual
-        return (self.nbytes(start + run, dtype=dtype) - self.nbytes(start, dtype=dtype)) / run
+        return (latents(start + run) - latents(start)) / run
 
     def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Constant bytes of the bases (and static ranges) while a model runs in `dtype`."""
@@ -245,10 +293,10 @@ class CompressionPlan:
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what a cache holds: bases, rotary space, rounding."""
+        """SHA-256 of all that decides what a cache holds: bases, windows, rounding."""
         payload = save_tensors(_tensors(self))
         windows = [layer.window for layer in self.layers]
-        rest = [self.rotary, repr(self.quantization), windows, self.config_hash]
+        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.recent]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
     def check_model(self, config: PretrainedConfig) -> None:
@@ -309,12 +357,21 @@ class CompressionPlan:
             raise PlanError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
 
 
-def check_layout(quantization: Quantization | None, index: int, window: int | None) -> None:
+def check_layout(
+    quantization: Quantization | None, index: int, window: int | None, *, recent: bool
+) -> None:
     """Raise `PlanError` if a layer cannot hold latents in this layout."""
-    if quantization is not None and quantization.layout == "kivi" and window is not None:
+    if quantization is None or quantization.layout == "static":
+        return
+    if window is not None:
         raise PlanError(
             f"layer {index} has a sliding window, where KIVI's runs of tokens do not fit; use the "
             "static layout"
+        )
+    if recent:
+        raise PlanError(
+            "KIVI's layout keeps its own newest tokens exact and does not go together with a plan "
+            "that does; use the static layout"
         )
 
 
@@ -403,6 +460,7 @@ def _description(plan: CompressionPlan, payload: bytes) -> dict[str, Any]:
         "rotary": plan.rotary,
         "ratio": plan.ratio,
         "bytes_per_token": plan.bytes_per_token(),
+        "recent": plan.recent,
         "provenance": asdict(plan.provenance),
         "quantization": None if plan.quantization is None else asdict(plan.quantization),
         "layers": [
@@ -430,7 +488,9 @@ def _plan(
     description: dict[str, Any], tensors: dict[str, Tensor], payload: bytes
 ) -> CompressionPlan:
     if description["format"] != FORMAT:
-        raise PlanError(f"format {description['format']!r} is not known; this version reads 1")
+        raise PlanError(
+            f"format {description['format']!r} is not known; this version reads {FORMAT}"
+        )
     if hashlib.sha256(payload).hexdigest() != description["sha256"]:
         raise PlanError(f"{TENSORS} is not the file that {DESCRIPTION} describes")
     if not isinstance(description["config_hash"], str):
@@ -450,9 +510,14 @@ def _plan(
         layers,
         description["rotary"],
         description["config_hash"],
-        Provenance(**description["provenance"]),
+        _provenance(description["provenance"]),
         _quantization(description["quantization"]),
+        _integer(description, "recent"),
     )
+
+
+def _provenance(said: dict[str, Any]) -> Provenance:
+    return Provenance(**said | {name: _integer(said, name) for name in ("sequences", "length")})
 
 
 def _quantization(said: dict[str, Any] | None) -> Quantization | None:

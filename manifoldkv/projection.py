@@ -24,7 +24,9 @@ Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 
 
 @contextmanager
-def projected(model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre") -> Iterator[None]:
+def projected(
+    model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre", recent: int = 0
+) -> Iterator[None]:
     """Let the layers of a model attend to projected keys and values inside the block.
 
     Call the model with ``use_cache=False``. Leaving the block restores it.
@@ -37,6 +39,8 @@ def projected(model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre") -
         Of the layers to compress. They are read at each call, so that they may be trained.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
+    recent : int
+        The newest tokens that a query sees as they are, its own among them.
 
     Raises
     ------
@@ -48,14 +52,14 @@ def projected(model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre") -
         stack.enter_context(intercepted(model.config.get_text_config()))
         for index, layer in enumerate(decoder_layers(model)):
             if index in bases:
-                hook = _before_attention(layer, bases, index, rotary)
+                hook = _before_attention(layer, bases, index, rotary, recent)
                 handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
 def _before_attention(
-    layer: nn.Module, bases: Bases, index: int, rotary: Rotary
+    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int
 ) -> Callable[..., tuple[tuple, dict[str, Any]]]:
     rotate = modeling_module(layer).apply_rotary_pos_emb
 
@@ -70,13 +74,19 @@ def _before_attention(
         ) -> Tensor:
             settings = AttentionSettings.from_arguments(module, arguments)
             key_basis, value_basis = bases[index]
-            if rotary == "pre":
-                keys = _project(keys, key_basis)
-            queries, keys = rotate(queries, keys, cos, sin)
+            queries, rotated = rotate(queries, keys, cos, sin)
             if rotary == "post":
-                keys = _project(keys, key_basis)
-            values = _project(values, value_basis)
-            return attend(queries, keys, values, mask, settings).transpose(1, 2)
+                old_keys = _project(rotated, key_basis)
+            else:
+                _, old_keys = rotate(queries[:, :0], _project(keys, key_basis), cos, sin)
+            old_values = _project(values, value_basis)
+            if recent:
+                # Every token twice, as it is and projected; a query sees one of the two.
+                exact = _is_recent(mask.shape[-1], recent, mask.device)
+                mask = torch.cat([mask & ~exact, mask & exact], dim=-1)
+                old_keys = torch.cat([old_keys, rotated], dim=2)
+                old_values = torch.cat([old_values, values], dim=2)
+            return attend(queries, old_keys, old_values, mask, settings).transpose(1, 2)
 
         return attend_instead
 
@@ -90,6 +100,12 @@ def _before_attention(
         return args, kwargs
 
     return hook
+
+
+def _is_recent(tokens: int, recent: int, device: torch.device) -> Tensor:
+    """Where a query (row) comes fewer than `recent` tokens after a token (column)."""
+    slots = torch.arange(tokens, device=device)
+    return slots.unsqueeze(1) - slots < recent
 
 
 def _project(x: Tensor, basis: Basis | None) -> Tensor:

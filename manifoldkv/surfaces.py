@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from manifoldkv.decoder import (
     select_rows,
     whole,
 )
+from manifoldkv.errors import RankError
+from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.projection import divergence, log_probabilities, projected
-from manifoldkv.rank_selection import ErrorSurface, Ranks, Sequential
+from manifoldkv.rank_selection import ErrorSurface, Ranks, Sequential, threshold
 
 SEQUENCES = 16
 ROWS = 64
@@ -132,6 +135,64 @@ def sequential_ranks(
     return rule.ranks, surfaces
 
 
+def threshold_ranks(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    table: Sequence[LayerBases],
+    budget: int,
+    *,
+    rotary: Rotary = "pre",
+) -> list[Ranks]:
+    """Ranks by EigenAttention's rule, at the smallest error per layer that keeps a budget.
+
+    Each layer's threshold falls until its layer-output error on clean inputs would be above that
+    error (`rank_selection.threshold`); ranks are rounded up to those there are bases for. Errors
+    are measured as in `sequential_ranks`, whose parameters these are.
+
+    Raises
+    ------
+    RankError
+        If no error is large enough.
+    """
+    searches: list[tuple[ErrorSurface, Tensor, Tensor]] = []
+    for activations in follow(capture(model, tokens[:SEQUENCES]), len(table)):
+        surface = _surface(activations, table[activations.layer], rotary)
+        bases = table[activations.layer]
+        key_grouping, value_grouping = (
+            next(iter(of_site.values())).grouping for of_site in (bases.keys, bases.values)
+        )
+        keys = singular_values(activations, "key", key_grouping, rotary)
+        values = singular_values(activations, "value", value_grouping, rotary)
+        searches.append((surface, keys, values))
+    head_dim = next(iter(table[0].keys.values())).head_dim
+
+    def chosen(error: float) -> list[Ranks]:
+        return [_threshold_on(surface, keys, values, error) for surface, keys, values in searches]
+
+    errors = sorted({float(e) for surface, *_ in searches for e in surface.errors.flatten()})
+    kept = bisect_left(errors, True, key=lambda error: sum(map(sum, chosen(error))) <= budget)
+    if kept == len(errors):
+        least = sum(map(sum, chosen(errors[-1]))) / (2 * head_dim * len(table))
+        raise RankError(
+            f"the threshold rule cannot keep {budget / (2 * head_dim * len(table)):.3g} of the "
+            f"cache; the smallest ratio it reaches is {least:.4g}"
+        )
+    return chosen(errors[kept])
+
+
+def _threshold_on(surface: ErrorSurface, keys: Tensor, values: Tensor, error: float) -> Ranks:
+    """The rule on the ranks of a surface, each threshold's rank rounded up to one of them."""
+
+    def rounded(key: int, value: int) -> tuple[int, int]:
+        return bisect_left(surface.key_ranks, key), bisect_left(surface.value_ranks, value)
+
+    pair = threshold(
+        keys, values, lambda *pair: float(surface.errors[rounded(*pair)]), error, smallest_share=0.0
+    )
+    key, value = rounded(*pair)
+    return surface.key_ranks[key], surface.value_ranks[value]
+
+
 @torch.no_grad()
 def divergences(
     model: PreTrainedModel,
@@ -139,6 +200,7 @@ def divergences(
     table: Sequence[LayerBases],
     *,
     rotary: Rotary = "pre",
+    recent: int = 0,
 ) -> list[ErrorSurface]:
     """What every pair of ranks costs the model's predictions, to be summed over layers.
 
@@ -147,7 +209,7 @@ def divergences(
     sites. Measured on the first `DIVERGENCE_SEQUENCES` sequences. Sums of these predict the damage
     to the model better than sums of layer-output errors or of their squares.
 
-    Parameters as in `sequential_ranks`.
+    Parameters as in `sequential_ranks`, and `recent`, the newest tokens that stay exact.
     """
     variants = [
         (index, site, rank, (basis, None) if site == "key" else (None, basis))
@@ -162,7 +224,7 @@ def divergences(
         for sequence in sequences:
             exact = log_probabilities(model, sequence)
             for index, site, rank, bases in variants:
-                with projected(model, {index: bases}, rotary=rotary):
+                with projected(model, {index: bases}, rotary=rotary, recent=recent):
                     compressed = log_probabilities(model, sequence)
                 costs[index, site, rank] += float(divergence(exact, compressed)) / len(sequences)
                 bar.update()

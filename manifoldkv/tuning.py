@@ -90,7 +90,8 @@ def tune(
             optimizer.step()
             schedule.step()
             bar.set_postfix_str(f"{loss.item():.4f} nats")
-    return bases.plan(plan)
+    taken = plan.provenance.tuning_steps + steps
+    return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 
 
 class _MovingBases:
@@ -110,7 +111,7 @@ class _MovingBases:
         with torch.no_grad():
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
-        with projected(model, bases, rotary=plan.rotary):
+        with projected(model, bases, rotary=plan.rotary, recent=plan.recent):
             return divergence(exact, log_probabilities(model, tokens))
 
     @torch.no_grad()

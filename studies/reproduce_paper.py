@@ -53,7 +53,7 @@ from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
-from manifoldkv.objectives.eigen_attention import EigenAttention
+from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
 from manifoldkv.rank_selection import (
@@ -336,7 +336,7 @@ class Study:
             rows = []
             for activations in capture(self.model, self.calibration[:8]):
                 error = partial(_error, activations, self.eigen[activations.layer])
-                keys, values = (_spectrum(activations, site) for site in SITES)
+                keys, values = (_singular_values(activations, site) for site in SITES)
                 for budget in budgets:
                     key, value = threshold(keys, values, error, budget)
                     row = {"budget": budget, "layer": activations.layer}
@@ -521,13 +521,9 @@ def _head_dim(bases: LayerBases) -> int:
     return next(iter(bases.keys.values())).head_dim
 
 
-def _spectrum(activations: LayerActivations, site: Site) -> Tensor:
-    """Singular values of what EigenAttention decomposes, by basis."""
+def _singular_values(activations: LayerActivations, site: Site) -> Tensor:
     grouping = HeadGrouping(GROUPINGS[EIGEN][site], activations.kv_heads)
-    gram = EigenAttention().problem(activations, site, grouping).gram(None)
-    if grouping.groups == 1:
-        gram = gram.sum(dim=0, keepdim=True)
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
+    return singular_values(activations, site, grouping)
 
 
 def _surfaces_to_frame(surfaces: list[ErrorSurface]) -> pd.DataFrame:

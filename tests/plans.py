@@ -47,6 +47,7 @@ def random_plan(
     rotary: str = "pre",
     oblique: bool = False,
     quantization: Quantization | None = None,
+    recent: int = 0,
 ) -> CompressionPlan:
     config = model.config.get_text_config()
     heads, head_dim = config.num_key_value_heads, attention_of(decoder_layers(model)[0]).head_dim
@@ -68,7 +69,7 @@ def random_plan(
             )
         )
     return CompressionPlan(
-        tuple(layers), rotary, config_hash(model.config), PROVENANCE, quantization
+        tuple(layers), rotary, config_hash(model.config), PROVENANCE, quantization, recent
     )
 
 
@@ -91,17 +92,37 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
     """The model with projected keys and values, its stock eager attention, and no cache.
 
     Keys before rotation and values are projected where their linear layer (or norm) puts them out,
-    keys after rotation in an attention function that calls the stock one.
+    keys after rotation in an attention function that calls the stock one. A plan with recent tokens
+    wants every sequence twice, in two halves of the batch: the second half is projected, and each
+    query is given the keys and values of the first half for its recent tokens.
     """
     hooks = []
     for layer, planned in zip(decoder_layers(model), plan.layers, strict=True):
-        hooks += _hooks(attention_of(layer), planned, plan.rotary)
+        hooks += _hooks(attention_of(layer), planned, plan.rotary, halves=plan.recent > 0)
 
-    def projecting(module: Any, queries: Tensor, keys: Tensor, *rest: Any, **more: Any) -> Any:
-        if plan.rotary == "post":
-            keys = projected_by_loops(keys, plan.layers[module.layer_idx].key)
+    def projecting(
+        module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, **more: Any
+    ) -> Any:
         eager = modeling_module(decoder_layers(model)[0]).eager_attention_forward
-        return eager(module, queries, keys, *rest, **more)
+        if plan.rotary == "post":
+            projected = projected_by_loops(keys, plan.layers[module.layer_idx].key)
+            keys = (
+                torch.cat([keys.chunk(2)[0], projected.chunk(2)[1]]) if plan.recent else projected
+            )
+        if not plan.recent:
+            return eager(module, queries, keys, values, mask, **more)
+        rows = []
+        for row in range(queries.shape[2]):
+            recent = torch.arange(keys.shape[2]).view(-1, 1) > row - plan.recent
+            keys_of_row, values_of_row = (
+                torch.where(recent, *x.chunk(2)).repeat(2, 1, 1, 1) for x in (keys, values)
+            )
+            one = slice(row, row + 1)
+            output, _ = eager(
+                module, queries[:, :, one], keys_of_row, values_of_row, mask[:, :, one], **more
+            )
+            rows.append(output)
+        return torch.cat(rows, dim=1), None
 
     AttentionInterface.register("projecting-reference", projecting)
     AttentionMaskInterface.register("projecting-reference", eager_mask)
@@ -116,12 +137,18 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
             hook.remove()
 
 
-def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str) -> list[Any]:
+def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str, *, halves: bool) -> list[Any]:
     heads, head_dim = plan.key.grouping.heads, plan.key.head_dim
+
+    def project(x: Tensor, basis: Basis) -> Tensor:
+        if not halves:
+            return projected_by_loops(x, basis)
+        first, second = x.chunk(2)
+        return torch.cat([first, projected_by_loops(second, basis)])
 
     def by_head(x: Tensor, basis: Basis) -> Tensor:
         split = x.reshape(*x.shape[:2], heads, head_dim).transpose(1, 2)
-        return projected_by_loops(split, basis).transpose(1, 2).reshape(x.shape)
+        return project(split, basis).transpose(1, 2).reshape(x.shape)
 
     def on_keys(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return by_head(output, plan.key)
@@ -142,9 +169,7 @@ def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str) -> list[Any]:
         keys = getattr(attention, "k_norm", attention.k_proj)
         if _heads_first(attention):
             # Gemma 3 norms keys that already lie as (B, H, n, d).
-            hooks.append(
-                keys.register_forward_hook(lambda m, a, out: projected_by_loops(out, plan.key))
-            )
+            hooks.append(keys.register_forward_hook(lambda m, a, out: project(out, plan.key)))
         else:
             hooks.append(keys.register_forward_hook(on_keys))
     return hooks

@@ -99,7 +99,9 @@ class TestDamagedFiles:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"format": 2},
+            {"format": 1},
+            {"recent": -1},
+            {"recent": "4"},
             {"rotary": "sideways"},
             {"rotary": []},
             {"config_hash": 7},

@@ -1,4 +1,4 @@
-"""How latents are used: attention that never holds full keys or values of the whole cache.
+"""How a cache is used: attention that never holds full keys or values of the whole cache.
 
 Keys stored after rotation: a query is multiplied by the basis and scored against latents; nothing
 is reconstructed. Keys stored before rotation: latents are expanded and rotated a tile of tokens at
@@ -154,6 +154,35 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What some queries attend to: tokens as latents, and newer ones as they are.
+
+    Tokens are counted from the first one attended to. Those that some of the queries see as latents
+    and others as they are come in both parts, and the mask tells which query sees which.
+
+    Parameters
+    ----------
+    offset : int
+        Place of the first token in the stores of latents.
+    latents : int
+        Tokens seen as latents: the first ones.
+    start, stop : int
+        Tokens seen as they are.
+    exact : tuple of Tensor or None
+        Keys and values of these, (B, H_kv, stop - start, d); keys as they are stored.
+    mask : Tensor or None
+        (B or 1, 1, m, latents + stop - start), True where a query sees a token.
+    """
+
+    offset: int
+    latents: int
+    start: int
+    stop: int
+    exact: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+
+
 class CachedAttention:
     """Attention of one layer over its compressed cache.
 
@@ -181,7 +210,9 @@ class CachedAttention:
 
     @torch.no_grad()
     def store(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
-        layer.append(self._key.latents(keys), self._value.latents(values))
+        keys, values = layer.admit(keys, values)
+        if keys.shape[2]:
+            layer.append(self._key.latents(keys), self._value.latents(values))
 
     def attend(
         self,
@@ -218,58 +249,84 @@ class CachedAttention:
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
+        past = visible - count
         outputs, done = [], 0
         for piece in layer.key_store.pieces(count):
             new = slice(done, done + piece)
             done += piece
             self.store(layer, keys[:, :, new], values[:, :, new])
-            tokens = visible - count + done
-            exact = None
-            if self._exact_prefill and count > 1:
-                exact = (keys[:, :, :done], values[:, :, :done])
-            for rows in _blocks(new, queries.shape[0] * queries.shape[1] * tokens):
+            for rows in _blocks(new, queries.shape[0] * queries.shape[1] * (past + done)):
+                seen = self._seen(layer, rows, past, past + done, mask, (keys, values))
                 outputs.append(
-                    self._attend_rows(
-                        layer,
-                        queries[:, :, rows],
-                        _rows_of_mask(mask, rows, visible - count, tokens, queries.device),
-                        settings,
-                        angles,
-                        tokens,
-                        exact,
-                    )
+                    self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )
         layer.forget_old()
         return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+    def _seen(
+        self,
+        layer: CompressedLayer,
+        rows: slice,
+        past: int,
+        tokens: int,
+        mask: Tensor | None,
+        new: tuple[Tensor, Tensor],
+    ) -> _Seen:
+        """What some queries of a call attend to: `past` tokens came before it, `tokens` are held.
+
+        Tokens are counted from the first one attended to; `new` are the keys and values of the
+        call.
+        """
+        recent, device = layer.recent, new[0].device
+        own = past if self._exact_prefill and new[0].shape[2] > 1 else tokens
+        stop = tokens if mask is not None else past + rows.stop
+        sees = _rows_of_mask(mask, rows, past, stop, device)
+        offset = layer.tokens_held - tokens
+        if not recent and own >= stop:
+            return _Seen(offset, stop, stop, stop, None, sees)
+        if recent:
+            latents = min(own, max(0, past + rows.stop - recent))
+            start = min(own, max(0, past + rows.start + 1 - recent))
+            stores = layer.recent_keys, layer.recent_values
+            keys, values = (x.newest(tokens - start)[:, :, : stop - start] for x in stores)
+        else:
+            latents = start = own
+            keys, values = (x[:, :, start - past : stop - past] for x in new)
+        if sees is not None:
+            slots = torch.arange(stop, device=device)
+            queries = torch.arange(past + rows.start, past + rows.stop, device=device)
+            exact = (queries.unsqueeze(1) - slots < recent) | (slots >= own)  # (m, n)
+            parts = (sees & ~exact)[..., :latents], (sees & exact)[..., start:]
+            sees = torch.cat(parts, dim=-1)
+        return _Seen(offset, latents, start, stop, (keys, values), sees)
 
     def _attend_rows(
         self,
         layer: CompressedLayer,
         queries: Tensor,
-        mask: Tensor | None,
+        seen: _Seen,
         settings: AttentionSettings,
         angles: Angles | None,
-        tokens: int,
-        exact: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Attention of some queries over the newest `tokens` tokens."""
         batch, heads, rows, head_dim = queries.shape
         kv_heads = self._key.grouping.heads
         queries = queries.reshape(batch, kv_heads, -1, head_dim)  # (B, H_kv, R, d)
         queries = queries * settings.scaling
-        fresh = 0 if exact is None else exact[0].shape[2]
-        if angles is None and exact is None and self._kernel_fits(layer, settings):
-            output = self._attend_at_once(layer, queries, mask, tokens)
+        if angles is None and seen.exact is None and self._kernel_fits(layer, settings):
+            output = self._attend_at_once(layer, queries, seen)
             return output.reshape(batch, heads, rows, -1)
-        scores = list(self._scores(layer.key_store, queries, angles, tokens, fresh))
-        if exact is not None:
-            keys = exact[0] if angles is None else angles.tile(exact[0], tokens - fresh, tokens)
+        scores = list(self._scores(layer.key_store, queries, angles, seen))
+        if seen.exact is not None:
+            keys = seen.exact[0]
+            if angles is not None:
+                keys = angles.tile(keys.to(angles.cos.dtype), seen.start, seen.stop)
             scores.append(_scores(queries, keys))
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
-        weights = _softmax(by_row, mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
-        output = self._mix(layer.value_store, weights, tokens, fresh)
-        if exact is not None:
-            output = output + weights[..., tokens - fresh :].to(exact[1].dtype) @ exact[1]
+        weights = _softmax(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
+        output = self._mix(layer.value_store, weights, seen)
+        if seen.exact is not None:
+            values = seen.exact[1]
+            output = output + _product(weights[..., seen.latents :].to(values.dtype), values)
         return output.reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
@@ -282,26 +339,26 @@ class CachedAttention:
             and settings.sinks is None
         )
 
-    def _attend_at_once(
-        self, layer: CompressedLayer, queries: Tensor, mask: Tensor | None, tokens: int
-    ) -> Tensor:
+    def _attend_at_once(self, layer: CompressedLayer, queries: Tensor, seen: _Seen) -> Tensor:
         """Attention with latents for keys and values and all queries of a run of heads as rows."""
-        tiles = (next(store.tiles(len(store) - tokens, tokens)) for store in layer.stores)
+        stores = layer.key_store, layer.value_store
+        tiles = (next(_tiles(store, seen, seen.latents)) for store in stores)
         keys, values = (latents for _, _, latents in tiles)
         by_run = self._key.queries(queries)  # (B, runs, w·R, w·r)
+        mask = seen.mask
         if mask is not None:
             mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)
         mixed = scaled_dot_product_attention(by_run, keys, values, attn_mask=mask, scale=1.0)
         return self._value.finish(self._value.split_runs(mixed), self._expand_values)
 
     def _scores(
-        self, store: Store, queries: Tensor, angles: Angles | None, tokens: int, fresh: int
+        self, store: Store, queries: Tensor, angles: Angles | None, seen: _Seen
     ) -> Iterator[Tensor]:
         """Scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
         if angles is None:
             queries = self._key.queries(queries)
         size = _tile_tokens(queries)
-        for start, stop, latents in _tiles(store, tokens, fresh, size):
+        for start, stop, latents in _tiles(store, seen, size):
             if angles is None:
                 yield self._key.scores(queries, latents)
                 continue
@@ -309,10 +366,10 @@ class CachedAttention:
                 keys = self._key.expand(latents[:, :, first - start : last - start])
                 yield _scores(queries, angles.tile(keys, first, last))
 
-    def _mix(self, store: Store, weights: Tensor, tokens: int, fresh: int) -> Tensor:
+    def _mix(self, store: Store, weights: Tensor, seen: _Seen) -> Tensor:
         """Stored values mixed by weights, (B, H_kv, R, d), or (B, H_kv, R, w·r) if W_O expands."""
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
-        for start, stop, latents in _tiles(store, tokens, fresh, _tile_tokens(mixed)):
+        for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
         return self._value.finish(mixed, self._expand_values)
 
@@ -322,10 +379,12 @@ def _tile_tokens(x: Tensor) -> int:
     return max(1, NUMBERS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
 
 
-def _tiles(store: Store, tokens: int, fresh: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Tiles of the newest `tokens` tokens but for the last `fresh`."""
-    for start, stop, latents in store.tiles(len(store) - tokens, size):
-        stop = min(stop, tokens - fresh)
+def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Tiles of the tokens that are seen as latents."""
+    if not seen.latents:
+        return
+    for start, stop, latents in store.tiles(seen.offset, size):
+        stop = min(stop, seen.latents)
         if start < stop:
             yield start, stop, latents[:, :, : stop - start]
 

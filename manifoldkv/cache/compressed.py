@@ -83,6 +83,11 @@ def compressed(
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
     if fold_values and prefill == "exact":
         raise CacheError("exact prefill needs the original W_O: do not fold values into it")
+    if fold_values and plan.recent:
+        raise CacheError(
+            f"the plan keeps the newest {plan.recent} tokens exact, which needs the original W_O: "
+            "do not fold values into it"
+        )
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
         raise CacheError("the model is already inside a compressed block")

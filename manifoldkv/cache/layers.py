@@ -1,4 +1,4 @@
-"""What is stored: one layer's latents, and the cache of all layers as transformers sees it."""
+"""What is stored: the latents and newest tokens of a layer, and the cache of all layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manifoldkv.plan import CompressionPlan, LayerPlan, Quantization
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Latents of the keys and values of one layer.
+    """Latents of the keys and values of one layer, and its newest tokens as they are.
 
     Parameters
     ----------
@@ -33,6 +33,8 @@ class CompressedLayer(CacheLayerMixin):
         Of the model.
     device : torch.device
         Of the layer.
+    recent : int
+        How many of the newest tokens stay as they are.
     """
 
     is_compileable = False
@@ -44,28 +46,61 @@ class CompressedLayer(CacheLayerMixin):
         quantization: Quantization | None,
         dtype: torch.dtype,
         device: torch.device,
+        recent: int,
     ) -> None:
         super().__init__()
         self.window = plan.window
+        # All that a sliding window shows is exact if it is not longer than this.
+        self.recent = recent if plan.window is None else min(recent, plan.window)
         self.is_sliding = plan.window is not None
         # Tokens that KIVI's layout has rounded cannot be made exact again.
         self.is_croppable = quantization is None or quantization.layout == "static"
         self.key_store = _key_store(plan, quantization, dtype, device)
         self.value_store = _value_store(plan.value, quantization, dtype, device)
+        # Keys and values (B, H_kv, n, d) of the newest tokens, a few more while a call is served.
+        self.recent_keys = ExactStore()
+        self.recent_values = ExactStore()
+        self.exact_tokens = 0
+        """How many of the newest tokens are held without latents."""
         self.tokens_seen = 0
         self.record_past = False
+
+    def admit(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in new tokens, (B, H_kv, m, d), and give out those whose latents are to be stored.
+
+        These are the new tokens themselves, or the ones that they push out of the `recent` newest.
+        """
+        self.tokens_seen += keys.shape[2]
+        self.is_initialized = True
+        if not self.recent:
+            return keys, values
+        self.recent_keys.append(keys)
+        self.recent_values.append(values)
+        exact = self.exact_tokens + keys.shape[2]
+        self.exact_tokens = min(exact, self.recent)
+        leaving = exact - self.exact_tokens
+        return (
+            self.recent_keys.newest(exact)[:, :, :leaving],
+            self.recent_values.newest(exact)[:, :, :leaving],
+        )
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Store latents: keys (B, runs, m, features) and values likewise."""
         self.key_store.append(keys)
         self.value_store.append(values)
-        self.tokens_seen += keys.shape[2]
-        self.is_initialized = True
 
     def forget_old(self) -> None:
         """Drop what no later query sees, unless the past is recorded for a crop to come."""
-        if self.window is not None and not self.record_past:
-            self._drop_first(len(self.key_store) - (self.window - 1))
+        if self.record_past:
+            return
+        self._forget_windowed()
+        for store in (self.recent_keys, self.recent_values):
+            store.drop_first(max(0, len(store) - self.exact_tokens))
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens stored, as latents or as they are."""
+        return len(self.key_store) + self.exact_tokens
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -98,34 +133,45 @@ class CompressedLayer(CacheLayerMixin):
         ------
         CacheError
             If the count is positive, if the window has already dropped tokens that would be seen
-            again, or if tokens would have to be made exact again (KIVI's layout).
+            again, or if tokens would have to be made exact again.
         """
         if tokens_to_remove > 0:
             raise CacheError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
         count = min(-tokens_to_remove, self.tokens_seen)
-        held, left = len(self.key_store), self.tokens_seen - count
+        left = self.tokens_seen - count
+        exact = min(self.tokens_held - count, self.recent)
+        self._check_crop(count, left, exact)
+        self.recent_keys.drop_last(count)
+        self.recent_values.drop_last(count)
+        latents = len(self.key_store) + exact - (self.tokens_held - count)
+        if latents:
+            self.key_store.drop_last(latents)
+            self.value_store.drop_last(latents)
+        self.exact_tokens, self.tokens_seen = exact, left
+        self._forget_windowed()
+
+    def _check_crop(self, count: int, left: int, exact: int) -> None:
         needed = left if self.window is None else min(left, self.window - 1)
-        if held - count < needed:
+        if self.tokens_held - count < needed:
             raise CacheError(
                 f"cannot crop {count} tokens: a window of {self.window} has dropped what would be "
                 "seen again; call activate_past_recording() before"
+            )
+        if self.recent and len(self.recent_keys) - count < exact:
+            raise CacheError(
+                f"cannot crop {count} tokens: the {exact} newest of those left would have to "
+                "be exact again; call activate_past_recording() before"
             )
         if not self.key_store.can_drop_last(count):
             raise CacheError(
                 f"cannot crop {count} tokens: some of them are rounded already, which KIVI's "
                 "layout cannot undo; use the static layout"
             )
-        if count:
-            self.key_store.drop_last(count)
-            self.value_store.drop_last(count)
-            self.tokens_seen = left
-        if self.window is not None:
-            self._drop_first(len(self.key_store) - (self.window - 1))
 
     def reset(self) -> None:
-        self.key_store.clear()
-        self.value_store.clear()
-        self.tokens_seen = 0
+        for store in self.stores:
+            store.clear()
+        self.exact_tokens = self.tokens_seen = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -134,12 +180,13 @@ class CompressedLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        self.key_store.select(indices)
-        self.value_store.select(indices)
+        for store in self.stores:
+            store.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            batch = self.key_store.parts[0].view.shape[0]
+            newest = self.recent_keys if self.recent else self.key_store
+            batch = newest.parts[0].view.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
@@ -149,13 +196,17 @@ class CompressedLayer(CacheLayerMixin):
         self.offload()
 
     @property
-    def stores(self) -> tuple[Store, Store]:
-        return self.key_store, self.value_store
+    def stores(self) -> tuple[Store, ...]:
+        return self.key_store, self.value_store, self.recent_keys, self.recent_values
 
-    def _drop_first(self, count: int) -> None:
-        if count > 0:
-            self.key_store.drop_first(count)
-            self.value_store.drop_first(count)
+    def _forget_windowed(self) -> None:
+        """Drop the tokens that are behind the window of every later query, oldest first."""
+        old = 0 if self.window is None else self.tokens_held - (self.window - 1)
+        if old > 0:
+            latents = min(old, len(self.key_store))
+            self.key_store.drop_first(latents)
+            self.value_store.drop_first(latents)
+            self.exact_tokens -= old - latents
 
 
 class CompressedCache(Cache):
@@ -178,7 +229,7 @@ class CompressedCache(Cache):
         self, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
     ) -> None:
         layers = [
-            CompressedLayer(layer, plan.quantization, dtype, device)
+            CompressedLayer(layer, plan.quantization, dtype, device, plan.recent)
             for layer, device in zip(plan.layers, devices, strict=True)
         ]
         super().__init__(layers=layers)
@@ -208,7 +259,9 @@ class CompressedCache(Cache):
             if held.shape[0] == 1 < new.shape[0]:
                 self._positions.select(held.new_zeros(new.shape[0], dtype=torch.int64))
             new = new.expand(self._positions.view.shape[0], -1, -1, -1)
-        self._positions.drop_first(len(self._positions) - max(map(_held, self.layers)))
+        self._positions.drop_first(
+            len(self._positions) - max(layer.tokens_held for layer in self.layers)
+        )
         self._positions.append(new)
 
     def positions(self, count: int) -> Tensor:
@@ -242,10 +295,6 @@ class CompressedCache(Cache):
     def _growing(self) -> list[GrowingTensor]:
         parts = [p for layer in self.layers for store in layer.stores for p in store.parts]
         return [*parts, self._positions]
-
-
-def _held(layer: CompressedLayer) -> int:
-    return len(layer.key_store)
 
 
 def _features(basis: Basis) -> int:

@@ -165,7 +165,7 @@ class Store(ABC):
 
 
 class ExactStore(Store):
-    """Latents in the dtype of the model."""
+    """Latents (or keys or values themselves) in the dtype of the model."""
 
     def __init__(self) -> None:
         self._latents = GrowingTensor()
@@ -179,6 +179,9 @@ class ExactStore(Store):
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         yield 0, len(self) - first, self._latents.view[:, :, first:]
+
+    def newest(self, count: int) -> Tensor:
+        return self._latents.view[:, :, len(self) - count :]
 
 
 def split_tiles(first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from manifoldkv.activations import LayerActivations, Rotary, Site
@@ -44,3 +45,18 @@ class EigenAttention(Objective):
     ) -> GramProblem:
         problem = StackedProblem if site == "key" else ReconstructionProblem
         return problem(activations, site, grouping, rotary)
+
+
+def singular_values(
+    activations: LayerActivations, site: Site, grouping: HeadGrouping, rotary: Rotary = "pre"
+) -> Tensor:
+    """Of what EigenAttention decomposes, by basis: (groups, d), descending, float64.
+
+    Where heads are concatenated, an entry is the sum of as many singular values: what one more
+    rank per head adds.
+    """
+    gram = EigenAttention().problem(activations, site, grouping, rotary).gram(None)
+    if grouping.groups == 1:
+        gram = gram.sum(dim=0, keepdim=True)
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)
+    return values.unflatten(-1, (-1, grouping.width)).sum(dim=-1)

@@ -41,8 +41,10 @@ def steps(
 
 
 def reference(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor, **inputs) -> Tensor:
+    twice = 2 if plan.recent else 1
     with projected_by_hooks(model, plan), torch.no_grad():
-        return model(input_ids=tokens, use_cache=False, **inputs).logits
+        logits = model(input_ids=tokens.repeat(twice, 1), use_cache=False, **inputs).logits
+    return logits[: len(tokens)]
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -104,6 +106,110 @@ class TestFamilies:
             beams = model.generate(tokens, past_key_values=new_cache(), num_beams=3, **arguments)
             unused = model.generate(tokens, use_cache=False, num_beams=3, **arguments)
             assert torch.equal(beams, unused)
+
+
+@pytest.mark.parametrize("recent", [1, 3, 6, 100])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recent_tokens_are_seen_as_they_are(family: str, rotary: str, recent: int) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+    plan = random_plan(model, rotary=rotary, recent=recent)
+    expected = reference(model, plan, tokens)
+    for sizes in ([LONG], [1] * LONG, [5, 1, 4, 1, 3]):
+        assert_equal(steps(model, plan, tokens, sizes), expected)
+    uncompressed = model(input_ids=tokens).logits
+    if recent >= LONG:
+        assert_equal(expected, uncompressed)
+    elif recent < 6:  # longer than some families' windows
+        assert float((expected - uncompressed).abs().max()) > 0.001
+
+
+class TestRecent:
+    @pytest.mark.parametrize("rotary", ROTARIES)
+    def test_blocks_of_queries_and_tiles_change_nothing(
+        self, rotary: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
+        plan = random_plan(model, rotary=rotary, recent=4, key_grouping="all", value_grouping="all")
+        expected = reference(model, plan, tokens)
+        monkeypatch.setattr(cache_attention, "NUMBERS_AT_A_TIME", 2 * 2 * 8 * 3)
+        monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
+        assert_equal(steps(model, plan, tokens, [LONG]), expected)
+        assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
+
+    @pytest.mark.parametrize("rotary", ROTARIES)
+    def test_with_exact_prefill_only_later_calls_see_latents(self, rotary: str) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = random_plan(model, rotary=rotary, recent=3)
+        uncompressed = model(input_ids=tokens).logits
+        found = steps(model, plan, tokens, [9, 1, 4], prefill="exact")
+        assert_equal(found[:, :9], uncompressed[:, :9])
+        assert float((found - uncompressed)[:, 9:].abs().max()) > 0.001
+        wide = random_plan(model, rotary=rotary, recent=LONG)
+        assert_equal(steps(model, wide, tokens, [9, 1, 4], prefill="exact"), uncompressed)
+
+    @pytest.mark.parametrize("rotary", ROTARIES)
+    def test_left_padding_changes_nothing(self, rotary: str) -> None:
+        model, tokens = tiny_model("qwen3"), tiny_tokens(1, LONG)
+        plan = random_plan(model, rotary=rotary, recent=3)
+        alone = steps(model, plan, tokens[:, 4:], [LONG - 4])
+        mask = (torch.arange(LONG) >= 4).long().unsqueeze(0)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with compressed(model, plan), torch.no_grad():
+            found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+        assert_equal(found[:, 4:], alone)
+
+    def test_static_rounding_starts_when_a_token_is_no_longer_recent(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = random_plan(model, recent=4, quantization=Quantization(4, "static", group_size=4))
+        whole = steps(model, plan, tokens, [LONG])
+        assert_equal(steps(model, plan, tokens, [1] * LONG), whole)
+        assert_equal(whole[:, :4], model(input_ids=tokens).logits[:, :4])
+
+    def test_a_crop_needs_the_past(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = random_plan(model, recent=3)
+        expected = steps(model, plan, tokens, [LONG])
+        with compressed(model, plan) as new_cache, torch.no_grad():
+            cache = new_cache()
+            model(input_ids=tokens[:, :8], past_key_values=cache)
+            with pytest.raises(CacheError, match="the 3 newest of those left"):
+                cache.crop(-2)
+            cache.activate_past_recording()
+            model(input_ids=tokens[:, :4], past_key_values=cache)  # candidates, two of them wrong
+            cache.crop(-4)
+            rest = model(input_ids=tokens[:, 8:], past_key_values=cache).logits
+        assert_equal(rest, expected[:, 8:])
+
+    def test_generate_in_all_its_ways(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, 7)
+        plan = random_plan(model, recent=4)
+        arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        with compressed(model, plan) as new_cache:
+            greedy = model.generate(tokens, use_cache=False, **arguments)
+            assert torch.equal(
+                model.generate(tokens, past_key_values=new_cache(), **arguments), greedy
+            )
+            beams = model.generate(tokens, past_key_values=new_cache(), num_beams=3, **arguments)
+            unused = model.generate(tokens, use_cache=False, num_beams=3, **arguments)
+            assert torch.equal(beams, unused)
+            looked_up = model.generate(
+                tokens[:1], past_key_values=new_cache(), prompt_lookup_num_tokens=3, **arguments
+            )
+            assert torch.equal(looked_up, greedy[:1])
+
+    def test_what_does_not_go_together_is_refused(self) -> None:
+        model = tiny_model("llama")
+        with pytest.raises(PlanError, match="KIVI's layout keeps its own newest tokens"):
+            random_plan(model, recent=4, quantization=Quantization(4, "kivi"))
+        with pytest.raises(PlanError, match="newest -1 tokens"):
+            random_plan(model, recent=-1)
+        plan = random_plan(model, recent=4)
+        with (
+            pytest.raises(CacheError, match="do not fold"),
+            compressed(model, plan, fold_values=True),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)
@@ -514,7 +620,7 @@ class TestTheBlock:
 
     def test_gradients_do_not_keep_old_steps_alive(self) -> None:
         model, tokens = tiny_model("llama").requires_grad_(True), tiny_tokens()
-        with compressed(model, random_plan(model)) as new_cache:
+        with compressed(model, random_plan(model, recent=2)) as new_cache:
             cache = new_cache()
             for token in tokens.split(1, dim=1):
                 model(input_ids=token, past_key_values=cache)
