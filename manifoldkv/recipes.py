@@ -53,6 +53,7 @@ class Recipe:
 RECIPES = {
     "eigen-attention": Recipe("eigen-attention", "closed-form"),
     "paper": Recipe("layer-output", "predictor"),
+    "fast": Recipe("layer-output", "riemannian-adam"),
     "best": Recipe(
         "kq-svd",
         "closed-form",
@@ -60,7 +61,7 @@ RECIPES = {
         value_grouping="all",
         ranks="optimal",
         recent_share=0.25,
-        tuning_steps=300,
+        tuning_steps=200,
     ),
 }
 

@@ -28,7 +28,7 @@ def tune(
     plan: CompressionPlan,
     tokens: Tensor | TextSource | str,
     *,
-    steps: int = 300,
+    steps: int = 200,
     learning_rate: float = 0.1,
     sequences_per_step: int = 4,
     seed: int = 0,

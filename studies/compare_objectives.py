@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from embedded import EMBEDDED
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,9 +51,6 @@ from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
 HERE = Path(__file__).resolve().parent
-EMBEDDED = {
-    name: str(HERE / "reference_models" / name) for name in ("reference-llama", "reference-qwen3")
-}
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"

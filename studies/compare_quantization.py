@@ -16,10 +16,12 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from embedded import EMBEDDED
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from manifoldkv import (
+    RECIPES,
     ManifoldKVError,
     Quantization,
     compress,
@@ -29,7 +31,6 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.compress import RECIPES
 from manifoldkv.evaluation import perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.output import check_writable
@@ -37,9 +38,6 @@ from manifoldkv.plan import LAYOUTS
 from manifoldkv.quantize import ROTATIONS
 
 HERE = Path(__file__).parent
-EMBEDDED = {
-    name: str(HERE / "reference_models" / name) for name in ("reference-llama", "reference-qwen3")
-}
 BITS = (8, 4, 3, 2)
 COLOURS = {"none": "#999999", "pca": "#E69F00", "hadamard": "#0072B2"}
 
@@ -92,7 +90,7 @@ def measure(given: argparse.Namespace) -> pd.DataFrame:
         "exact_nll": exact,
     }
     length = held_out.shape[1]
-    stock_nbytes = plan.nbytes(length) / plan.ratio
+    stock_nbytes = plan.nbytes(length) / plan.ratio_at(length)
     rows = []
     settings = list(itertools.product(LAYOUTS, BITS, ROTATIONS))
     for layout, bits, rotation in tqdm(settings, desc="settings", disable=None):

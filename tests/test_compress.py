@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import (
+    RECIPES,
     CompressionPlan,
     HeadGrouping,
     LayerActivations,
@@ -30,9 +32,10 @@ from manifoldkv import (
     ratio_from_bytes,
     uniform_ranks,
 )
-from manifoldkv.compress import solver_of
+from manifoldkv.compress import recent_tokens, solver_of
 from manifoldkv.decoder import compressed_output
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.projection import divergence, log_probabilities
 from manifoldkv.rank_selection import candidate_ranks
 from tests.families import tiny_model, tiny_tokens
 
@@ -151,7 +154,9 @@ class TestText:
 class TestRefusedBeforeAnyWork:
     def test_unknown_names(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: eigen-attention"):
+        with pytest.raises(
+            UnknownNameError, match="unknown recipe 'nothing'; known: eigen-attention"
+        ):
             compress(model, tokens, recipe="nothing")
         with pytest.raises(UnknownNameError, match="unknown rank rule"):
             compress(model, tokens, ranks="greedy")
@@ -224,7 +229,7 @@ class TestQuantize:
 
 
 class TestRankRules:
-    @pytest.mark.parametrize("rule", ["sequential", "optimal"])
+    @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
     @pytest.mark.parametrize("rotary", ["pre", "post"])
     @pytest.mark.parametrize("ratio", [0.26, 0.5, 0.77, 1.0])
     def test_the_ratio_is_never_exceeded(self, rule: str, rotary: str, ratio: float) -> None:
@@ -240,6 +245,32 @@ class TestRankRules:
         monkeypatch.setattr(import_module("manifoldkv.compress"), "capture", None)
         with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.25"):
             compress(tiny_model("llama"), tiny_tokens(), ratio=0.2, ranks="optimal")
+
+    @pytest.mark.parametrize("grouping", ["shared", "all"])
+    def test_threshold_takes_the_least_error_that_keeps_the_budget(
+        self, grouping: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every pair comes from one threshold; a smaller error for all layers costs too much."""
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        recipe = Recipe("eigen-attention", "closed-form", grouping, grouping, ranks="threshold")
+        surfaces_module = import_module("manifoldkv.surfaces")
+        seen = []
+        rule = surfaces_module._threshold_on
+        monkeypatch.setattr(
+            surfaces_module,
+            "_threshold_on",
+            lambda *given: seen.append((given[3], rule(*given))) or seen[-1][1],
+        )
+        plan = compress(model, tokens, ratio=0.6, recipe=recipe)
+        totals: dict[float, int] = {}
+        for error, pair in seen:
+            totals[error] = totals.get(error, 0) + sum(pair)
+        chosen = [(layer.key.rank, layer.value.rank) for layer in plan.layers]
+        error = seen[-1][0]
+        assert [pair for _, pair in seen[-3:]] == chosen
+        times_asked = sum(e == error for e, _ in seen) // 3
+        assert totals[error] / times_asked <= 0.6 * 3 * 16
+        assert all(totals[e] > 0.6 * 3 * 16 for e in totals if e < error)
 
     def test_sequential_follows_its_own_surfaces(self) -> None:
         """Alg. error_surface written out: measure, select, propagate."""
@@ -264,3 +295,79 @@ class TestRankRules:
             chosen = (plan.layers[index].key.rank, plan.layers[index].value.rank)
             assert errors[chosen] == pytest.approx(min(errors.values()), abs=1e-9)
             left -= sum(chosen)
+
+
+class TestRecent:
+    RECIPE = Recipe("kq-svd", "closed-form", "all", "all", ranks="optimal", recent_share=0.25)
+
+    @given(
+        st.floats(0.05, 1),
+        st.floats(0, 0.9),
+        st.integers(2, 5000),
+        st.lists(st.none() | st.integers(2, 3000), min_size=1, max_size=4),
+    )
+    def test_recent_tokens_and_the_rest_are_the_ratio(
+        self, ratio: float, share: float, length: int, windows: list[int | None]
+    ) -> None:
+        recipe = Recipe("k-svd", "closed-form", recent_share=share)
+        recent, rest = recent_tokens(recipe, ratio, length, windows)
+        for window in windows:
+            held = length if window is None else min(length, window - 1)
+            assert 0 <= recent <= share * ratio * held * (1 + 1e-9) or window is None
+            assert recent / held + (1 - recent / held) * rest <= ratio + 1e-9
+
+    @pytest.mark.parametrize("rule", ["uniform", "optimal"])
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_the_ratio_holds_at_the_calibration_length(self, family: str, rule: str) -> None:
+        model, tokens = tiny_model(family), tiny_tokens(2, 20)
+        recipe = replace(self.RECIPE, recent_share=0.5, ranks=rule)
+        plan = compress(model, tokens, ratio=0.6, recipe=recipe)
+        assert plan.recent == int(0.5 * 0.6 * (20 if family == "llama" else 5))
+        assert plan.ratio == plan.ratio_at(20) <= 0.6
+        assert plan.ratio_at(1000) <= plan.ratio < plan.ratio_at(1)
+        with compressed(model, plan):
+            cache = model(input_ids=tokens).past_key_values
+        if family == "llama":
+            stock = model(input_ids=tokens).past_key_values
+            full = sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values))
+            assert cache.nbytes() == pytest.approx(plan.ratio * full)
+
+    def test_what_is_tuned_is_what_is_decoded(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(4, 20)
+        start = compress(model, tokens, ratio=0.5, recipe=self.RECIPE)
+        tuned = compress(model, tokens, ratio=0.5, recipe=replace(self.RECIPE, tuning_steps=20))
+        assert tuned.recent == start.recent > 0
+        assert tuned.provenance.tuning_steps == 20
+        exact = log_probabilities(model, tokens)
+
+        def lost(plan: CompressionPlan) -> float:
+            with compressed(model, plan), torch.no_grad():
+                return float(divergence(exact, log_probabilities(model, tokens)))
+
+        assert lost(tuned) < 0.9 * lost(start)
+
+    def test_kivi_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(import_module("manifoldkv.compress"), "capture", None)
+        with pytest.raises(PlanError, match="use the static layout"):
+            compress(
+                tiny_model("llama"),
+                tiny_tokens(),
+                recipe=self.RECIPE,
+                quantization=Quantization(4, "kivi"),
+            )
+
+
+def test_every_recipe_makes_a_plan_that_decodes() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
+    for name, recipe in RECIPES.items():
+        plan = compress(
+            model, tokens, recipe=replace(recipe, tuning_steps=recipe.tuning_steps and 2)
+        )
+        assert plan.ratio <= 0.5, name
+        with compressed(model, plan):
+            assert model(input_ids=tokens).logits.isfinite().all()
+
+
+def test_an_unknown_rank_rule_of_a_recipe_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="unknown rank rule 'best'; known: uniform"):
+        Recipe("k-svd", "closed-form", ranks="best")

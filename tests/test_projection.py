@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from manifoldkv import Basis, HeadGrouping
+from manifoldkv import Basis, HeadGrouping, compressed
 from manifoldkv.projection import divergence, log_probabilities, projected
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import any_basis, projected_by_hooks, random_plan
@@ -25,6 +25,22 @@ def test_every_family_gives_what_hooks_give(family: str, rotary: str) -> None:
         after = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("recent", [1, 3])
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recent_tokens_are_seen_as_a_cache_shows_them(
+    family: str, rotary: str, recent: int
+) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, 9)
+    plan = random_plan(model, value_grouping="all", rotary=rotary, oblique=True, recent=recent)
+    with torch.no_grad():
+        with compressed(model, plan):
+            expected = model(input_ids=tokens).logits
+        with projected(model, bases_of(plan), rotary=rotary, recent=recent):
+            found = model(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_not_named_stays_exact() -> None:

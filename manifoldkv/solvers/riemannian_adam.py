@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
 from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.solvers.base import (
     Solution,
     Solver,
@@ -22,8 +23,6 @@ from manifoldkv.solvers.base import (
     stratified_rows,
 )
 
-MINIMUM_ROWS = 32
-"""Query rows drawn from a sequence however short it is (all of them if it is shorter)."""
 BETAS = (0.9, 0.95)
 """Decay of the mean gradient and of its mean square. The usual 0.999 would remember the steep
 first steps to the end and shorten all later ones."""
@@ -35,10 +34,11 @@ class RiemannianAdam(Solver):
     """Moves the basis itself along the manifold, from a closed form or a random point.
 
     Every step draws new sequences and new query rows, so that the rows that are looked at never
-    become the rows that are fitted. The learning rate falls to zero along a cosine, and the second
-    half of the steps sees twice the rows of the first: noise matters at the end. A problem whose
-    whole loss is cheap (`Problem.full_batch_is_cheap`) is solved on all its data. The history is
-    the loss of each step.
+    become the rows that are fitted. Steps are long, and the noise they leave is averaged away: the
+    solution is the subspace nearest to those of the second half of the steps (the leading
+    eigenvectors of the mean of their projectors), while the learning rate falls to zero along a
+    cosine. A problem whose whole loss is cheap (`Problem.full_batch_is_cheap`) is solved on all its
+    data: there is no noise, and the last point counts. The history is the loss of each step.
 
     Parameters
     ----------
@@ -53,20 +53,18 @@ class RiemannianAdam(Solver):
         Sequences in a sample.
     visits : int
         A sequence is drawn this often at most, on average: few sequences are not fitted for ever.
-    row_fraction : float
-        Share of the query rows of each of them in the second half of the steps, at least
-        `MINIMUM_ROWS`. Few rows make the norm of a sequence noisy, and the mean of a square root
-        of noise is biased.
+    rows : int
+        Query rows of each of them: the cost of a step hardly depends on their length.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
     """
 
-    steps: int = 1000
-    learning_rate: float = 0.7
+    steps: int = 300
+    learning_rate: float = 1.5
     metric: Literal["canonical", "euclidean"] = "canonical"
     sequences_per_step: int = 4
     visits: int = 125
-    row_fraction: float = 0.25
+    rows: int = 64
     start: Literal["initial", "random"] = "initial"
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -81,16 +79,23 @@ class RiemannianAdam(Solver):
         steps = self._steps(problem)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
+        late_projectors = torch.zeros((), device=start.device)
         for step in progress(range(steps), problem):
-            basis = Basis(columns, columns, problem.grouping)
-            fraction = self.row_fraction if 2 * step >= steps else self.row_fraction / 2
-            loss = problem.loss(basis, self._batch(problem, fraction, generator))
+            loss = problem.loss(
+                Basis(columns, columns, problem.grouping), self._batch(problem, generator)
+            )
             history.append(checked(loss, problem, step))
             optimizer.zero_grad(set_to_none=True)
             loss.backward(inputs=[columns])
             optimizer.step()
             schedule.step()
-        final = manifold.projx(columns.detach())
+            if 2 * step >= steps and not problem.full_batch_is_cheap:
+                late = columns.detach()
+                late_projectors = late_projectors + (late @ late.mT).double()
+        if late_projectors.ndim:
+            final = leading_eigenvectors(late_projectors, columns.shape[-1]).to(columns)
+        else:
+            final = manifold.projx(columns.detach())
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
 
     def _steps(self, problem: Problem) -> int:
@@ -109,14 +114,11 @@ class RiemannianAdam(Solver):
         )
         return torch.linalg.qr(normal).Q.to(problem.activations.keys)
 
-    def _batch(
-        self, problem: Problem, row_fraction: float, generator: torch.Generator
-    ) -> Batch | None:
+    def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
         if problem.full_batch_is_cheap:
             return None
         activations = problem.activations
         device = activations.keys.device
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
-        count = max(MINIMUM_ROWS, math.ceil(row_fraction * activations.length))
-        rows = stratified_rows(activations.length, count, generator)
+        rows = stratified_rows(activations.length, self.rows, generator)
         return Batch(sequences.to(device), None if rows is None else rows.to(device))

@@ -1,0 +1,337 @@
+"""What do bytes buy? Added loss against the bytes of the cache, for every recipe and its parts.
+
+    python studies/frontier.py
+    python studies/frontier.py --model ../models/Llama --text wikitext:wikitext-2-raw-v1
+    python studies/frontier.py --compositions best eigen-attention --ratios 0.25 0.5
+
+Every composition (a recipe, or a recipe with a part taken out or put in) makes a plan for every
+ratio from the same calibration text; the perplexity of held-out text is measured through the
+compressed cache. Written into --out: results.csv (a row per plan), summary.md and a figure. What is
+measured is kept in --out/steps: an interrupted run goes on where it was, a repeated one draws at
+once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from operator import mul
+from pathlib import Path
+
+import pandas as pd
+import torch
+from embedded import EMBEDDED
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from manifoldkv import (
+    RECIPES,
+    CompressionPlan,
+    ManifoldKVError,
+    RankError,
+    Recipe,
+    UnknownNameError,
+    compress,
+    load_model,
+    open_text,
+    sample_tokens,
+)
+from manifoldkv.calibration import HELP as TEXT_HELP
+from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.figures import save_figure
+from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.output import check_writable
+from manifoldkv.steps import Steps
+
+HERE = Path(__file__).resolve().parent
+BEST = RECIPES["best"]
+PLAIN = replace(BEST, ranks="uniform", recent_share=0.0, tuning_steps=0)
+COMPOSITIONS: dict[str, tuple[Recipe, str]] = {
+    "eigen-attention": (RECIPES["eigen-attention"], "the recipe"),
+    "paper": (RECIPES["paper"], "the recipe, with the paper's solver"),
+    "fast": (RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
+    "best": (BEST, "the recipe"),
+    "best-latents-only": (replace(BEST, recent_share=0.0), "best, no token kept exact"),
+    "grouped-orthonormal": (
+        replace(RECIPES["eigen-attention"], key_grouping="all", value_grouping="all"),
+        "eigen-attention, all heads in one basis",
+    ),
+    "grouped": (PLAIN, "kq-svd (oblique), all heads in one basis"),
+    "grouped-optimal": (replace(PLAIN, ranks="optimal"), "and optimal ranks"),
+    "grouped-optimal-recent": (
+        replace(BEST, tuning_steps=0),
+        "and the newest tokens exact: best without tuning",
+    ),
+    "grouped-layer-output": (
+        replace(RECIPES["fast"], key_grouping="all", value_grouping="all", ranks="optimal"),
+        "layer-output (orthonormal), all heads in one basis, optimal ranks",
+    ),
+    "fast-optimal": (replace(RECIPES["fast"], ranks="optimal"), "fast, optimal ranks"),
+    "fast-optimal-tuned": (
+        replace(RECIPES["fast"], ranks="optimal", tuning_steps=BEST.tuning_steps),
+        "the paper's head sharing, optimal ranks, tuned",
+    ),
+    "eigen-attention-recent": (
+        replace(RECIPES["eigen-attention"], recent_share=BEST.recent_share),
+        "eigen-attention, the newest tokens exact",
+    ),
+}
+SLOW = ("paper", "grouped-layer-output", "fast-optimal", "fast-optimal-tuned")
+SLOW_RATIOS = (0.5,)
+"""Where compositions with many iterative solves are measured."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__ + "\ncompositions:\n" + "\n".join(_described()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="reference-llama", help="name or folder (%(default)s)")
+    add("--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)")
+    add("--compositions", nargs="+", default=list(COMPOSITIONS), metavar="NAME", help="(all)")
+    add("--ratios", type=float, nargs="+", default=[0.25, 0.5], help="(%(default)s)")
+    add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
+    add("--held-out", type=int, default=60, help="sequences to measure on (%(default)s)")
+    add("--sequence-length", type=int, default=512, help="(%(default)s)")
+    add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--threads", type=int, default=2, help="(%(default)s)")
+    add("--force", action="store_true", help="measure again what is kept")
+    add("--out", type=Path, help="output folder (figures/frontier/<model>)")
+    given = parser.parse_args()
+    name = Path(given.model).name
+    out = given.out or HERE.parent / "figures" / "frontier" / name
+    torch.set_num_threads(given.threads)
+    try:
+        unknown = [c for c in given.compositions if c not in COMPOSITIONS]
+        if unknown:
+            known = ", ".join(COMPOSITIONS)
+            raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
+        check_writable(out)
+        results = Frontier(given, out).measure()
+    except ManifoldKVError as error:
+        print(f"frontier: {error}", file=sys.stderr)
+        return 2
+    results.to_csv(out / "results.csv", index=False)
+    save_figure(draw(results, name), out / "loss_against_bytes")
+    (out / "summary.md").write_text(summary(results, name), encoding="utf-8")
+    print((out / "summary.md").read_text(encoding="utf-8"))
+    print(f"written to {out}")
+    return 0
+
+
+def _described() -> list[str]:
+    width = max(map(len, COMPOSITIONS))
+    return [f"  {name:{width}}  {said}" for name, (_, said) in COMPOSITIONS.items()]
+
+
+class Frontier:
+    """Plans of a model and what they lose."""
+
+    def __init__(self, given: argparse.Namespace, out: Path) -> None:
+        self.given = given
+        self.steps = Steps(out / "steps", force=given.force)
+        self.model: PreTrainedModel
+        self.model, tokenizer = load_model(EMBEDDED.get(given.model, given.model))
+        text = open_text(given.text)
+        length = given.sequence_length
+        self.calibration = sample_tokens(
+            text, tokenizer, sequences=given.sequences, length=length, split="calibration"
+        )
+        self.held_out = sample_tokens(
+            text, tokenizer, sequences=given.held_out, length=length, split="held-out"
+        )
+        self.common = {
+            "model": Path(given.model).name,
+            "text": given.text,
+            "rotary": given.rotary,
+            "seed": given.seed,
+            "sequences": given.sequences,
+            "length": given.sequence_length,
+        }
+        self.tokens = {"calibration": _digest(self.calibration), "held_out": _digest(self.held_out)}
+
+    def measure(self) -> pd.DataFrame:
+        uncompressed = self.uncompressed()
+        pairs = [
+            (name, ratio)
+            for name in self.given.compositions
+            for ratio in (SLOW_RATIOS if name in SLOW else self.given.ratios)
+        ]
+        frames = []
+        for name, ratio in tqdm(pairs, desc="plans", disable=None):
+            settings = self.common | self.tokens | asdict(COMPOSITIONS[name][0]) | {"asked": ratio}
+
+            try:
+                frame = self.steps.frame(
+                    "plan", settings, partial(self.row, name, ratio, uncompressed)
+                )
+            except RankError as error:  # a rule may not reach a ratio: the others go on
+                tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
+                continue
+            frames.append(frame.assign(composition=name))
+        return pd.concat(frames, ignore_index=True)
+
+    def uncompressed(self) -> Perplexity:
+        def compute() -> pd.DataFrame:
+            return pd.DataFrame({"nll": perplexity(self.model, self.held_out).by_sequence})
+
+        frame = self.steps.frame("uncompressed", self.common | self.tokens, compute)
+        predicted = self.held_out.shape[0] * (self.held_out.shape[1] - 1)
+        return Perplexity(tuple(frame["nll"]), predicted)
+
+    def row(self, name: str, ratio: float, uncompressed: Perplexity) -> pd.DataFrame:
+        recipe = COMPOSITIONS[name][0]
+        start = time.perf_counter()
+        plan = compress(
+            self.model,
+            self.calibration,
+            ratio=ratio,
+            recipe=recipe,
+            rotary=self.given.rotary,
+            seed=self.given.seed,
+        )
+        seconds = time.perf_counter() - start
+        found = perplexity(self.model, self.held_out, plan)
+        added = [b - a for a, b in zip(uncompressed.by_sequence, found.by_sequence, strict=True)]
+        length = self.held_out.shape[1]
+        row = self.common | {
+            "requested_ratio": ratio,
+            "ratio": plan.ratio_at(length),
+            "long_run_ratio": replace(plan, recent=0).ratio,
+            "bytes_per_token": plan.nbytes(length) / length,
+            "basis_bytes": plan.basis_nbytes(),
+            "recent": plan.recent,
+            "uncompressed_nll": uncompressed.nll,
+            "added_nll": statistics.fmean(added),
+            "standard_error": statistics.stdev(added) / math.sqrt(len(added)),
+            "attention_work": attention_work(plan, self.query_heads()),
+            "seconds": seconds,
+            "threads": self.given.threads,
+        }
+        return pd.DataFrame([row])
+
+    def query_heads(self) -> int:
+        attention = attention_of(decoder_layers(self.model)[0])
+        return int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
+
+
+def attention_work(plan: CompressionPlan, query_heads: int) -> float:
+    """Multiplications per cached token of a decode step, against the uncompressed cache.
+
+    Scores and mixtures on latents of g concatenated heads are g·r long. Keys stored before rotation
+    are expanded instead, every KV head of every token once a step, and scored at head_dim.
+    """
+    work = full = 0
+    for layer in plan.layers:
+        d, heads = layer.key.head_dim, layer.key.grouping.heads
+        full += 2 * query_heads * d
+        work += query_heads * layer.value.rank * layer.value.grouping.width
+        if plan.rotary == "post":
+            work += query_heads * layer.key.rank * layer.key.grouping.width
+        else:
+            work += query_heads * d + heads * d * layer.key.rank * layer.key.grouping.width
+    return work / full
+
+
+def _digest(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+
+
+# Report
+
+
+def draw(results: pd.DataFrame, name: str) -> Figure:
+    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    names = [c for c in COMPOSITIONS if c in set(results["composition"])]
+    for index, composition in enumerate(names):
+        line = results[results["composition"] == composition].sort_values("bytes_per_token")
+        recipe = composition in RECIPES
+        axes.errorbar(
+            line["bytes_per_token"],
+            line["added_nll"],
+            line["standard_error"],
+            fmt="o-" if recipe else "s--",
+            ms=5 if recipe else 3,
+            lw=1.8 if recipe else 0.9,
+            color=f"C{index % 10}",
+            alpha=1.0 if recipe else 0.7,
+            label=composition,
+        )
+    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_xlabel(f"bytes per token of {results['length'].iloc[0]}, 16-bit numbers", fontsize=9)
+    axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
+    axes.grid(visible=True, alpha=0.2)
+    axes.tick_params(labelsize=8)
+    full = float((results["bytes_per_token"] / results["ratio"]).mean())
+    above = axes.secondary_xaxis("top", functions=(partial(mul, 1 / full), partial(mul, full)))
+    above.set_xlabel("achieved ratio", fontsize=9)
+    above.tick_params(labelsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    figure.suptitle(f"{name}: what bytes buy", fontsize=10)
+    return figure
+
+
+def summary(results: pd.DataFrame, name: str) -> str:
+    first = results.iloc[0]
+    ratios = sorted(results["requested_ratio"].unique())
+    lines = [
+        f"# What bytes buy on {name}",
+        "",
+        f"Added NLL, nats per token (standard error), on held-out text through the cache; "
+        f"uncompressed {first['uncompressed_nll']:.4f}. {first['sequences']} calibration sequences "
+        f"of {first['length']} tokens, keys {first['rotary']}-rotation, seed {first['seed']}. "
+        "Ratios are achieved at this length, the newest tokens that are kept exact counted at full "
+        "size; a longer text takes less.",
+        "",
+        "| composition | " + " | ".join(f"ratio {ratio:g}" for ratio in ratios) + " |",
+        "|---|" + "---|" * len(ratios),
+    ]
+    for composition, part in results.groupby("composition", sort=False):
+        cells = []
+        for ratio in ratios:
+            at = part[part["requested_ratio"] == ratio]
+            cells.append(
+                f"{at['added_nll'].iloc[0]:.3f} ({at['standard_error'].iloc[0]:.3f})"
+                if len(at)
+                else "-"
+            )
+        lines.append(f"| {composition} | " + " | ".join(cells) + " |")
+    at = results[results["requested_ratio"] == 0.5]
+    lines += [
+        "",
+        "At ratio 0.5: what is achieved, the newest tokens kept exact, multiplications of a decode "
+        "step per cached token against the uncompressed cache, bytes of the bases (once, 16-bit), "
+        f"and seconds of calibration ({first['threads']} threads):",
+        "",
+        "| composition | ratio | long-run ratio | recent | attention work | bases, KiB | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for _, row in at.iterrows():
+        lines.append(
+            f"| {row['composition']} | {row['ratio']:.3f} | {row['long_run_ratio']:.3f} | "
+            f"{row['recent']} | {row['attention_work']:.2f} | {row['basis_bytes'] / 1024:.0f} | "
+            f"{row['seconds']:.0f} |"
+        )
+    lines += [
+        "",
+        "Compositions:",
+        "",
+        *(f"- `{n}`: {said}" for n, (_, said) in COMPOSITIONS.items()),
+    ]
+    command = " ".join(["python studies/frontier.py", *sys.argv[1:]])
+    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""frontier as a user runs it, on few tokens."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from frontier import COMPOSITIONS, attention_work
+
+from manifoldkv import RECIPES
+from tests.families import tiny_model
+from tests.plans import random_plan
+
+ROOT = Path(__file__).parents[2]
+STUDY = ROOT / "studies" / "frontier.py"
+NAMES = ("eigen-attention", "grouped-optimal", "grouped-optimal-recent")
+
+
+def study(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(STUDY), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def run(folder: Path, *names: str) -> subprocess.CompletedProcess:
+    return study(
+        *("--text", "pydoc-topics", "--sequences", 3, "--held-out", 2, "--sequence-length", 64),
+        *("--ratios", 0.5, "--out", folder, "--compositions", *names),
+    )
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("frontier")
+    done = run(folder, *NAMES)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_row_per_plan_at_the_achieved_ratio(out: Path) -> None:
+    results = pd.read_csv(out / "results.csv").set_index("composition")
+    assert tuple(results.index) == NAMES
+    assert (results["ratio"] <= 0.5).all()
+    full = results["bytes_per_token"] / results["ratio"]
+    assert full.to_numpy() == pytest.approx(6 * 2 * 2 * 32 * 2)  # layers, K and V, heads, d, bytes
+    recent = results.loc["grouped-optimal-recent"]
+    assert recent["recent"] == 8
+    assert recent["long_run_ratio"] < recent["ratio"]
+    assert recent["added_nll"] < results.loc["grouped-optimal", "added_nll"]
+
+
+def test_what_is_measured_is_kept(out: Path) -> None:
+    before = pd.read_csv(out / "results.csv")
+    assert run(out, *reversed(NAMES)).returncode == 0
+    after = pd.read_csv(out / "results.csv")
+    by_name = [frame.set_index("composition").sort_index() for frame in (before, after)]
+    pd.testing.assert_frame_equal(*by_name)  # with the seconds of the first run
+
+
+def test_the_summary_names_the_command_and_every_composition(out: Path) -> None:
+    text = (out / "summary.md").read_text()
+    assert "Command: `python studies/frontier.py" in text
+    assert all(f"| {name} |" in text for name in NAMES)
+    assert (out / "loss_against_bytes.png").stat().st_size > 10_000
+
+
+def test_every_recipe_is_a_composition() -> None:
+    assert {name: COMPOSITIONS[name][0] for name in RECIPES} == RECIPES
+
+
+def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "nothing")
+    assert done.returncode == 2
+    assert "unknown composition 'nothing'; known: eigen-attention" in done.stderr
+
+
+def test_attention_work_is_counted_by_hand() -> None:
+    model = tiny_model("llama")  # 4 query heads, 2 KV heads, d 8
+    plan = random_plan(model, key_rank=4, value_rank=4, rotary="post")
+    assert attention_work(plan, 4) == 0.5
+    grouped = random_plan(
+        model, key_rank=4, value_rank=4, rotary="post", key_grouping="all", value_grouping="all"
+    )
+    assert attention_work(grouped, 4) == 1.0
+    pre = random_plan(model, key_rank=4, value_rank=4)
+    scores, expansion, mixture = 4 * 8, 2 * 8 * 4, 4 * 4
+    assert attention_work(pre, 4) == (scores + expansion + mixture) / (2 * 4 * 8)
