@@ -8,6 +8,8 @@ heads, 8 KV heads of 128), over caches filled with random numbers:
     post-R      keys stored after rotation at rank ratio R: nothing is reconstructed
     pre-R       keys stored before rotation: expanded and rotated tile by tile
     post-0.5-4bit   the same as post-0.5 with latents packed into 4 bits
+    …-gN, …-all     N heads, or all, in one basis: the same bytes, N times the arithmetic
+    …-recent        and the newest 64 tokens as they are
 
 All of them take turns within every round, and a ratio is formed within a round, so that other load
 on the machine hits all alike. Seconds are medians over rounds, ratios medians of ratios. Writes
@@ -79,6 +81,8 @@ class Variant:
     rotary: Rotary | None = None
     rank: int = HEAD_DIM
     bits: int | None = None
+    grouping: int = 1
+    recent: int = 0
 
     @property
     def kind(self) -> str:
@@ -92,6 +96,16 @@ VARIANTS = [
     *(Variant(f"pre-{ratio:g}", "pre", int(ratio * HEAD_DIM)) for ratio in RATIOS),
     Variant("post-0.5-4bit", "post", HEAD_DIM // 2, 4),
 ]
+MORE_VARIANTS = [
+    Variant("post-0.5-g2", "post", HEAD_DIM // 2, grouping=2),
+    Variant("post-0.5-g4", "post", HEAD_DIM // 2, grouping=4),
+    Variant("post-0.5-all", "post", HEAD_DIM // 2, grouping=KV_HEADS),
+    Variant("post-0.5-recent", "post", HEAD_DIM // 2, recent=64),
+    Variant("pre-0.5-all", "pre", HEAD_DIM // 2, grouping=KV_HEADS),
+    Variant("pre-0.5-recent", "pre", HEAD_DIM // 2, recent=64),
+    Variant("pre-0.5-all-recent", "pre", HEAD_DIM // 2, grouping=KV_HEADS, recent=64),
+]
+KNOWN = {variant.name: variant for variant in (*VARIANTS, *MORE_VARIANTS)}
 
 
 def main() -> int:
@@ -102,6 +116,13 @@ def main() -> int:
     add("--tokens", nargs="+", type=int, metavar="N", help="context lengths (1k 4k 16k 64k)")
     add("--batches", nargs="+", type=int, metavar="B", help="batch sizes (1 4)")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="(all)")
+    add(
+        "--variants",
+        nargs="+",
+        choices=KNOWN,
+        default=[variant.name for variant in VARIANTS],
+        help="beside stock and full (all without heads in common and newest tokens)",
+    )
     add("--rounds", type=int, help="rounds, in each of which every variant takes a turn (7)")
     add("--threads", type=int, default=2, help="(%(default)s)")
     add("--device", default="cpu", help="(%(default)s)")
@@ -118,7 +139,8 @@ def main() -> int:
         if min(*tokens, *batches, rounds, given.threads) < 1:
             raise ManifoldKVError("tokens, batches, rounds and threads must be at least 1")
         check_writable(out)
-        run(tokens, batches, given.dtypes, rounds, given.device, out)
+        variants = [KNOWN[name] for name in dict.fromkeys(["stock", "full", *given.variants])]
+        run(variants, tokens, batches, given.dtypes, rounds, given.device, out)
     except ManifoldKVError as error:
         print(f"decode_speed: {error}", file=sys.stderr)
         return 2
@@ -127,11 +149,17 @@ def main() -> int:
 
 @torch.no_grad()
 def run(
-    tokens: list[int], batches: list[int], dtypes: list[str], rounds: int, device: str, out: Path
+    variants: list[Variant],
+    tokens: list[int],
+    batches: list[int],
+    dtypes: list[str],
+    rounds: int,
+    device: str,
+    out: Path,
 ) -> None:
     cells = [(d, b, n) for d in dtypes for b in batches for n in tokens]
     path = out / "results.csv"
-    rows = finished_rows(path, rounds)
+    rows = finished_rows(path, rounds, variants)
     finished = {(r["dtype"], r["batch"], r["tokens"], r["what"]) for r in rows}
     for (dtype, batch, length), what in tqdm(
         list(itertools.product(cells, LARGEST_BYTES)), desc="cells", disable=None
@@ -143,18 +171,20 @@ def run(
         cell = {"dtype": dtype, "batch": batch, "tokens": length, "what": what}
         steps = attention_steps if what == "attention" else model_steps
         with ExitStack() as stack:
-            timed = steps(stack, DTYPES[dtype], batch, length, device)
+            timed = steps(stack, variants, DTYPES[dtype], batch, length, device)
             rows += [cell | row for row in measure(timed, rounds, batch)]
         gc.collect()
         pd.DataFrame(rows).to_csv(path, index=False)
-    report(pd.DataFrame(rows), out)
+    report(pd.DataFrame(rows), variants, out)
 
 
-def finished_rows(path: Path, rounds: int) -> list[dict]:
-    """What an interrupted run with as many rounds and threads has measured."""
+def finished_rows(path: Path, rounds: int, variants: list[Variant]) -> list[dict]:
+    """What an interrupted run of the same variants, rounds and threads has measured."""
     if not path.exists():
         return []
     frame = pd.read_csv(path)
+    if set(frame["variant"]) != {variant.name for variant in variants}:
+        return []
     same = (frame["rounds"] == rounds) & (frame["threads"] == torch.get_num_threads())
     return frame[same].to_dict("records")
 
@@ -189,15 +219,23 @@ class Step:
 
 
 def attention_steps(
-    stack: ExitStack, dtype: torch.dtype, batch: int, length: int, device: str
+    stack: ExitStack,
+    variants: list[Variant],
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    device: str,
 ) -> list[Step]:
-    steps = layer_steps(dtype, batch, length, device)
-    for step, below in zip(steps, layer_steps(dtype, batch, TOKENS_BELOW, device), strict=True):
+    steps = layer_steps(variants, dtype, batch, length, device)
+    others = layer_steps(variants, dtype, batch, TOKENS_BELOW, device)
+    for step, below in zip(steps, others, strict=True):
         step.below = below
     return steps
 
 
-def layer_steps(dtype: torch.dtype, batch: int, length: int, device: str) -> list[Step]:
+def layer_steps(
+    variants: list[Variant], dtype: torch.dtype, batch: int, length: int, device: str
+) -> list[Step]:
     generator = torch.Generator(device).manual_seed(0)
     random = partial(torch.randn, generator=generator, dtype=dtype, device=device)
     queries = random(batch, QUERY_HEADS, 1, HEAD_DIM)
@@ -208,7 +246,7 @@ def layer_steps(dtype: torch.dtype, batch: int, length: int, device: str) -> lis
     working = working_dtype(dtype, keys.device)
     angles = Angles(cos.to(working), sin.to(working), rotate_halves)
     steps = []
-    for variant in VARIANTS:
+    for variant in variants:
         if variant.rotary is None:
             steps.append(stock_attention_step(model, queries, keys, values, length, random))
             continue
@@ -266,13 +304,18 @@ def stock_attention_step(
 
 
 def model_steps(
-    stack: ExitStack, dtype: torch.dtype, batch: int, length: int, device: str
+    stack: ExitStack,
+    variants: list[Variant],
+    dtype: torch.dtype,
+    batch: int,
+    length: int,
+    device: str,
 ) -> list[Step]:
     generator = torch.Generator(device).manual_seed(0)
     random = partial(torch.randn, generator=generator, dtype=dtype, device=device)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     steps = []
-    for variant in VARIANTS:
+    for variant in variants:
         model = small_model(dtype, device, LAYERS)
         if variant.rotary is None:
             steps.append(stock_model_step(model, token, length, random))
@@ -334,37 +377,58 @@ def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
 
     def basis(name: str | int) -> Basis:
         grouping = HeadGrouping(name, KV_HEADS)
-        columns = torch.eye(HEAD_DIM).repeat(grouping.groups, 1, 1)
+        width = grouping.width
+        columns = torch.eye(HEAD_DIM * width).repeat(grouping.groups, 1, 1)
         if variant.rank < HEAD_DIM:
             normal = torch.randn(columns.shape, generator=generator)
-            columns = torch.linalg.qr(normal).Q[..., : variant.rank].contiguous()
+            columns = torch.linalg.qr(normal).Q[..., : variant.rank * width].contiguous()
         return Basis(columns, columns, grouping)
 
     quantization = None if variant.bits is None else Quantization(variant.bits)
     ranges = None if variant.bits is None else torch.tensor([-4.0, 4.0]).expand(KV_HEADS, 1, 2)
+    of_keys = "shared" if variant.grouping == 1 else variant.grouping
     layers = [
-        LayerPlan(basis("shared"), basis(1), key_range=ranges)
+        LayerPlan(basis(of_keys), basis(variant.grouping), key_range=ranges)
         for _ in range(config.num_hidden_layers)
     ]
-    provenance = Provenance("random", "none", 0, 0, "none", "random", 0, 1.0, {})
+    provenance = Provenance("random", "none", 1, 1, "none", "random", 0, 1.0, {})
     assert variant.rotary is not None
     return CompressionPlan(
-        tuple(layers), variant.rotary, config_hash(config), provenance, quantization
+        tuple(layers),
+        variant.rotary,
+        config_hash(config),
+        provenance,
+        quantization,
+        variant.recent,
     )
 
 
 def fill(
     cache: CompressedCache, plan: CompressionPlan, batch: int, length: int, random: Random
 ) -> None:
-    """Random latents of `length` tokens, in pieces so that nothing large is held twice."""
-    for start in range(0, length, LONG):
-        count = min(LONG, length - start)
-        if plan.rotary == "pre":
+    """Random latents of `length` tokens, in pieces so that nothing large is held twice.
+
+    The newest tokens are random keys and values, if the plan keeps them so.
+    """
+    cache.activate_past_recording()  # or a step with newest tokens could not be undone
+    latents = length - plan.recent
+    pieces = [(start, min(LONG, latents - start)) for start in range(0, latents, LONG)]
+    for start, count in [*pieces, (latents, plan.recent)]:
+        if plan.rotary == "pre" and count:
             positions = torch.arange(start, start + count).unsqueeze(0)
             cache.append_positions(positions.to(random.keywords["device"]))
         for layer, planned in zip(cache.layers, plan.layers, strict=True):
-            shapes = [(batch, KV_HEADS, count, b.rank) for _, b in planned.sites]
-            layer.append(random(*shapes[0]), random(*shapes[1]))
+            if start == latents:
+                layer.admit(*random(2, batch, KV_HEADS, count, HEAD_DIM))
+                continue
+            layer.append(
+                *(
+                    random(batch, KV_HEADS // w, count, basis.rank * w)
+                    for _, basis in planned.sites
+                    for w in (basis.grouping.width,)
+                )
+            )
+            layer.tokens_seen += count
 
 
 # Timing
@@ -415,20 +479,20 @@ def timed(call: Callable[[], object]) -> float:
 # Report
 
 
-def report(results: pd.DataFrame, out: Path) -> None:
+def report(results: pd.DataFrame, variants: list[Variant], out: Path) -> None:
     for what, column, label in (
         ("attention", "ratio_to_full", "time of attention / full rank"),
         ("model", "ratio_to_stock", "time of a decode step / DynamicCache"),
     ):
         part = results[results["what"] == what]
         if len(part):
-            save_figure(draw(part, column, label), out / f"{what}_against_context")
-    (out / "summary.md").write_text(summary(results), encoding="utf-8")
+            save_figure(draw(part, variants, column, label), out / f"{what}_against_context")
+    (out / "summary.md").write_text(summary(results, variants), encoding="utf-8")
     print((out / "summary.md").read_text(encoding="utf-8"))
     print(f"written to {out}")
 
 
-def draw(results: pd.DataFrame, column: str, label: str) -> Figure:
+def draw(results: pd.DataFrame, variants: list[Variant], column: str, label: str) -> Figure:
     dtypes, batches = list(dict.fromkeys(results["dtype"])), sorted(set(results["batch"]))
     size = (4.0 * len(batches), 3.0 * len(dtypes) + 0.6)
     figure = Figure(figsize=size, layout="constrained")
@@ -437,13 +501,13 @@ def draw(results: pd.DataFrame, column: str, label: str) -> Figure:
     for row, dtype in zip(panels, dtypes, strict=True):
         for axes, batch in zip(row, batches, strict=True):
             cell = results[(results["dtype"] == dtype) & (results["batch"] == batch)]
-            for variant in VARIANTS:
+            for number, variant in enumerate(variants):
                 line = cell[cell["variant"] == variant.name]
                 axes.plot(
                     line["tokens"],
                     line[column],
                     label=variant.name,
-                    color="#CC79A7" if variant.bits else COLOURS[variant.kind],
+                    color=colour(variant, number),
                     linestyle=styles.get(variant.rank / HEAD_DIM, "-"),
                     marker="o",
                     markersize=3,
@@ -464,7 +528,13 @@ def draw(results: pd.DataFrame, column: str, label: str) -> Figure:
     return figure
 
 
-def summary(results: pd.DataFrame) -> str:
+def colour(variant: Variant, number: int) -> str:
+    if variant in MORE_VARIANTS:
+        return f"C{number % 10}"
+    return "#CC79A7" if variant.bits else COLOURS[variant.kind]
+
+
+def summary(results: pd.DataFrame, variants: list[Variant]) -> str:
     longest = results[results["tokens"] >= LONG]
     reported = longest if len(longest) else results
     bound = f"at least {LONG:,} tokens" if len(longest) else "all lengths (none is long)"
@@ -488,7 +558,7 @@ def summary(results: pd.DataFrame) -> str:
         lines += ["| dtype | variant | time / full rank | time / DynamicCache | bytes / stock |"]
         lines += ["|---|---|---|---|---|"]
         for dtype in dict.fromkeys(part["dtype"]):
-            for variant in VARIANTS:
+            for variant in variants:
                 chosen = part[(part["dtype"] == dtype) & (part["variant"] == variant.name)]
                 stock = part[(part["dtype"] == dtype) & (part["variant"] == "stock")]
                 share = chosen["nbytes"].sum() / stock["nbytes"].sum()
@@ -499,7 +569,7 @@ def summary(results: pd.DataFrame) -> str:
         lines.append("")
     attention = reported[reported["what"] == "attention"]
     lines += ["## Appending a token, share of the attention's time", ""]
-    for variant in VARIANTS[1:]:
+    for variant in variants[1:]:
         share = attention[attention["variant"] == variant.name]["append_share"]
         lines.append(
             f"- {variant.name}: {100 * share.mean():.2f} % (largest {100 * share.max():.2f} %)"

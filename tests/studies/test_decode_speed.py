@@ -43,6 +43,21 @@ def test_bytes_are_those_of_the_ranks(results: tuple[Path, pd.DataFrame]) -> Non
     assert (frame["post-0.5-4bit"] < 0.2 * frame["stock"]).all()
 
 
+def test_grouped_heads_and_newest_tokens(tmp_path: Path) -> None:
+    names = ["post-0.5-all", "post-0.5-recent", "pre-0.5-all-recent"]
+    run = study(
+        *("--quick", "--out", tmp_path, "--threads", 1, "--dtypes", "float32"),
+        *("--tokens", 96, "--variants", *names),
+    )
+    assert run.returncode == 0, run.stderr
+    frame = pd.read_csv(tmp_path / "results.csv")
+    assert set(frame["variant"]) == {"stock", "full", *names}
+    nbytes = frame[frame["what"] == "attention"].set_index("variant")["nbytes"]
+    assert nbytes["post-0.5-all"] == 0.5 * nbytes["stock"]
+    share = (64 + 0.5 * 32) / 96
+    assert nbytes["post-0.5-recent"] == nbytes["pre-0.5-all-recent"] == share * nbytes["stock"]
+
+
 def test_figures_and_summary(results: tuple[Path, pd.DataFrame]) -> None:
     out = results[0]
     for stem in ("attention_against_context", "model_against_context"):
