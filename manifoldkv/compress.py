@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +21,7 @@ from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError, UnsolvableError
 from manifoldkv.models import attention_of, check_supported, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.output import only_run
 from manifoldkv.plan import (
     CompressionPlan,
     LayerPlan,
@@ -35,6 +40,7 @@ from manifoldkv.rank_selection import (
 )
 from manifoldkv.recipes import RankRule, Recipe, recipe_named
 from manifoldkv.solvers import SOLVERS
+from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
 from manifoldkv.surfaces import (
     LayerBases,
     divergences,
@@ -45,6 +51,9 @@ from manifoldkv.surfaces import (
 from manifoldkv.tuning import tune
 
 RATIO_TOLERANCE = 1e-9
+
+Solve = Callable[[LayerActivations, Site, Sequence[int]], dict[int, Basis]]
+"""Bases of a site of a layer at several ranks."""
 
 
 def compress(
@@ -57,6 +66,7 @@ def compress(
     rotary: Rotary = "pre",
     quantization: Quantization | None = None,
     seed: int = 0,
+    folder: str | Path | None = None,
 ) -> CompressionPlan:
     """Find bases for the cache of a model.
 
@@ -86,6 +96,10 @@ def compress(
         Also round the latents to integers; see `quantize`.
     seed : int
         Of everything random.
+    folder : str or Path, optional
+        Where every basis is kept as soon as it is found. A run that was interrupted, by whatever,
+        goes on there when it is started again, and ends in the same plan; other settings in the
+        same folder share what they have in common. One run at a time.
 
     Raises
     ------
@@ -100,6 +114,9 @@ def compress(
         If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
     PlanError
         If the layout of the quantisation does not fit the model.
+    OutputError
+        If another run is at work in the folder, it cannot be written to, or a file in it is
+        damaged (which is named, and computed again once it is deleted).
     """
     check_supported(model)
     recipe = recipe_named(recipe)
@@ -120,13 +137,17 @@ def compress(
     else:
         check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
         key_ranks = value_ranks = list(candidates)
-    table = [
-        LayerBases(
-            {rank: solve(activations, "key", rank) for rank in key_ranks},
-            {rank: solve(activations, "value", rank) for rank in value_ranks},
-        )
-        for activations in follow(capture(model, tokens), len(windows))
-    ]
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(only_run(Path(folder)))
+            settings = _settings(model, tokens, recipe, rotary, seed)
+            solve = _kept(solve, Steps(Path(folder)), settings)
+        table = [
+            LayerBases(
+                solve(activations, "key", key_ranks), solve(activations, "value", value_ranks)
+            )
+            for activations in follow(capture(model, tokens), len(windows))
+        ]
     if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif recipe.ranks == "threshold":
@@ -147,7 +168,7 @@ def compress(
         solver=recipe.solver,
         seed=seed,
         requested_ratio=ratio,
-        versions={p: version(p) for p in ("manifoldkv", "torch", "transformers", "geoopt")},
+        versions=versions(),
     )
     plan = CompressionPlan(
         tuple(layers), rotary, config_hash(model.config), provenance, recent=recent
@@ -218,10 +239,8 @@ def recent_tokens(
     return recent, (ratio - recent / held) / (1 - recent / held)
 
 
-def solver_of(
-    recipe: Recipe, rotary: Rotary, seed: int
-) -> Callable[[LayerActivations, Site, int], Basis]:
-    """A function that finds the basis for a site of a layer at a rank, as a plan keeps it.
+def solver_of(recipe: Recipe, rotary: Rotary, seed: int) -> Solve:
+    """A function that finds the bases for a site of a layer, as a plan keeps them.
 
     Raises
     ------
@@ -230,23 +249,74 @@ def solver_of(
     """
     objective = OBJECTIVES.get(recipe.objective)()
     solver = SOLVERS.get(recipe.solver)()
-    groupings: dict[Site, str | int] = {
-        "key": recipe.key_grouping,
-        "value": recipe.value_grouping,
-    }
-    for site, grouping in groupings.items():
+    for site, grouping in _groupings(recipe).items():
         possible, reason = solver.accepts(objective, site, grouping)
         if not possible:
             raise UnsolvableError(reason)
 
-    def solve(activations: LayerActivations, site: Site, rank: int) -> Basis:
-        grouping = HeadGrouping(groupings[site], activations.kv_heads)
-        if rank == activations.head_dim:
-            dtype = activations.keys.dtype
-            return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
+    def solve(activations: LayerActivations, site: Site, ranks: Sequence[int]) -> dict[int, Basis]:
+        grouping = HeadGrouping(_groupings(recipe)[site], activations.kv_heads)
         problem = objective.problem(activations, site, grouping, rotary)
-        basis = solver.solve(problem, rank, seed).basis
-        down = plain(basis.down)
-        return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
+
+        def at(rank: int) -> Basis:
+            if rank == activations.head_dim:
+                dtype = activations.keys.dtype
+                return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
+            basis = solver.solve(problem, rank, seed).basis
+            down = plain(basis.down)
+            return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
+
+        return {rank: at(rank) for rank in ranks}
 
     return solve
+
+
+def _groupings(recipe: Recipe) -> dict[Site, str | int]:
+    return {"key": recipe.key_grouping, "value": recipe.value_grouping}
+
+
+def _kept(solve: Solve, steps: Steps, settings: dict[str, Any]) -> Solve:
+    """The same, each basis on disk before the next is begun."""
+
+    def solve_or_read(
+        activations: LayerActivations, site: Site, ranks: Sequence[int]
+    ) -> dict[int, Basis]:
+        found = {}
+        for rank in ranks:
+            described = settings | {"layer": activations.layer, "site": site, "rank": rank}
+            described |= {"grouping": settings["groupings"][site]}
+            bases = steps.bases(
+                f"layer-{activations.layer}-{site}-{rank}",
+                {k: v for k, v in described.items() if k != "groupings"},
+                activations.kv_heads,
+                partial(_named, solve, activations, site, rank),
+            )
+            found[rank] = bases["basis"]
+        return found
+
+    return solve_or_read
+
+
+def _named(solve: Solve, activations: LayerActivations, site: Site, rank: int) -> dict[str, Basis]:
+    return {"basis": solve(activations, site, [rank])[rank]}
+
+
+def _settings(
+    model: PreTrainedModel, tokens: Tensor, recipe: Recipe, rotary: Rotary, seed: int
+) -> dict[str, Any]:
+    """All that a basis depends on, but for its layer, site and rank."""
+    return {
+        "model": digest_of_model(model),
+        "tokens": digest_of_tokens(tokens),
+        "objective": recipe.objective,
+        "solver": recipe.solver,
+        "groupings": _groupings(recipe),
+        "rotary": rotary,
+        "seed": seed,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages the numbers of a plan depend on."""
+    return {name: version(name) for name in ("manifoldkv", "torch", "transformers", "geoopt")}

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from manifoldkv.errors import OutputError
 
@@ -30,10 +34,46 @@ def check_writable(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing: a reader never sees a part, not even after a crash."""
+    """Write all of a file or nothing: a reader never sees a part, not even after a crash.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written; what was there before is still there.
+    """
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and keep other runs out of it; an end by any signal frees it.
+
+    Raises
+    ------
+    OutputError
+        If another run is at work there, or the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", blocking=False)
+        lock.acquire()
+    except Timeout as error:
+        raise OutputError(
+            f"another run is at work in {folder}: wait for it, or take another folder"
+        ) from error
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -17,10 +17,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.errors import OutputError
+from manifoldkv.basis import Basis, HeadGrouping, parse_grouping
+from manifoldkv.errors import ManifoldKVError, OutputError
 from manifoldkv.output import write_whole
-from manifoldkv.surfaces import LayerBases
+
+DESCRIPTION = "manifoldkv"
 
 
 class Steps:
@@ -52,16 +53,26 @@ class Steps:
         return pd.read_csv(BytesIO(path.read_bytes()))
 
     def bases(
-        self, name: str, settings: dict[str, Any], heads: int, compute: Callable[[], LayerBases]
-    ) -> LayerBases:
-        """The bases of a layer, likewise."""
+        self,
+        name: str,
+        settings: dict[str, Any],
+        heads: int,
+        compute: Callable[[], dict[str, Basis]],
+    ) -> dict[str, Basis]:
+        """Named bases over `heads` KV heads, likewise.
+
+        Raises
+        ------
+        OutputError
+            If the file is damaged; it is named, and computed again once it is deleted.
+        """
         path = self._path(name, settings, "safetensors")
         if self._is_missing(path):
             write_whole(path, _bases_to_bytes(compute()))
             self._computed.add(path)
         try:
             return _bases_from_bytes(path.read_bytes(), heads)
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, ValueError, ManifoldKVError) as error:
             raise OutputError(
                 f"{path} is damaged ({error}); delete it to compute it again"
             ) from error
@@ -89,27 +100,32 @@ def digest_of_tokens(tokens: Tensor) -> str:
     return hashlib.sha256(repr(tuple(tokens.shape)).encode() + content).hexdigest()
 
 
-def _bases_to_bytes(bases: LayerBases) -> bytes:
-    tensors, groupings = {}, {}
-    for site, by_rank in (("key", bases.keys), ("value", bases.values)):  # noqa: PD011
-        for rank, basis in by_rank.items():
-            tensors[f"{site}.{rank}.down"] = basis.down.contiguous()
-            if not basis.orthonormal:
-                tensors[f"{site}.{rank}.up"] = basis.up.contiguous()
-            groupings[site] = str(basis.grouping.name)
-    return save_tensors(tensors, metadata=groupings)
+def _bases_to_bytes(bases: dict[str, Basis]) -> bytes:
+    tensors = {}
+    described = {}
+    for name, basis in bases.items():
+        tensors[f"{name}.down"] = basis.down.contiguous()
+        if not basis.orthonormal:
+            tensors[f"{name}.up"] = basis.up.contiguous()
+        described[name] = str(basis.grouping.name)
+    # One entry: with several, their order in the file is another in every process.
+    description = {"groupings": described, "sha256": _digest(tensors)}
+    return save_tensors(tensors, metadata={DESCRIPTION: json.dumps(description)})
 
 
-def _bases_from_bytes(content: bytes, heads: int) -> LayerBases:
+def _bases_from_bytes(content: bytes, heads: int) -> dict[str, Basis]:
     tensors = load_tensors(content)
     size = int.from_bytes(content[:8], "little")
-    groupings = json.loads(content[8 : 8 + size])["__metadata__"]
-    found: dict[str, dict[int, Basis]] = {"key": {}, "value": {}}
-    for name, down in tensors.items():
-        site, rank, part = name.split(".")
-        if part == "down":
-            grouping = groupings[site]
-            grouping = HeadGrouping(int(grouping) if grouping.isdecimal() else grouping, heads)
-            up = tensors.get(f"{site}.{rank}.up", down)
-            found[site][int(rank)] = Basis(down, up, grouping)
-    return LayerBases(dict(sorted(found["key"].items())), dict(sorted(found["value"].items())))
+    description = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][DESCRIPTION])
+    if description["sha256"] != _digest(tensors):
+        raise ValueError("its numbers have changed")
+    found = {}
+    for name, grouping in description["groupings"].items():
+        down = tensors[f"{name}.down"]
+        up = tensors.get(f"{name}.up", down)
+        found[name] = Basis(down, up, HeadGrouping(parse_grouping(grouping), heads))
+    return found
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256(save_tensors(dict(sorted(tensors.items())))).hexdigest()

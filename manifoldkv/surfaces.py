@@ -47,6 +47,20 @@ class LayerBases:
     keys: dict[int, Basis]
     values: dict[int, Basis]
 
+    def named(self) -> dict[str, Basis]:
+        """All of them in one mapping."""
+        of_keys = {f"key-{rank}": basis for rank, basis in self.keys.items()}
+        return of_keys | {f"value-{rank}": basis for rank, basis in self.values.items()}
+
+    @classmethod
+    def from_named(cls, named: Mapping[str, Basis]) -> LayerBases:
+        """Inverse of `named`."""
+        found: dict[str, dict[int, Basis]] = {"key": {}, "value": {}}
+        for name, basis in named.items():
+            site, rank = name.split("-")
+            found[site][int(rank)] = basis
+        return cls(dict(sorted(found["key"].items())), dict(sorted(found["value"].items())))
+
 
 @torch.no_grad()
 def error_surface(

@@ -279,11 +279,12 @@ class Study:
     def layer_bases(self, method: str, layer: int, seed: int) -> LayerBases:
         settings = self.bases_settings(method, seed) | {"layer": layer}
 
-        def compute() -> LayerBases:
+        def compute() -> dict[str, Basis]:
             activations = next(iter(capture(self.model, self.calibration, [layer])))
-            return _bases(method, activations, self.protocol, seed)
+            return _bases(method, activations, self.protocol, seed).named()
 
-        return self.steps.bases(f"bases-{method}", settings, self.heads, compute)
+        kept = self.steps.bases(f"bases-{method}", settings, self.heads, compute)
+        return LayerBases.from_named(kept)
 
     def bases_settings(self, method: str, seed: int) -> dict[str, Any]:
         settings = self.common | {"method": method, "seed": seed}

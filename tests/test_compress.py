@@ -290,7 +290,10 @@ class TestRankRules:
             errors = {}
             for key, value in itertools.product(candidate_ranks(8), repeat=2):
                 if key + value <= share:
-                    bases = solve(clean[index], "key", key), solve(clean[index], "value", value)
+                    bases = [
+                        solve(clean[index], site, [rank])[rank]
+                        for site, rank in (("key", key), ("value", value))
+                    ]
                     errors[key, value] = layer_errors(activations, *bases).layer_output_error
             chosen = (plan.layers[index].key.rank, plan.layers[index].value.rank)
             assert errors[chosen] == pytest.approx(min(errors.values()), abs=1e-9)

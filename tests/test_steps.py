@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from manifoldkv import HeadGrouping, OutputError
+from manifoldkv import Basis, HeadGrouping, OutputError
 from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
 from manifoldkv.surfaces import LayerBases
 from tests.families import tiny_model, tiny_tokens
@@ -19,13 +19,14 @@ class Counter:
         self.calls += 1
         return pd.DataFrame({"a": [self.calls, 0.1], "b": ["x", None]})
 
-    def bases(self) -> LayerBases:
+    def bases(self) -> dict[str, Basis]:
         self.calls += 1
         shared, grouped = HeadGrouping("shared", 2), HeadGrouping("all", 2)
-        return LayerBases(
-            {r: any_basis(8, r, shared, oblique=False, seed=r) for r in (12 // 4, 8)},
+        bases = LayerBases(
+            {r: any_basis(8, r, shared, oblique=False, seed=r) for r in (3, 8)},
             {r: any_basis(8, r, grouped, oblique=True, seed=r) for r in (2, 5)},
         )
+        return bases.named()
 
 
 def test_a_step_is_computed_once(tmp_path: Path) -> None:
@@ -59,9 +60,9 @@ def test_an_interrupted_step_leaves_nothing(tmp_path: Path) -> None:
 
 def test_bases_come_back_as_they_were(tmp_path: Path) -> None:
     counter = Counter()
-    expected = counter.bases()
+    expected = LayerBases.from_named(counter.bases())
     for _ in range(2):
-        found = Steps(tmp_path).bases("layer-0", {}, 2, counter.bases)
+        found = LayerBases.from_named(Steps(tmp_path).bases("layer-0", {}, 2, counter.bases))
         for site in ("keys", "values"):
             assert list(getattr(found, site)) == list(getattr(expected, site))
             for rank, basis in getattr(found, site).items():
@@ -77,9 +78,15 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
     steps.bases("layer-0", {}, 2, Counter().bases)
     path = next(tmp_path.iterdir())
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(OutputError, match=r"layer-0-.*safetensors is damaged"):
-        steps.bases("layer-0", {}, 2, Counter().bases)
+    whole = path.read_bytes()
+    flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
+    for damaged in (whole[:-5], b"", flipped, b"x" * len(whole)):
+        path.write_bytes(damaged)
+        with pytest.raises(OutputError, match=r"layer-0-.*safetensors is damaged.*delete it"):
+            steps.bases("layer-0", {}, 2, Counter().bases)
+    path.unlink()
+    steps.bases("layer-0", {}, 2, Counter().bases)
+    assert path.read_bytes() == whole
 
 
 def test_digests_tell_contents_apart() -> None:

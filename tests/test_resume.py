@@ -1,0 +1,119 @@
+"""A run that was killed goes on, and ends in the same bytes."""
+
+import multiprocessing
+import random
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifoldkv import OutputError, Recipe, compress
+from manifoldkv.output import only_run
+from tests.families import tiny_model, tiny_tokens
+
+RECIPE = Recipe("layer-output", "riemannian-adam", tuning_steps=3)
+KILLS = 10
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["manifoldkv", "tests.families"])
+
+
+def compress_and_save(folder: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    plan = compress(tiny_model("llama"), tiny_tokens(6, 40), recipe=RECIPE, folder=folder)
+    plan.save(out)
+
+
+def run(folder: Path, out: Path, seconds: float | None = None) -> int | None:
+    """The exit code; after so many seconds the process is killed as no process can prevent."""
+    process = CONTEXT.Process(target=compress_and_save, args=(folder, out))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    assert run(tmp_path / "calm", tmp_path / "calm-plan") == 0
+    moments = random.Random(0)
+    kills, counts = 0, []
+    while run(tmp_path / "work", tmp_path / "plan", moments.uniform(0.3, 2.5)) != 0:
+        kills += 1
+        counts.append(len(list((tmp_path / "work").glob("*.safetensors"))))
+        if kills == KILLS:
+            assert run(tmp_path / "work", tmp_path / "plan") == 0
+            break
+    assert kills >= 2
+    assert counts == sorted(counts)  # nothing that was finished is lost
+    assert contents(tmp_path / "plan") == contents(tmp_path / "calm-plan")
+    kept, expected = contents(tmp_path / "work"), contents(tmp_path / "calm")
+    assert {name: kept[name] for name in expected} == expected
+    print(f"{kills} kills, bases kept after each: {counts}")
+
+
+@pytest.fixture
+def solved(tmp_path: Path) -> Path:
+    """A folder in which all bases of a closed form are kept."""
+    compress(tiny_model("llama"), tiny_tokens(), folder=tmp_path)
+    return tmp_path
+
+
+def again(folder: Path, **options) -> None:
+    compress(tiny_model("llama"), tiny_tokens(), folder=folder, **options)
+
+
+def test_what_is_kept_is_not_solved_again(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = import_module("manifoldkv.solvers.closed_form").ClosedForm
+    monkeypatch.setattr(solver, "solve", None)
+    again(solved)
+    with pytest.raises(TypeError):  # what is asked for otherwise is
+        again(solved, ratio=0.6)
+
+
+def test_a_damaged_basis_is_named_and_made_again_on_request(solved: Path) -> None:
+    path = sorted(solved.glob("layer-1-key-*"))[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    with pytest.raises(OutputError, match=f"{path.name} is damaged .*delete it"):
+        again(solved)
+    path.unlink()
+    again(solved)
+    assert path.read_bytes() == whole
+
+
+def test_a_second_run_is_refused(solved: Path) -> None:
+    with only_run(solved), pytest.raises(OutputError, match=f"another run is at work in {solved}"):
+        again(solved)
+    again(solved)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"cannot write to .*file"):
+        again(tmp_path / "file")
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = import_module("manifoldkv.output")
+    sync, calls = output.os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(output.os, "fsync", full)
+    with pytest.raises(OutputError, match=r"cannot write .*layer-1-value.*No space left"):
+        again(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert not list(tmp_path.glob("*.partial"))
+    again(tmp_path)
