@@ -20,6 +20,7 @@ from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
     CacheError,
     DivergenceError,
+    ExecutorError,
     ManifoldKVError,
     ModelError,
     OutputError,
@@ -30,6 +31,7 @@ from manifoldkv.errors import (
     UnsolvableError,
     UnsupportedModelError,
 )
+from manifoldkv.executors import Executor, LocalExecutor, RayExecutor
 from manifoldkv.models import check_supported, load_model
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
@@ -49,10 +51,13 @@ __all__ = [
     "CompressedCache",
     "CompressionPlan",
     "DivergenceError",
+    "Executor",
+    "ExecutorError",
     "HeadGrouping",
     "LayerActivations",
     "LayerErrors",
     "LayerPlan",
+    "LocalExecutor",
     "ManifoldKVError",
     "ModelError",
     "Objective",
@@ -62,6 +67,7 @@ __all__ = [
     "Provenance",
     "Quantization",
     "RankError",
+    "RayExecutor",
     "Recipe",
     "Solution",
     "Solver",

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from manifoldkv.activations import LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping, identity_basis
+from manifoldkv.activations import Rotary
+from manifoldkv.bases import Find, KeptBases, find_bases, versions
 from manifoldkv.calibration import TextSource, calibration_tokens
-from manifoldkv.errors import RankError, UnsolvableError
+from manifoldkv.errors import RankError
+from manifoldkv.executors import Executor, executor_named
 from manifoldkv.models import attention_of, check_supported, decoder_layers
-from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.output import only_run
 from manifoldkv.plan import (
     CompressionPlan,
@@ -29,7 +26,6 @@ from manifoldkv.plan import (
     Quantization,
     check_layout,
     config_hash,
-    plain,
 )
 from manifoldkv.quantize import quantize
 from manifoldkv.rank_selection import (
@@ -39,21 +35,10 @@ from manifoldkv.rank_selection import (
     optimal,
 )
 from manifoldkv.recipes import RankRule, Recipe, recipe_named
-from manifoldkv.solvers import SOLVERS
-from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
-from manifoldkv.surfaces import (
-    LayerBases,
-    divergences,
-    follow,
-    sequential_ranks,
-    threshold_ranks,
-)
+from manifoldkv.surfaces import divergences, sequential_ranks, threshold_ranks
 from manifoldkv.tuning import tune
 
 RATIO_TOLERANCE = 1e-9
-
-Solve = Callable[[LayerActivations, Site, Sequence[int]], dict[int, Basis]]
-"""Bases of a site of a layer at several ranks."""
 
 
 def compress(
@@ -67,6 +52,7 @@ def compress(
     quantization: Quantization | None = None,
     seed: int = 0,
     folder: str | Path | None = None,
+    executor: str | Executor = "local",
 ) -> CompressionPlan:
     """Find bases for the cache of a model.
 
@@ -100,6 +86,9 @@ def compress(
         Where every basis is kept as soon as it is found. A run that was interrupted, by whatever,
         goes on there when it is started again, and ends in the same plan; other settings in the
         same folder share what they have in common. One run at a time.
+    executor : {"local", "ray"} or Executor
+        Where bases are found; the plan is the same. Ranks, tuning and rounding are settled in this
+        process.
 
     Raises
     ------
@@ -114,6 +103,8 @@ def compress(
         If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
     PlanError
         If the layout of the quantisation does not fit the model.
+    ExecutorError
+        If Ray is not installed or reached, or a task is lost for good.
     OutputError
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
@@ -124,7 +115,7 @@ def compress(
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
         check_layout(quantization, index, window, recent=recipe.recent_share > 0)
-    solve = solver_of(recipe, rotary, seed)
+    find = Find(recipe, rotary, seed)
     head_dim = attention_of(decoder_layers(model)[0]).head_dim
     candidates = candidate_ranks(head_dim)
     budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
@@ -137,17 +128,12 @@ def compress(
     else:
         check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
         key_ranks = value_ranks = list(candidates)
-    with ExitStack() as stack:
-        if folder is not None:
-            stack.enter_context(only_run(Path(folder)))
-            settings = _settings(model, tokens, recipe, rotary, seed)
-            solve = _kept(solve, Steps(Path(folder)), settings)
-        table = [
-            LayerBases(
-                solve(activations, "key", key_ranks), solve(activations, "value", value_ranks)
-            )
-            for activations in follow(capture(model, tokens), len(windows))
-        ]
+    threads = torch.get_num_threads()
+    with nullcontext() if folder is None else only_run(Path(folder)):
+        kept = None if folder is None else KeptBases(Path(folder), model, tokens, find)
+        table = find_bases(
+            model, tokens, find, (key_ranks, value_ranks), executor_named(executor), threads, kept
+        )
     if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif recipe.ranks == "threshold":
@@ -168,6 +154,7 @@ def compress(
         solver=recipe.solver,
         seed=seed,
         requested_ratio=ratio,
+        threads=threads,
         versions=versions(),
     )
     plan = CompressionPlan(
@@ -237,86 +224,3 @@ def recent_tokens(
     held = min([length, *(window - 1 for window in windows if window is not None)])
     recent = int(recipe.recent_share * ratio * held)
     return recent, (ratio - recent / held) / (1 - recent / held)
-
-
-def solver_of(recipe: Recipe, rotary: Rotary, seed: int) -> Solve:
-    """A function that finds the bases for a site of a layer, as a plan keeps them.
-
-    Raises
-    ------
-    UnknownNameError, UnsolvableError
-        If the objective or solver does not exist, or the two do not go together.
-    """
-    objective = OBJECTIVES.get(recipe.objective)()
-    solver = SOLVERS.get(recipe.solver)()
-    for site, grouping in _groupings(recipe).items():
-        possible, reason = solver.accepts(objective, site, grouping)
-        if not possible:
-            raise UnsolvableError(reason)
-
-    def solve(activations: LayerActivations, site: Site, ranks: Sequence[int]) -> dict[int, Basis]:
-        grouping = HeadGrouping(_groupings(recipe)[site], activations.kv_heads)
-        problem = objective.problem(activations, site, grouping, rotary)
-
-        def at(rank: int) -> Basis:
-            if rank == activations.head_dim:
-                dtype = activations.keys.dtype
-                return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
-            basis = solver.solve(problem, rank, seed).basis
-            down = plain(basis.down)
-            return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
-
-        return {rank: at(rank) for rank in ranks}
-
-    return solve
-
-
-def _groupings(recipe: Recipe) -> dict[Site, str | int]:
-    return {"key": recipe.key_grouping, "value": recipe.value_grouping}
-
-
-def _kept(solve: Solve, steps: Steps, settings: dict[str, Any]) -> Solve:
-    """The same, each basis on disk before the next is begun."""
-
-    def solve_or_read(
-        activations: LayerActivations, site: Site, ranks: Sequence[int]
-    ) -> dict[int, Basis]:
-        found = {}
-        for rank in ranks:
-            described = settings | {"layer": activations.layer, "site": site, "rank": rank}
-            described |= {"grouping": settings["groupings"][site]}
-            bases = steps.bases(
-                f"layer-{activations.layer}-{site}-{rank}",
-                {k: v for k, v in described.items() if k != "groupings"},
-                activations.kv_heads,
-                partial(_named, solve, activations, site, rank),
-            )
-            found[rank] = bases["basis"]
-        return found
-
-    return solve_or_read
-
-
-def _named(solve: Solve, activations: LayerActivations, site: Site, rank: int) -> dict[str, Basis]:
-    return {"basis": solve(activations, site, [rank])[rank]}
-
-
-def _settings(
-    model: PreTrainedModel, tokens: Tensor, recipe: Recipe, rotary: Rotary, seed: int
-) -> dict[str, Any]:
-    """All that a basis depends on, but for its layer, site and rank."""
-    return {
-        "model": digest_of_model(model),
-        "tokens": digest_of_tokens(tokens),
-        "objective": recipe.objective,
-        "solver": recipe.solver,
-        "groupings": _groupings(recipe),
-        "rotary": rotary,
-        "seed": seed,
-        "versions": versions(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of the packages the numbers of a plan depend on."""
-    return {name: version(name) for name in ("manifoldkv", "torch", "transformers", "geoopt")}

@@ -43,3 +43,7 @@ class PlanError(ManifoldKVError):
 
 class CacheError(ManifoldKVError):
     """A cache is used where it does not belong, or asked for what it cannot do."""
+
+
+class ExecutorError(ManifoldKVError):
+    """Tasks cannot be run where they were to be run."""

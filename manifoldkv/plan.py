@@ -148,6 +148,8 @@ class Provenance:
         What was asked for; `CompressionPlan.ratio` is what came out.
     versions : dict
         Of the packages the numbers depend on.
+    threads : int
+        On which torch computed: the same seed gives the same bytes on as many threads.
     tuning_steps : int
         Taken by `tune` since.
     """
@@ -161,6 +163,7 @@ class Provenance:
     seed: int
     requested_ratio: float
     versions: dict[str, str]
+    threads: int = 1
     tuning_steps: int = 0
 
 

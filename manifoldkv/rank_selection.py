@@ -14,8 +14,8 @@ from torch import Tensor
 
 from manifoldkv.errors import RankError
 
-CANDIDATES = (0.25, 0.375, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Shares of head_dim that are tried for keys and for values."""
+CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Shares of head_dim that are tried for keys and for values: of 128, nearly all multiples of 16."""
 PAPER_CANDIDATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The paper's five trained ranks, and the full one."""
 TOLERANCE = 1e-9

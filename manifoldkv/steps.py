@@ -59,7 +59,19 @@ class Steps:
         heads: int,
         compute: Callable[[], dict[str, Basis]],
     ) -> dict[str, Basis]:
-        """Named bases over `heads` KV heads, likewise.
+        """Named bases over `heads` KV heads, likewise; raises what `read_bases` does."""
+        known = self.read_bases(name, settings, heads)
+        if known is not None:
+            return known
+        self.write_bases(name, settings, compute())
+        known = self.read_bases(name, settings, heads)
+        assert known is not None
+        return known
+
+    def read_bases(
+        self, name: str, settings: dict[str, Any], heads: int
+    ) -> dict[str, Basis] | None:
+        """Bases that are kept; None if there are none.
 
         Raises
         ------
@@ -68,14 +80,18 @@ class Steps:
         """
         path = self._path(name, settings, "safetensors")
         if self._is_missing(path):
-            write_whole(path, _bases_to_bytes(compute()))
-            self._computed.add(path)
+            return None
         try:
             return _bases_from_bytes(path.read_bytes(), heads)
-        except (SafetensorError, KeyError, ValueError, ManifoldKVError) as error:
+        except (SafetensorError, KeyError, ValueError, OSError, ManifoldKVError) as error:
             raise OutputError(
                 f"{path} is damaged ({error}); delete it to compute it again"
             ) from error
+
+    def write_bases(self, name: str, settings: dict[str, Any], bases: dict[str, Basis]) -> None:
+        path = self._path(name, settings, "safetensors")
+        write_whole(path, _bases_to_bytes(bases))
+        self._computed.add(path)
 
     def _is_missing(self, path: Path) -> bool:
         return not path.exists() or (self._force and path not in self._computed)

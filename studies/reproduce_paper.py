@@ -57,7 +57,6 @@ from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
 from manifoldkv.rank_selection import (
-    CANDIDATES,
     PAPER_CANDIDATES,
     ErrorSurface,
     Ranks,
@@ -111,7 +110,7 @@ class Protocol:
     epochs: int = 8
     ratios: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6, 0.5)
     error_budgets: tuple[float, ...] = (0.02, 0.04, 0.07, 0.11, 0.16, 0.25)
-    candidates: tuple[float, ...] = CANDIDATES
+    candidates: tuple[float, ...] = (0.25, 0.375, *PAPER_CANDIDATES)
     evaluated: int = 24
     items: int | None = 200
 

@@ -15,7 +15,6 @@ at 2048 tokens, times the steps.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -55,7 +54,7 @@ from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.output import check_writable
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
-from manifoldkv.steps import Steps
+from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
 
 HERE = Path(__file__).resolve().parent
 SITES: tuple[Site, ...] = ("key", "value")
@@ -130,7 +129,9 @@ def measure(given: argparse.Namespace, folder: Path) -> pd.DataFrame:
     common = {
         "model": given.model,
         "text": given.text,
-        "tokens": hashlib.sha256(fit.numpy().tobytes()).hexdigest(),
+        "weights": digest_of_model(model),
+        "tokens": digest_of_tokens(fit),
+        "held_out": digest_of_tokens(test),
         "sequences": given.sequences,
         "length": length,
         "rank": rank,
@@ -149,7 +150,7 @@ def measure(given: argparse.Namespace, folder: Path) -> pd.DataFrame:
                 run = partial(_solved, problem, solver, rank, held_out, site)
                 row = steps.frame("solve", settings, run)
                 frames.append(row.assign(**(settings | {"solver": label[0], "steps": label[1]})))
-    return pd.concat(frames, ignore_index=True).drop(columns=["tokens"])
+    return pd.concat(frames, ignore_index=True).drop(columns=["weights", "tokens", "held_out"])
 
 
 def _solvers(given: argparse.Namespace) -> Iterator[tuple[Solver, tuple[str, int]]]:

@@ -64,7 +64,7 @@ class TestCandidates:
         assert candidate_ranks(128, PAPER_CANDIDATES) == (64, 77, 90, 102, 115, 128)
 
     def test_ours(self) -> None:
-        assert candidate_ranks(32) == (8, 12, 16, 19, 22, 26, 29, 32)
+        assert candidate_ranks(128) == (8, 16, 32, 48, 64, 80, 96, 112, 128)
         assert candidate_ranks(128, multiple=16) == (32, 48, 64, 80, 96, 112, 128)
 
     @given(st.integers(1, 300), st.integers(1, 32))

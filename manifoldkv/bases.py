@@ -1,0 +1,171 @@
+"""The bases of all layers: found by an executor, kept in a folder as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import LayerActivations, Rotary, Site, capture
+from manifoldkv.basis import Basis, HeadGrouping, identity_basis
+from manifoldkv.errors import UnsolvableError
+from manifoldkv.executors import Executor, Task
+from manifoldkv.models import decoder_layers
+from manifoldkv.objectives import OBJECTIVES, Problem
+from manifoldkv.plan import plain
+from manifoldkv.recipes import Recipe
+from manifoldkv.solvers import SOLVERS
+from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
+from manifoldkv.surfaces import LayerBases
+
+Place = tuple[int, Site, int]
+"""Layer, site and rank."""
+
+
+class Find:
+    """Finds the basis for a site of a layer at a rank, as a plan keeps it.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Its objective, solver and groupings.
+    rotary : {"pre", "post"}
+        Where keys are projected.
+    seed : int
+        Of the solver.
+
+    Raises
+    ------
+    UnknownNameError, UnsolvableError
+        If the objective or solver does not exist, or the two do not go together.
+    """
+
+    def __init__(self, recipe: Recipe, rotary: Rotary, seed: int) -> None:
+        self.settings = {
+            "objective": recipe.objective,
+            "solver": recipe.solver,
+            "rotary": rotary,
+            "seed": seed,
+        }
+        self.groupings: dict[Site, str | int] = {
+            "key": recipe.key_grouping,
+            "value": recipe.value_grouping,
+        }
+        self._objective = OBJECTIVES.get(recipe.objective)()
+        self._solver = SOLVERS.get(recipe.solver)()
+        self._rotary: Rotary = rotary
+        self._seed = seed
+        self._latest: tuple[LayerActivations, Site, Problem] | None = None
+        for site, grouping in self.groupings.items():
+            possible, reason = self._solver.accepts(self._objective, site, grouping)
+            if not possible:
+                raise UnsolvableError(reason)
+
+    def __call__(self, activations: LayerActivations, site: Site, rank: int) -> Basis:
+        grouping = HeadGrouping(self.groupings[site], activations.kv_heads)
+        if rank == activations.head_dim:
+            dtype = activations.keys.dtype
+            return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
+        basis = self._solver.solve(self._problem(activations, site), rank, self._seed).basis
+        down = plain(basis.down)
+        return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
+
+    def _problem(self, activations: LayerActivations, site: Site) -> Problem:
+        """The same for all ranks in a row, with what it has computed once."""
+        latest = self._latest
+        if latest is None or latest[0] is not activations or latest[1] != site:
+            grouping = HeadGrouping(self.groupings[site], activations.kv_heads)
+            problem = self._objective.problem(activations, site, grouping, self._rotary)
+            latest = self._latest = (activations, site, problem)
+        return latest[2]
+
+
+class KeptBases:
+    """Bases in a folder, each known by all that it depends on.
+
+    Parameters
+    ----------
+    folder : Path
+        Made if need be.
+    model, tokens
+        As in `compress`, tokens as ids.
+    find : Find
+        How bases are found.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel, tokens: Tensor, find: Find) -> None:
+        self._steps = Steps(folder)
+        self._heads = model.config.get_text_config().num_key_value_heads
+        self._groupings = find.groupings
+        self._settings: dict[str, Any] = find.settings | {
+            "model": digest_of_model(model),
+            "tokens": digest_of_tokens(tokens),
+            "versions": versions(),
+        }
+
+    def read(self, place: Place) -> Basis | None:
+        known = self._steps.read_bases(*self._described(place), self._heads)
+        return None if known is None else known["basis"]
+
+    def write(self, place: Place, basis: Basis) -> None:
+        self._steps.write_bases(*self._described(place), {"basis": basis})
+
+    def _described(self, place: Place) -> tuple[str, dict[str, Any]]:
+        layer, site, rank = place
+        settings = self._settings | {"grouping": self._groupings[site], "place": place}
+        return f"layer-{layer}-{site}-{rank}", settings
+
+
+def find_bases(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    find: Find,
+    ranks: tuple[Sequence[int], Sequence[int]],
+    executor: Executor,
+    threads: int,
+    kept: KeptBases | None,
+) -> list[LayerBases]:
+    """Bases of all layers at all ranks for keys and for values, those that are kept and new ones.
+
+    Every new one is kept before the next is waited for.
+    """
+    layers = len(decoder_layers(model))
+    found = [LayerBases({}, {}) for _ in range(layers)]
+    total = layers * sum(map(len, ranks))
+
+    with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
+
+        def settle(place: Place, basis: Basis) -> None:
+            layer, site, rank = place
+            of_site = found[layer].keys if site == "key" else found[layer].values
+            of_site[rank] = basis
+            bar.update()
+
+        def tasks() -> Iterator[Task[Place]]:
+            for activations in capture(model, tokens):
+                sites: tuple[Site, Site] = ("key", "value")
+                for site, of_site in zip(sites, ranks, strict=True):
+                    for rank in of_site:
+                        place = (activations.layer, site, rank)
+                        known = None if kept is None else kept.read(place)
+                        if known is None:
+                            yield Task(place, activations, (site, rank))
+                        else:
+                            settle(place, known)
+
+        for place, basis in executor.run(find, tasks(), threads):
+            if kept is not None:
+                kept.write(place, basis)
+            settle(place, basis)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of the packages the numbers of a plan depend on."""
+    return {name: version(name) for name in ("manifoldkv", "torch", "transformers", "geoopt")}

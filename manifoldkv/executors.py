@@ -1,0 +1,176 @@
+"""Where independent tasks run: in this process, or on a Ray cluster.
+
+The bases of a plan are independent of each other (each is found on the clean activations of its
+layer), so that any executor finds the same ones. What depends on the layers below (the sequential
+rule, tuning) is not given to an executor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from manifoldkv.activations import LayerActivations
+from manifoldkv.basis import Basis
+from manifoldkv.errors import ExecutorError, UnknownNameError
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Task(NamedTuple, Generic[Key]):
+    """A basis to be found: ``find(activations, *arguments)``, and a name for it."""
+
+    key: Key
+    activations: LayerActivations
+    arguments: tuple[Any, ...]
+
+
+class Executor(ABC):
+    """Runs tasks, each on the same number of threads wherever it runs."""
+
+    @abstractmethod
+    def run(
+        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Basis]]:
+        """Yield keys and results as they are finished; tasks are drawn as there is room for them.
+
+        Parameters
+        ----------
+        find : callable
+            Of activations and the arguments of a task.
+        tasks : iterable of Task
+            Consecutive tasks of a layer hold the same activations object.
+        threads : int
+            Of every task: sums differ between thread counts, plans must not.
+
+        Raises
+        ------
+        ExecutorError
+            If a task is lost for good.
+        """
+
+
+class LocalExecutor(Executor):
+    """One task after the other, in this process."""
+
+    def run(
+        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Basis]]:
+        for task in tasks:
+            with on_threads(threads):
+                found = find(task.activations, *task.arguments)
+            yield task.key, found
+
+
+class RayExecutor(Executor):
+    """Tasks on the workers of a Ray cluster; the activations of a layer travel once per node.
+
+    A task whose worker or node dies is run again elsewhere.
+
+    Parameters
+    ----------
+    address : str, optional
+        Of a running cluster (``"auto"`` finds one on this machine); a cluster of this machine is
+        started and stopped if omitted.
+    retries : int
+        How often a task may be lost before the run ends.
+
+    Raises
+    ------
+    ExecutorError
+        If Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, address: str | None = None, *, retries: int = 5) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ExecutorError("Ray is not installed: pip install manifoldkv[ray]") from error
+        self._ray = ray
+        self._retries = retries
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="warning")
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ExecutorError(f"no Ray cluster at {address!r}: {error}") from error
+
+    def run(
+        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Basis]]:
+        ray = self._ray
+        remote = ray.remote(_find_on_threads).options(num_cpus=threads, max_retries=self._retries)
+        shared = ray.put(find)
+        waiting: dict[Any, Key] = {}
+        held: tuple[LayerActivations | None, Any] = (None, None)
+        for task in self._as_there_is_room(tasks, waiting, threads):
+            if task is not None:
+                if held[0] is not task.activations:
+                    held = (task.activations, ray.put(task.activations))
+                waiting[remote.remote(shared, threads, held[1], *task.arguments)] = task.key
+                continue
+            (done,), _ = ray.wait(list(waiting), num_returns=1)
+            key = waiting.pop(done)
+            try:
+                yield key, ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise ExecutorError(
+                    f"task {key} was lost {self._retries + 1} times: {error}"
+                ) from error
+
+    def _as_there_is_room(
+        self, tasks: Iterable[Task[Key]], waiting: dict[Any, Key], threads: int
+    ) -> Iterator[Task[Key] | None]:
+        """Tasks to submit, or None where one should be waited for; two per worker are under way."""
+        iterator = iter(tasks)
+        while True:
+            cpus = self._ray.cluster_resources().get("CPU", 1)
+            room = max(1, 2 * int(cpus // threads)) - len(waiting)
+            drawn = list(islice(iterator, max(0, room)))
+            yield from drawn
+            if not drawn and not waiting:
+                return
+            if waiting:
+                yield None
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Let torch compute on so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _find_on_threads(
+    find: Callable[..., Basis], threads: int, activations: LayerActivations, *arguments: Any
+) -> Basis:
+    with on_threads(threads):
+        return find(activations, *arguments)
+
+
+def executor_named(executor: str | Executor) -> Executor:
+    """An executor by its name, ``"local"`` or ``"ray"``, or itself.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is none of this name.
+    ExecutorError
+        If it cannot be started.
+    """
+    if isinstance(executor, Executor):
+        return executor
+    known: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
+    if executor not in known:
+        raise UnknownNameError(f"unknown executor {executor!r}; known: {', '.join(known)}")
+    return known[executor]()
