@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import geoopt
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
+from manifoldkv.models import decoder_layers
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.solvers.base import random_sequences
@@ -50,7 +53,8 @@ def tune(
     learning_rate : float
         At the start; nearly the length of a step on each manifold.
     sequences_per_step : int
-        Calibration sequences in a step. The activations of one step are held at a time.
+        Calibration sequences in a step. Of every layer only its inputs are held; what is between
+        is computed again for the gradient.
     seed : int
         Of the order of the sequences.
 
@@ -68,7 +72,7 @@ def tune(
     plan.check_model(model.config)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
-    bases = _MovingBases(plan, model.device)
+    bases = MovingBases(plan, model.device)
     if not bases.parameters() or steps < 1:
         return plan
     generator = torch.Generator().manual_seed(seed)
@@ -79,22 +83,21 @@ def tune(
     with _frozen(model), tqdm(range(steps), desc="tuning", disable=None) as bar:
         for step in bar:
             chosen = random_sequences(len(tokens), sequences_per_step, generator)
-            loss = bases.divergence(model, tokens[chosen.to(tokens.device)], plan)
-            if not math.isfinite(loss.item()):
+            optimizer.zero_grad(set_to_none=True)
+            lost = bases.differentiate(model, tokens[chosen.to(tokens.device)], plan)
+            if not math.isfinite(lost):
                 raise DivergenceError(
-                    f"the divergence of the predictions is {loss.item()} at step {step} of tuning; "
+                    f"the divergence of the predictions is {lost} at step {step} of tuning; "
                     "try a smaller learning rate"
                 )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
             optimizer.step()
             schedule.step()
-            bar.set_postfix_str(f"{loss.item():.4f} nats")
+            bar.set_postfix_str(f"{lost:.4f} nats")
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 
 
-class _MovingBases:
+class MovingBases:
     """The bases of a plan as points of manifolds; what keeps all numbers does not move."""
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
@@ -106,13 +109,15 @@ class _MovingBases:
     def parameters(self) -> list[nn.Parameter]:
         return [p for layer in self._layers for basis in layer for p in basis.parameters()]
 
-    def divergence(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> Tensor:
-        """Of the predictions on some sequences (b, n), with a gradient for the bases."""
+    def differentiate(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> float:
+        """Divergence of the predictions on some sequences (b, n); leaves its gradient in the bases."""
         with torch.no_grad():
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
-        with projected(model, bases, rotary=plan.rotary, recent=plan.recent):
-            return divergence(exact, log_probabilities(model, tokens))
+        with _recomputed(model), projected(model, bases, rotary=plan.rotary, recent=plan.recent):
+            lost = divergence(exact, log_probabilities(model, tokens))
+            lost.backward()  # inside: layers are run again
+        return lost.item()
 
     @torch.no_grad()
     def plan(self, start: CompressionPlan) -> CompressionPlan:
@@ -168,6 +173,19 @@ def _span(columns: Tensor) -> Tensor:
     """Orthonormal columns with the same span, signs kept."""
     q, r = torch.linalg.qr(columns.double())
     return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(columns.dtype)
+
+
+@contextmanager
+def _recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Let layers keep their inputs only, and run again when a gradient passes, inside the block."""
+    with ExitStack() as stack:
+        for layer in decoder_layers(model):
+            again = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            layer.forward = again
+            stack.callback(delattr, layer, "forward")
+        yield
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """The README's code runs as it stands there."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from manifoldkv import OBJECTIVES, HeadGrouping, calibration
+from manifoldkv import OBJECTIVES, RECIPES, CompressionPlan, HeadGrouping, calibration
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.testing import ObjectiveConformance, tiny_activations
@@ -24,15 +26,19 @@ def late_keys():
 
 def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibration, "SEQUENCES", 2)  # enough to run, not to be good
+    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
     snippet = next(s for s in SNIPPETS if "new_cache" in s)
     snippet = snippet.replace("studies/", f"{ROOT}/studies/")
     monkeypatch.chdir(tmp_path)
     exec(snippet, {})
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert text.startswith("Return the sum of")
-    # 6 layers, 2 heads, 16 + 16 numbers per token: 768 bytes in bfloat16, twice that in float32.
-    assert numbers.endswith("bytes; 768 per token in bfloat16")
-    assert int(numbers.split()[0]) % (2 * 768) == 0
+    found, most = re.fullmatch(r"(\d+) bytes; (\d+) per token in bfloat16", numbers).groups()
+    plan = CompressionPlan.load("plan")
+    # 6 layers, 2 heads, 16 + 16 numbers per token are half of the cache: 768 bytes in bfloat16.
+    assert int(most) == plan.bytes_per_token() < 768
+    assert plan.ratio <= 0.5
+    assert int(found) in {plan.nbytes(tokens, dtype=torch.float32) for tokens in range(5, 40)}
     measure = next(s for s in SNIPPETS if "import perplexity" in s)
     exec(measure.replace("studies/", f"{ROOT}/studies/"), {})
     uncompressed, compressed = map(float, capsys.readouterr().out.split())

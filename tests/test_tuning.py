@@ -13,9 +13,11 @@ from manifoldkv import (
     sample_tokens,
     tune,
 )
+from manifoldkv.models import decoder_layers
 from manifoldkv.plan import config_hash
-from manifoldkv.projection import divergence
-from tests.families import tiny_model, tiny_tokens
+from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.tuning import MovingBases
+from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
 
 
@@ -64,6 +66,7 @@ def test_the_model_is_left_as_it_was() -> None:
     tune(model, random_plan(model), tokens, steps=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(layer) for layer in decoder_layers(model))
 
 
 def test_nothing_to_move() -> None:
@@ -103,3 +106,20 @@ def test_held_out_predictions_of_a_trained_model_come_closer() -> None:
     start = compress(model, calibration, ratio=0.5)
     tuned = tune(model, start, calibration, steps=20)
     assert lost(model, tuned, held_out) < 0.95 * lost(model, start, held_out)
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_running_layers_again_changes_no_gradient(family: str, recent: int) -> None:
+    model, tokens = tiny_model(family).requires_grad_(False), tiny_tokens()
+    plan = random_plan(model, recent=recent)
+    bases = MovingBases(plan, model.device)
+    lost = bases.differentiate(model, tokens, plan)
+    found = [p.grad.clone() for p in bases.parameters()]
+    exact = log_probabilities(model, tokens)
+    moving = {i: (key(), value()) for i, (key, value) in enumerate(bases._layers)}
+    with projected(model, moving, recent=recent):
+        expected = divergence(exact, log_probabilities(model, tokens))
+    assert lost == pytest.approx(expected.item())
+    for one, other in zip(found, torch.autograd.grad(expected, bases.parameters()), strict=True):
+        torch.testing.assert_close(one, other)
