@@ -110,7 +110,7 @@ class MovingBases:
         return [p for layer in self._layers for basis in layer for p in basis.parameters()]
 
     def differentiate(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> float:
-        """Divergence of the predictions on some sequences (b, n); leaves its gradient in the bases."""
+        """Divergence of predictions on some sequences (b, n); leaves its gradient in the bases."""
         with torch.no_grad():
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
