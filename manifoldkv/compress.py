@@ -115,7 +115,7 @@ def compress(
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
         check_layout(quantization, index, window, recent=recipe.recent_share > 0)
-    find = Find(recipe, rotary, seed)
+    find, executor = Find(recipe, rotary, seed), executor_named(executor)
     head_dim = attention_of(decoder_layers(model)[0]).head_dim
     candidates = candidate_ranks(head_dim)
     budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
@@ -131,9 +131,7 @@ def compress(
     threads = torch.get_num_threads()
     with nullcontext() if folder is None else only_run(Path(folder)):
         kept = None if folder is None else KeptBases(Path(folder), model, tokens, find)
-        table = find_bases(
-            model, tokens, find, (key_ranks, value_ranks), executor_named(executor), threads, kept
-        )
+        table = find_bases(model, tokens, find, (key_ranks, value_ranks), executor, threads, kept)
     if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif recipe.ranks == "threshold":
