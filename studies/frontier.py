@@ -22,11 +22,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from embedded import EMBEDDED
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -81,7 +85,11 @@ COMPOSITIONS: dict[str, tuple[Recipe, str]] = {
         "eigen-attention, the newest tokens exact",
     ),
 }
+FORGET = "forget-older"
+FORGETTING = "no plan: only the newest tokens are kept, older ones are forgotten"
+NAMES = (*COMPOSITIONS, FORGET)
 SLOW = ("paper", "fast-optimal-tuned", "best-latents-only")
+PALETTE = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
 SLOW_RATIOS = (0.5,)
 """Where compositions that take longest are measured."""
 
@@ -94,7 +102,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="reference-llama", help="name or folder (%(default)s)")
     add("--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)")
-    add("--compositions", nargs="+", default=list(COMPOSITIONS), metavar="NAME", help="(all)")
+    add("--compositions", nargs="+", default=NAMES, metavar="NAME", help="(all)")
     add("--ratios", type=float, nargs="+", default=[0.25, 0.5], help="(%(default)s)")
     add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
     add("--held-out", type=int, default=60, help="sequences to measure on (%(default)s)")
@@ -109,6 +117,10 @@ def main() -> int:
     out = given.out or HERE.parent / "figures" / "frontier" / name
     torch.set_num_threads(given.threads)
     try:
+        unknown = [c for c in given.compositions if c not in NAMES]
+        if unknown:
+            known = ", ".join(NAMES)
+            raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
         unknown = [c for c in given.compositions if c not in COMPOSITIONS]
         if unknown:
             known = ", ".join(COMPOSITIONS)
@@ -128,7 +140,8 @@ def main() -> int:
 
 def _described() -> list[str]:
     width = max(map(len, COMPOSITIONS))
-    return [f"  {name:{width}}  {said}" for name, (_, said) in COMPOSITIONS.items()]
+    described = [f"  {name:{width}}  {said}" for name, (_, said) in COMPOSITIONS.items()]
+    return [*described, f"  {FORGET:{width}}  {FORGETTING}"]
 
 
 class Frontier:
@@ -170,12 +183,15 @@ class Frontier:
         ]
         frames = []
         for name, ratio in tqdm(pairs, desc="plans", disable=None):
-            settings = self.common | self.content | asdict(COMPOSITIONS[name][0]) | {"asked": ratio}
-
+            settings = self.common | self.content | {"asked": ratio}
+            if name == FORGET:
+                settings |= {"composition": FORGET}
+                compute = partial(self.forgetting, ratio, uncompressed)
+            else:
+                settings |= asdict(COMPOSITIONS[name][0])
+                compute = partial(self.row, name, ratio, uncompressed)
             try:
-                frame = self.steps.frame(
-                    "plan", settings, partial(self.row, name, ratio, uncompressed)
-                )
+                frame = self.steps.frame("plan", settings, compute)
             except RankError as error:  # a rule may not reach a ratio: the others go on
                 tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
                 continue
@@ -203,27 +219,68 @@ class Frontier:
         )
         seconds = time.perf_counter() - start
         found = perplexity(self.model, self.held_out, plan)
-        added = [b - a for a, b in zip(uncompressed.by_sequence, found.by_sequence, strict=True)]
         length = self.held_out.shape[1]
-        row = self.common | {
+        row = {
             "requested_ratio": ratio,
             "ratio": plan.ratio_at(length),
             "long_run_ratio": replace(plan, recent=0).ratio,
             "bytes_per_token": plan.nbytes(length) / length,
             "basis_bytes": plan.basis_nbytes(),
             "recent": plan.recent,
+            "attention_work": attention_work(plan, self.query_heads()),
+            "seconds": seconds,
+        }
+        return self.described(row, uncompressed, found)
+
+    def forgetting(self, ratio: float, uncompressed: Perplexity) -> pd.DataFrame:
+        """A window of the newest tokens, whose size is the ratio of the text, and nothing else."""
+        length = self.held_out.shape[1]
+        recent = int(ratio * length)
+        found = windowed_perplexity(self.model, self.held_out, recent)
+        attention = attention_of(decoder_layers(self.model)[0])
+        heads = self.model.config.get_text_config().num_key_value_heads
+        full = 2 * len(decoder_layers(self.model)) * heads * attention.head_dim * 2
+        row = {
+            "requested_ratio": ratio,
+            "ratio": recent / length,
+            "long_run_ratio": 0.0,
+            "bytes_per_token": full * recent / length,
+            "basis_bytes": 0,
+            "recent": recent,
+            "attention_work": recent / length,
+            "seconds": 0.0,
+        }
+        return self.described(row, uncompressed, found)
+
+    def described(
+        self, row: dict[str, Any], uncompressed: Perplexity, found: Perplexity
+    ) -> pd.DataFrame:
+        pairs = zip(uncompressed.by_sequence, found.by_sequence, strict=True)
+        added = [after - before for before, after in pairs]
+        row |= {
             "uncompressed_nll": uncompressed.nll,
             "added_nll": statistics.fmean(added),
             "standard_error": statistics.stdev(added) / math.sqrt(len(added)),
-            "attention_work": attention_work(plan, self.query_heads()),
-            "seconds": seconds,
             "threads": self.given.threads,
         }
-        return pd.DataFrame([row])
+        return pd.DataFrame([self.common | row])
 
     def query_heads(self) -> int:
         attention = attention_of(decoder_layers(self.model)[0])
         return int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
+
+
+@torch.no_grad()
+def windowed_perplexity(model: PreTrainedModel, tokens: Tensor, recent: int) -> Perplexity:
+    """With every query seeing the newest `recent` tokens only, its own among them."""
+    slots = torch.arange(tokens.shape[1], device=model.device)
+    distance = slots.unsqueeze(1) - slots
+    seen = ((distance >= 0) & (distance < recent)).view(1, 1, *distance.shape)
+    losses = []
+    for sequence in tokens.to(model.device).split(1):
+        logits = model(input_ids=sequence, attention_mask=seen, use_cache=False).logits[0, :-1]
+        losses.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
+    return Perplexity(tuple(losses), tokens.shape[0] * (tokens.shape[1] - 1))
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:
@@ -250,7 +307,7 @@ def attention_work(plan: CompressionPlan, query_heads: int) -> float:
 def draw(results: pd.DataFrame, name: str) -> Figure:
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.subplots()
-    names = [c for c in COMPOSITIONS if c in set(results["composition"])]
+    names = [c for c in NAMES if c in set(results["composition"])]
     for index, composition in enumerate(names):
         line = results[results["composition"] == composition].sort_values("bytes_per_token")
         recipe = composition in RECIPES
@@ -261,7 +318,7 @@ def draw(results: pd.DataFrame, name: str) -> Figure:
             fmt="o-" if recipe else "s--",
             ms=5 if recipe else 3,
             lw=1.8 if recipe else 0.9,
-            color=f"C{index % 10}",
+            color=PALETTE[index % len(PALETTE)],
             alpha=1.0 if recipe else 0.7,
             label=composition,
         )
@@ -325,6 +382,7 @@ def summary(results: pd.DataFrame, name: str) -> str:
         "Compositions:",
         "",
         *(f"- `{n}`: {said}" for n, (_, said) in COMPOSITIONS.items()),
+        f"- `{FORGET}`: {FORGETTING}",
     ]
     command = " ".join(["python studies/frontier.py", *sys.argv[1:]])
     return "\n".join([*lines, "", f"Command: `{command}`", ""])

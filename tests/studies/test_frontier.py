@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from frontier import COMPOSITIONS, attention_work
+from frontier import COMPOSITIONS, attention_work, windowed_perplexity
 
 from manifoldkv import RECIPES
-from tests.families import tiny_model
+from manifoldkv.evaluation import perplexity
+from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "frontier.py"
-NAMES = ("eigen-attention", "grouped-optimal", "grouped-optimal-recent")
+NAMES = ("eigen-attention", "grouped-optimal", "grouped-optimal-recent", "forget-older")
 
 
 def study(*arguments: object) -> subprocess.CompletedProcess:
@@ -47,6 +48,7 @@ def test_a_row_per_plan_at_the_achieved_ratio(out: Path) -> None:
     assert recent["recent"] == 8
     assert recent["long_run_ratio"] < recent["ratio"]
     assert recent["added_nll"] < results.loc["grouped-optimal", "added_nll"]
+    assert results.loc["forget-older", ["recent", "long_run_ratio"]].tolist() == [32, 0]
 
 
 def test_what_is_measured_is_kept(out: Path) -> None:
@@ -72,6 +74,20 @@ def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "nothing")
     assert done.returncode == 2
     assert "unknown composition 'nothing'; known: eigen-attention" in done.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_window_is_that_of_a_model_with_one(family: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, 12)
+    whole = windowed_perplexity(model, tokens, 12)
+    assert whole.by_sequence == pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-6)
+    assert whole.predicted == 2 * 11
+    narrow = windowed_perplexity(model, tokens, 5).by_sequence
+    short = windowed_perplexity(model, tokens[:, :5], 5)
+    assert narrow != whole.by_sequence
+    assert short.by_sequence == pytest.approx(
+        perplexity(model, tokens[:, :5]).by_sequence, rel=1e-6
+    )
 
 
 def test_attention_work_is_counted_by_hand() -> None:
