@@ -121,10 +121,6 @@ def main() -> int:
         if unknown:
             known = ", ".join(NAMES)
             raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
-        unknown = [c for c in given.compositions if c not in COMPOSITIONS]
-        if unknown:
-            known = ", ".join(COMPOSITIONS)
-            raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
         check_writable(out)
         results = Frontier(given, out).measure()
     except ManifoldKVError as error:
