@@ -522,7 +522,14 @@ def draw(results: pd.DataFrame, variants: list[Variant], column: str, label: str
     for axes in panels[:, 0]:
         axes.set_ylabel(label, fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=7, frameon=False)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=2 * len(batches) + 1,
+        fontsize=7,
+        frameon=False,
+    )
     threads = int(results["threads"].iloc[0])
     figure.suptitle(f"{label}, {threads} threads", fontsize=10)
     return figure

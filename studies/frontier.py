@@ -319,6 +319,7 @@ def draw(results: pd.DataFrame, name: str) -> Figure:
             label=composition,
         )
     axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_xlim(0, 1.05 * results["bytes_per_token"].max())
     axes.set_xlabel(f"bytes per token of {results['length'].iloc[0]}, 16-bit numbers", fontsize=9)
     axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
     axes.grid(visible=True, alpha=0.2)

@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 from embedded import EMBEDDED
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 from scale import random_model
 from torch import Tensor
 from tqdm import tqdm
@@ -60,6 +61,7 @@ HERE = Path(__file__).resolve().parent
 SITES: tuple[Site, ...] = ("key", "value")
 GROUPINGS: dict[Site, str | int] = {"key": "shared", "value": 1}  # the paper's
 BUDGETS = (75, 150, 300, 600)
+TIMES = (1, 2, 5, 10, 20, 50, 100, 200)
 TOLERANCES = (0.0, 0.002, 0.005, 0.01)
 LONG_LENGTH, PAPER_SEQUENCES = 2048, 512
 LLAMA_8B = LlamaConfig(
@@ -266,6 +268,9 @@ def draw(results: pd.DataFrame, name: str) -> Figure:
         axes.axhline(0, color="#D55E00", lw=1)
         axes.axvline(20, color="#999999", lw=0.8, ls=":")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(TIMES))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.invert_xaxis()
         axes.set_title(f"{site}s", fontsize=9)
         axes.set_xlabel("times faster than the predictor", fontsize=8)
