@@ -65,7 +65,7 @@ class TestCandidates:
 
     def test_ours(self) -> None:
         assert candidate_ranks(128) == (8, 16, 32, 48, 64, 80, 96, 112, 128)
-        assert candidate_ranks(128, multiple=16) == (32, 48, 64, 80, 96, 112, 128)
+        assert candidate_ranks(128, multiple=16) == (16, 32, 48, 64, 80, 96, 112, 128)
 
     @given(st.integers(1, 300), st.integers(1, 32))
     def test_they_ascend_to_head_dim(self, head_dim: int, multiple: int) -> None:
@@ -104,7 +104,7 @@ class TestUniform:
         assert all(layers * price > budget for price in dearer)
 
     def test_it_is_even(self) -> None:
-        ranks = candidate_ranks(32)
+        ranks = candidate_ranks(32, (0.25, 0.375, *PAPER_CANDIDATES))
         assert uniform(ranks, ranks, 6, budget_from_ratio(0.5, 6, 32), 32) == [(16, 16)] * 6
         assert uniform(ranks, ranks, 1, 35, 32) == [(16, 19)]
 
