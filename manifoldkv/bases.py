@@ -97,15 +97,20 @@ class KeptBases:
         As in `compress`, tokens as ids.
     find : Find
         How bases are found.
+    threads : int
+        On how many.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel, tokens: Tensor, find: Find) -> None:
+    def __init__(
+        self, folder: Path, model: PreTrainedModel, tokens: Tensor, find: Find, threads: int
+    ) -> None:
         self._steps = Steps(folder)
         self._heads = model.config.get_text_config().num_key_value_heads
         self._groupings = find.groupings
         self._settings: dict[str, Any] = find.settings | {
             "model": digest_of_model(model),
             "tokens": digest_of_tokens(tokens),
+            "threads": threads,
             "versions": versions(),
         }
 

@@ -130,7 +130,7 @@ def compress(
         key_ranks = value_ranks = list(candidates)
     threads = torch.get_num_threads()
     with nullcontext() if folder is None else only_run(Path(folder)):
-        kept = None if folder is None else KeptBases(Path(folder), model, tokens, find)
+        kept = None if folder is None else KeptBases(Path(folder), model, tokens, find, threads)
         table = find_bases(model, tokens, find, (key_ranks, value_ranks), executor, threads, kept)
     if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)

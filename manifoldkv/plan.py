@@ -163,7 +163,7 @@ class Provenance:
     seed: int
     requested_ratio: float
     versions: dict[str, str]
-    threads: int = 1
+    threads: int
     tuning_steps: int = 0
 
 
@@ -520,7 +520,8 @@ def _plan(
 
 
 def _provenance(said: dict[str, Any]) -> Provenance:
-    return Provenance(**said | {name: _integer(said, name) for name in ("sequences", "length")})
+    numbers = ("sequences", "length", "threads", "tuning_steps")
+    return Provenance(**said | {name: _integer(said, name) for name in numbers})
 
 
 def _quantization(said: dict[str, Any] | None) -> Quantization | None:

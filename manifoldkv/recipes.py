@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from manifoldkv.errors import UnknownNameError
+from manifoldkv.errors import RankError, UnknownNameError
 
 RankRule = Literal["uniform", "sequential", "threshold", "optimal"]
 RANK_RULES: tuple[RankRule, ...] = get_args(RankRule)
@@ -33,6 +33,8 @@ class Recipe:
     ------
     UnknownNameError
         If there is no such rank rule.
+    RankError
+        If the share of the newest tokens is not in [0, 1).
     """
 
     objective: str
@@ -47,6 +49,11 @@ class Recipe:
         if self.ranks not in RANK_RULES:
             raise UnknownNameError(
                 f"unknown rank rule {self.ranks!r}; known: {', '.join(RANK_RULES)}"
+            )
+        if not 0 <= self.recent_share < 1:
+            raise RankError(
+                f"the newest tokens can take a share in [0, 1) of the cache, not "
+                f"{self.recent_share:g}"
             )
 
 

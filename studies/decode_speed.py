@@ -391,7 +391,7 @@ def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
         LayerPlan(basis(of_keys), basis(variant.grouping), key_range=ranges)
         for _ in range(config.num_hidden_layers)
     ]
-    provenance = Provenance("random", "none", 1, 1, "none", "random", 0, 1.0, {})
+    provenance = Provenance("random", "none", 1, 1, "none", "random", 0, 1.0, {}, 1)
     assert variant.rotary is not None
     return CompressionPlan(
         tuple(layers),

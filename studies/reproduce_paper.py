@@ -325,6 +325,7 @@ class Study:
             seed=0,
             requested_ratio=0.0,
             versions={},
+            threads=torch.get_num_threads(),
         )
         return CompressionPlan(layers, "pre", config_hash(self.model.config), provenance)
 

@@ -21,7 +21,7 @@ from manifoldkv.compress import sliding_windows
 from manifoldkv.models import attention_of, decoder_layers, modeling_module
 from manifoldkv.plan import config_hash
 
-PROVENANCE = Provenance("tiny", "tokens", 4, 12, "none", "random", 0, 1.0, {"manifoldkv": "0"})
+PROVENANCE = Provenance("tiny", "tokens", 4, 12, "none", "random", 0, 1.0, {"manifoldkv": "0"}, 1)
 
 
 def any_basis(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import (
-    RECIPES,
     CompressionPlan,
     HeadGrouping,
     LayerActivations,
@@ -359,19 +358,3 @@ class TestRecent:
                 recipe=self.RECIPE,
                 quantization=Quantization(4, "kivi"),
             )
-
-
-def test_every_recipe_makes_a_plan_that_decodes() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    for name, recipe in RECIPES.items():
-        plan = compress(
-            model, tokens, recipe=replace(recipe, tuning_steps=recipe.tuning_steps and 2)
-        )
-        assert plan.ratio <= 0.5, name
-        with compressed(model, plan):
-            assert model(input_ids=tokens).logits.isfinite().all()
-
-
-def test_an_unknown_rank_rule_of_a_recipe_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="unknown rank rule 'best'; known: uniform"):
-        Recipe("k-svd", "closed-form", ranks="best")

@@ -79,7 +79,8 @@ class RiemannianAdam(Solver):
         steps = self._steps(problem)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
-        late_projectors = torch.zeros((), device=start.device)
+        averaged = not problem.full_batch_is_cheap
+        late_projectors = torch.zeros((), dtype=torch.float64, device=start.device)
         for step in progress(range(steps), problem):
             loss = problem.loss(
                 Basis(columns, columns, problem.grouping), self._batch(problem, generator)
@@ -89,10 +90,10 @@ class RiemannianAdam(Solver):
             loss.backward(inputs=[columns])
             optimizer.step()
             schedule.step()
-            if 2 * step >= steps and not problem.full_batch_is_cheap:
+            if averaged and 2 * step >= steps:
                 late = columns.detach()
                 late_projectors = late_projectors + (late @ late.mT).double()
-        if late_projectors.ndim:
+        if averaged:
             final = leading_eigenvectors(late_projectors, columns.shape[-1]).to(columns)
         else:
             final = manifold.projx(columns.detach())

@@ -77,17 +77,20 @@ def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_window_is_that_of_a_model_with_one(family: str) -> None:
+def test_a_window_as_long_as_the_text_forgets_nothing(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 12)
     whole = windowed_perplexity(model, tokens, 12)
     assert whole.by_sequence == pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-6)
     assert whole.predicted == 2 * 11
-    narrow = windowed_perplexity(model, tokens, 5).by_sequence
-    short = windowed_perplexity(model, tokens[:, :5], 5)
-    assert narrow != whole.by_sequence
-    assert short.by_sequence == pytest.approx(
-        perplexity(model, tokens[:, :5]).by_sequence, rel=1e-6
-    )
+
+
+def test_forgetting_is_what_a_model_with_a_sliding_window_does() -> None:
+    tokens = tiny_tokens(2, 12)
+    sliding, model = tiny_model("mistral"), tiny_model("llama")  # a window of 5 tokens
+    model.load_state_dict(sliding.state_dict())
+    found = windowed_perplexity(model, tokens, 5).by_sequence
+    assert found == pytest.approx(perplexity(sliding, tokens).by_sequence, rel=1e-6)
+    assert found != pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-3)
 
 
 def test_attention_work_is_counted_by_hand() -> None:
