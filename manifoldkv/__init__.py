@@ -32,7 +32,8 @@ from manifoldkv.errors import (
     UnsupportedModelError,
 )
 from manifoldkv.executors import Executor, LocalExecutor, RayExecutor
-from manifoldkv.models import check_supported, load_model
+from manifoldkv.loading import load_model
+from manifoldkv.models import check_supported
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
 from manifoldkv.quantize import quantize

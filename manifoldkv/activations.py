@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,15 @@ from transformers import PreTrainedModel
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
 from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.offloading import resident
+from manifoldkv.placement import Placement
 
 Rotary = Literal["pre", "post"]
 Site = Literal["key", "value"]
 
 SEQUENCES_PER_FORWARD = 8
+CHECKED_ROWS = 64
+"""Last rows of a replayed layer's output that are compared with the model's own."""
 OUTPUT_TOLERANCE = 0.02
 """Relative error of a replayed layer that rounding can explain, bfloat16 included."""
 
@@ -68,8 +73,12 @@ class LayerActivations:
         The decoder layer itself.
     keywords : dict
         What else the model passes to the layer.
+    folder : Path or None
+        Where tensors go that do not fit into memory, as in `capture`.
 
-    Tensors of numbers are float32, or float64 for a float64 model, on the model's device.
+    Tensors of numbers are float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on
+    the device where the layer runs; the large ones too if they fit there, else in memory, else in
+    files mapped into it. What the methods return is on the device.
     """
 
     layer: int
@@ -84,6 +93,12 @@ class LayerActivations:
     settings: AttentionSettings
     module: nn.Module
     keywords: dict[str, Any]
+    folder: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs."""
+        return self.cos.device
 
     @property
     def sequences(self) -> int:
@@ -113,13 +128,21 @@ class LayerActivations:
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
         """Keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
-        keys = self.keys if sequences is None else self.keys[sequences]
+        keys = self._selected(self.keys, sequences)
         return keys if rotary == "pre" else self.rotate(keys)
+
+    def values_of(self, sequences: Tensor | None = None) -> Tensor:
+        """Values of some sequences or all: (s, H_kv, n, d)."""
+        return self._selected(self.values, sequences)
 
     def queries_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
         """Queries before or after rotation, of some sequences or all: (s, H_q, n, d)."""
-        queries = self.queries if sequences is None else self.queries[sequences]
+        queries = self._selected(self.queries, sequences)
         return queries if rotary == "pre" else self.rotate(queries)
+
+    def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
+        chosen = x if sequences is None else x[sequences.to(x.device)]
+        return chosen.to(self.device)
 
     def output_weight(self) -> Tensor:
         """Output projection W_O by query head, (H_q, d, hidden)."""
@@ -133,8 +156,11 @@ def capture(
     layers: list[int] | None = None,
     *,
     propagate: Callable[[LayerActivations], Tensor] | None = None,
+    folder: Path | None = None,
 ) -> Iterator[LayerActivations]:
     """Yield the activations of one layer after the other; only one is held at a time.
+
+    Let go of a layer (``del``) before the next is asked for if memory is short.
 
     Parameters
     ----------
@@ -147,6 +173,8 @@ def capture(
     propagate : callable, optional
         What the next layer receives, (S, n, hidden), asked for after a layer was yielded: the
         output of a compressed layer, say. The layer's own output if omitted.
+    folder : Path, optional
+        Where activations go that do not fit into memory; the system's temporary folder if omitted.
 
     Raises
     ------
@@ -154,6 +182,8 @@ def capture(
         Before any forward pass, if the model's attention cannot be handled.
     ValueError
         If a layer index is out of range.
+    OutputError
+        If the activations of a layer fit nowhere.
     """
     check_supported(model)
     modules = decoder_layers(model)
@@ -161,7 +191,7 @@ def capture(
     outside = [i for i in wanted if not 0 <= i < len(modules)]
     if outside:
         raise ValueError(f"layer {outside[0]} is not between 0 and {len(modules) - 1}")
-    return _capture(model, tokens.to(model.device), modules, wanted, propagate)
+    return _capture(model, tokens.to(model.device), modules, wanted, propagate, folder)
 
 
 @torch.no_grad()
@@ -171,23 +201,40 @@ def _capture(
     modules: nn.ModuleList,
     wanted: list[int],
     propagate: Callable[[LayerActivations], Tensor] | None,
+    folder: Path | None,
 ) -> Iterator[LayerActivations]:
     calls, stock_outputs = _record_calls(model, tokens[:1], modules)
-    inputs = _embeddings(model, tokens, modules[0])
+    placement = _placement(model, tokens, folder)
+    inputs = _embeddings(model, tokens, modules[0], placement)
     for index, module in enumerate(modules[: max(wanted) + 1]):
-        activations = _run_layer(index, module, inputs, calls[index])
-        if propagate is None or index == 0:  # later inputs are not the model's own
-            _check_output(activations, stock_outputs[index])
-        if index in wanted:
-            yield activations
-        outputs = activations.outputs if propagate is None else propagate(activations)
-        inputs = outputs.to(inputs.dtype)
+        with resident(module):
+            activations = _run_layer(index, module, inputs, calls[index], placement)
+            if propagate is None or index == 0:  # later inputs are not the model's own
+                _check_output(activations, stock_outputs[index])
+            if index in wanted:
+                yield activations
+            inputs = activations.outputs if propagate is None else propagate(activations)
+        del activations
+
+
+def _placement(model: PreTrainedModel, tokens: Tensor, folder: Path | None) -> Placement:
+    config = model.config.get_text_config()
+    attention = attention_of(decoder_layers(model)[0])
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    numbers = 2 * config.hidden_size + heads * int(attention.head_dim)
+    dtype = _wide(model.dtype)
+    return Placement(tokens.numel() * numbers * dtype.itemsize, model.device, folder)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of activations, for a model in `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _record_calls(
     model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The keywords with which the model calls each layer, and each layer's output.
+    """The keywords with which the model calls each layer, and the end of each layer's output.
 
     Keywords are equal for all unpadded sequences of a length.
     """
@@ -195,8 +242,8 @@ def _record_calls(
     outputs: list[Any] = []
 
     def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(dict(kwargs))
-        outputs.append(output)
+        calls.append({k: v for k, v in kwargs.items() if k != "hidden_states"})
+        outputs.append(output[:, -CHECKED_ROWS:] if isinstance(output, Tensor) else output)
 
     hooks = [m.register_forward_hook(record, with_kwargs=True) for m in modules]
     try:
@@ -220,9 +267,10 @@ def _check_output(activations: LayerActivations, stock: Any) -> None:
     A family that does something between rotation and attention (HunYuan's norms, say) would
     otherwise be captured wrongly without a word.
     """
-    found = activations.outputs[:1]
+    found = activations.outputs[:1, -CHECKED_ROWS:]
     if isinstance(stock, Tensor):
-        difference = torch.linalg.vector_norm(found - stock) / torch.linalg.vector_norm(found)
+        lost = found - stock.to(found)
+        difference = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(found)
         if difference < OUTPUT_TOLERANCE:
             return
     raise UnsupportedModelError(
@@ -235,14 +283,22 @@ class _Embedded(Exception):  # noqa: N818 (not an error)
     """Ends a forward pass once the input of the first layer is known."""
 
 
-def _embeddings(model: PreTrainedModel, tokens: Tensor, first: nn.Module) -> Tensor:
-    inputs: list[Tensor] = []
+def _embeddings(
+    model: PreTrainedModel, tokens: Tensor, first: nn.Module, placement: Placement
+) -> Tensor:
+    """Inputs of the first layer, (S, n, hidden), in the dtype of activations."""
+    shape = (*tokens.shape, model.config.get_text_config().hidden_size)
+    inputs = placement.empty(shape, _wide(model.dtype))
+    done = 0
 
     def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        inputs.append(args[0] if args else kwargs["hidden_states"])
+        nonlocal done
+        chunk = args[0] if args else kwargs["hidden_states"]
+        inputs[done : done + len(chunk)] = chunk
+        done += len(chunk)
         raise _Embedded
 
-    hook = first.register_forward_pre_hook(stop, with_kwargs=True)
+    hook = first.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         for chunk in tokens.split(SEQUENCES_PER_FORWARD):
             try:
@@ -251,17 +307,20 @@ def _embeddings(model: PreTrainedModel, tokens: Tensor, first: nn.Module) -> Ten
                 continue
     finally:
         hook.remove()
-    return torch.cat(inputs)
+    return inputs
 
 
 def _run_layer(
-    index: int, module: nn.Module, inputs: Tensor, call: dict[str, Any]
+    index: int, module: nn.Module, inputs: Tensor, call: dict[str, Any], placement: Placement
 ) -> LayerActivations:
     cos, sin = call["position_embeddings"]
     mask = call["attention_mask"]
     rotate = modeling_module(module).apply_rotary_pos_emb
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    weight = attention_of(module).o_proj.weight
     settings: list[AttentionSettings] = []
+    kept: list[Tensor] = []  # queries, keys and values, made when their shapes are known
+    outputs = placement.empty(inputs.shape, inputs.dtype)
+    chunks = torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD)
 
     def record(
         attention: nn.Module,
@@ -271,7 +330,11 @@ def _run_layer(
         attention_mask: Tensor,
         arguments: dict[str, Any],
     ) -> Tensor:
-        seen.append((queries, keys, values))
+        found = (queries, keys, values)
+        if not kept:
+            kept.extend(placement.empty((len(inputs), *x.shape[1:]), inputs.dtype) for x in found)
+        for whole, part in zip(kept, found, strict=True):
+            whole[chunk] = part.to(whole)
         settings.append(AttentionSettings.from_arguments(attention, arguments))
         queries, keys = rotate(queries, keys, cos, sin)
         return attend(queries, keys, values, mask, settings[-1]).transpose(1, 2)
@@ -279,27 +342,26 @@ def _run_layer(
     keywords = {
         k: v
         for k, v in call.items()
-        if k not in ("hidden_states", "position_embeddings", "attention_mask", "position_ids")
+        if k not in ("position_embeddings", "attention_mask", "position_ids")
     }
-    outputs = [
-        call_layer(module, chunk, record, cos.shape[-1], keywords)
-        for chunk in inputs.split(SEQUENCES_PER_FORWARD)
-    ]
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
-    queries, keys, values = (torch.cat(x).to(dtype) for x in zip(*seen, strict=True))
+    for chunk in chunks:
+        x = inputs[chunk].to(weight)
+        outputs[chunk] = call_layer(module, x, record, cos.shape[-1], keywords).to(outputs)
+    queries, keys, values = kept
     return LayerActivations(
         layer=index,
-        inputs=inputs.to(dtype),
+        inputs=inputs,
         queries=queries,
         keys=keys,
         values=values,
-        cos=cos.to(dtype),
-        sin=sin.to(dtype),
+        cos=cos.to(inputs.dtype),
+        sin=sin.to(inputs.dtype),
         mask=mask,
-        outputs=torch.cat(outputs).to(dtype),
+        outputs=outputs,
         settings=settings[0],
         module=module,
         keywords=keywords,
+        folder=placement.folder,
     )
 
 

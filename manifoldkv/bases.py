@@ -76,6 +76,10 @@ class Find:
         down = plain(basis.down)
         return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
 
+    def forget(self) -> None:
+        """Let go of the activations it has seen last."""
+        self._latest = None
+
     def _problem(self, activations: LayerActivations, site: Site) -> Problem:
         """The same for all ranks in a row, with what it has computed once."""
         latest = self._latest
@@ -104,6 +108,7 @@ class KeptBases:
     def __init__(
         self, folder: Path, model: PreTrainedModel, tokens: Tensor, find: Find, threads: int
     ) -> None:
+        self.folder = folder
         self._steps = Steps(folder)
         self._heads = model.config.get_text_config().num_key_value_heads
         self._groupings = find.groupings
@@ -140,6 +145,7 @@ def find_bases(
 
     Every new one is kept before the next is waited for.
     """
+    folder = None if kept is None else kept.folder
     layers = len(decoder_layers(model))
     found = [LayerBases({}, {}) for _ in range(layers)]
     total = layers * sum(map(len, ranks))
@@ -153,7 +159,7 @@ def find_bases(
             bar.update()
 
         def tasks() -> Iterator[Task[Place]]:
-            for activations in capture(model, tokens):
+            for activations in capture(model, tokens, folder=folder):
                 sites: tuple[Site, Site] = ("key", "value")
                 for site, of_site in zip(sites, ranks, strict=True):
                     for rank in of_site:
@@ -163,6 +169,8 @@ def find_bases(
                             yield Task(place, activations, (site, rank))
                         else:
                             settle(place, known)
+                find.forget()
+                del activations  # before those of the next layer come
 
         for place, basis in executor.run(find, tasks(), threads):
             if kept is not None:

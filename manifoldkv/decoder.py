@@ -20,7 +20,7 @@ from manifoldkv.models import attention_of
 
 def whole(activations: LayerActivations) -> Batch:
     """The batch of all sequences and all query rows."""
-    return Batch(torch.arange(activations.sequences, device=activations.keys.device))
+    return Batch(torch.arange(activations.sequences, device=activations.device))
 
 
 def attention_output(
@@ -52,7 +52,7 @@ def attention_output(
     batch = batch or whole(activations)
     queries = rotated_queries(activations, batch)
     keys = rotated_keys(activations, key_basis, rotary, batch)
-    values = activations.values[batch.sequences]
+    values = activations.values_of(batch.sequences)
     if value_basis is not None:
         values = value_basis.project(values)
     return attend(queries, keys, values, mask_rows(activations, batch), activations.settings)
@@ -82,7 +82,7 @@ def mixed_values(
         mask_rows(activations, batch),
         activations.settings,
     )  # (b, H_kv, H_q/H_kv, m, n)
-    values = grouping.split(activations.values[batch.sequences])  # (b, runs, n, width·d)
+    values = grouping.split(activations.values_of(batch.sequences))  # (b, runs, n, width·d)
     values = values.repeat_interleave(grouping.width, dim=1)  # (b, H_kv, n, width·d)
     return (weights @ values.unsqueeze(2)).flatten(1, 2)
 
@@ -153,18 +153,25 @@ def compressed_output(
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, n, features): (b, m, features)."""
-    if batch.rows is None:
-        return x[batch.sequences]
-    return x[batch.sequences.unsqueeze(1), batch.rows]
+    """Sequences and rows of (S, n, features), on the device of the batch: (b, m, features)."""
+    sequences, rows = _indices(x, batch)
+    chosen = x[sequences] if rows is None else x[sequences.unsqueeze(1), rows]
+    return chosen.to(batch.sequences.device)
 
 
 def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, H, n, features): (b, H, m, features)."""
-    if batch.rows is None:
-        return x[batch.sequences]
+    """Sequences and rows of (S, H, n, features), likewise: (b, H, m, features)."""
+    sequences, rows = _indices(x, batch)
+    if rows is None:
+        return x[sequences].to(batch.sequences.device)
     heads = torch.arange(x.shape[1], device=x.device)
-    return x[batch.sequences[:, None, None], heads[:, None], batch.rows]
+    return x[sequences[:, None, None], heads[:, None], rows].to(batch.sequences.device)
+
+
+def _indices(x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Those of a batch, where x lies."""
+    rows = None if batch.rows is None else batch.rows.to(x.device)
+    return batch.sequences.to(x.device), rows
 
 
 def rotated_queries(activations: LayerActivations, batch: Batch) -> Tensor:
@@ -174,12 +181,10 @@ def rotated_queries(activations: LayerActivations, batch: Batch) -> Tensor:
 def rotated_keys(
     activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
 ) -> Tensor:
-    keys = activations.keys[batch.sequences]
-    if basis is None:
-        return activations.rotate(keys)
-    if rotary == "pre":
-        return activations.rotate(basis.project(keys))
-    return basis.project(activations.rotate(keys))
+    if rotary == "post" and basis is not None:
+        return basis.project(activations.keys_in("post", batch.sequences))
+    keys = activations.keys_in("pre", batch.sequences)
+    return activations.rotate(keys if basis is None else basis.project(keys))
 
 
 def mask_rows(activations: LayerActivations, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldkv.activations import Batch, LayerActivations, Rotary
 from manifoldkv.basis import Basis
-from manifoldkv.decoder import attention_output, layer_output
+from manifoldkv.decoder import attention_output, layer_output, select_rows
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,17 @@ def layer_errors(
     To quote an error, pass activations of text that was not used for solving.
     """
     key_basis, value_basis = (
-        None if basis is None else basis.like(activations.keys)
-        for basis in (key_basis, value_basis)
+        None if basis is None else basis.like(activations.cos) for basis in (key_basis, value_basis)
     )
     columns: list[Tensor] = []
     for sequences in torch.arange(activations.sequences).split(1):
-        batch = Batch(sequences.to(activations.keys.device))
+        batch = Batch(sequences.to(activations.device))
         exact = attention_output(activations, batch=batch)
         attention = attention_output(
             activations, key_basis, value_basis, rotary=rotary, batch=batch
         )
         output = layer_output(activations, attention, batch)
-        expected = activations.outputs[batch.sequences]
+        expected = select_rows(activations.outputs, batch)
         cosine = torch.nn.functional.cosine_similarity(output, expected, dim=-1).mean()
         columns.append(
             torch.stack([_ratio(attention, exact), _ratio(output, expected), cosine]).double()

@@ -64,7 +64,9 @@ class LocalExecutor(Executor):
         for task in tasks:
             with on_threads(threads):
                 found = find(task.activations, *task.arguments)
-            yield task.key, found
+            key = task.key
+            del task  # its activations may go before the next ones come
+            yield key, found
 
 
 class RayExecutor(Executor):

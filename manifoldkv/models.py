@@ -1,71 +1,14 @@
-"""Loading models and telling which ones can be handled."""
+"""Telling which models can be handled, and finding their layers."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.errors import ModelError, UnsupportedModelError
-
-
-def load_model(
-    name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer, frozen and ready to be measured.
-
-    Parameters
-    ----------
-    name : str
-        A local folder, or the id of a model on the Hugging Face Hub.
-    dtype : torch.dtype
-        What the weights are converted to.
-    device : str
-        Where the model goes.
-
-    Raises
-    ------
-    ModelError
-        If there is no such folder or model, or it does not load.
-    UnsupportedModelError
-        If its attention cannot be handled (see `check_supported`).
-    """
-    folder = Path(name)
-    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not (folder / "config.json").is_file():
-        raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"cannot load model {name}: {reason}") from error
-    if loaded["missing_keys"]:
-        missing = sorted(loaded["missing_keys"])
-        raise ModelError(f"model {name} lacks {len(missing)} weights, {missing[0]} among them")
-    check_supported(model)
-    return model.to(device).eval().requires_grad_(False), tokenizer
+from manifoldkv.errors import UnsupportedModelError
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

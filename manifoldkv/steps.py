@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, parse_grouping
 from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.offloading import named_weights
 from manifoldkv.output import write_whole
 
 DESCRIPTION = "manifoldkv"
@@ -104,9 +105,10 @@ class Steps:
 def digest_of_model(model: PreTrainedModel) -> str:
     """SHA-256 of all weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in named_weights(model):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(content.numpy().data)
     return digest.hexdigest()
 
 

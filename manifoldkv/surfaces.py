@@ -86,7 +86,7 @@ def error_surface(
     """
     keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
     shared = HeadGrouping("shared", activations.kv_heads)
-    identity = identity_basis(shared, activations.head_dim).like(activations.keys)
+    identity = identity_basis(shared, activations.head_dim).like(activations.cos)
     bases = [identity if basis is None else basis for _, basis in sorted(value_bases.items())]
     errors = torch.zeros(len(keys), len(values), dtype=torch.float64)
     batches = whole(activations).sequences.split(1)
@@ -138,7 +138,7 @@ def sequential_ranks(
 
     def propagate(activations: LayerActivations) -> Tensor:
         bases, (key, value) = table[activations.layer], rule.ranks[activations.layer]
-        x = activations.keys
+        x = activations.cos
         key_basis, value_basis = bases.keys[key].like(x), bases.values[value].like(x)
         return compressed_output(activations, key_basis, value_basis, rotary=rotary)
 
@@ -258,14 +258,14 @@ def _summed(
 
 def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -> ErrorSurface:
     rows = torch.linspace(0, activations.length - 1, min(ROWS, activations.length))
-    x = activations.keys
+    x = activations.cos
     exact: dict[int, Basis | None] = {activations.head_dim: None}
     return error_surface(
         activations,
         {rank: basis.like(x) for rank, basis in bases.keys.items()} | exact,
         {rank: basis.like(x) for rank, basis in bases.values.items()} | exact,
         rotary=rotary,
-        rows=rows.round().long().to(activations.keys.device),
+        rows=rows.round().long().to(activations.device),
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import geoopt
 import torch
@@ -19,6 +20,7 @@ from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
 from manifoldkv.models import decoder_layers
+from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.solvers.base import random_sequences
@@ -180,12 +182,15 @@ def _recomputed(model: PreTrainedModel) -> Iterator[None]:
     """Let layers keep their inputs only, and run again when a gradient passes, inside the block."""
     with ExitStack() as stack:
         for layer in decoder_layers(model):
-            again = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
-            layer.forward = again
+            run = partial(_run_resident, layer, layer.forward)
+            layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
             stack.callback(delattr, layer, "forward")
         yield
+
+
+def _run_resident(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with resident(layer):  # hooks that load weights do not see the second run
+        return forward(*args, **kwargs)
 
 
 @contextmanager

@@ -43,7 +43,8 @@ from manifoldkv.figures import (
     errors_per_layer,
     save_figure,
 )
-from manifoldkv.models import attention_of, decoder_layers, load_model
+from manifoldkv.loading import load_model
+from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.output import check_writable
 from manifoldkv.solvers import SOLVERS, Solver

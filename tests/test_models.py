@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from transformers.models.llama import modeling_llama
 
 from manifoldkv.errors import ModelError, UnsupportedModelError
-from manifoldkv.models import attention_of, check_supported, decoder_layers, load_model
+from manifoldkv.loading import load_model
+from manifoldkv.models import attention_of, check_supported, decoder_layers
 from tests.families import FAMILIES, tiny_model
 
 

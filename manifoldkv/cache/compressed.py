@@ -25,6 +25,7 @@ from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.offloading import device_of
 from manifoldkv.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
@@ -144,7 +145,7 @@ class _Run:
         return CompressedCache(self._plan, self._model.dtype, devices)
 
     def _device(self, index: int) -> torch.device:
-        return attention_of(self._layers[index]).o_proj.weight.device
+        return device_of(self._layers[index])
 
     def enter(self, stack: ExitStack) -> None:
         decoder = self._model.get_decoder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from manifoldkv.objectives.linear_algebra import gram_by_run, leading_basis
 from manifoldkv.registry import Registry
 
 __all__ = ["OBJECTIVES", "Batch", "Objective", "Problem", "Rotary", "Site", "register_objective"]
+
+
+SEQUENCES_AT_A_TIME = 8
 
 
 class Problem(ABC):
@@ -69,14 +73,23 @@ class Problem(ABC):
     def initial(self, rank: int) -> Basis:
         """An orthonormal basis that is cheap and good to start from: K-SVD's, if not overridden."""
         check_rank(rank, self.activations.head_dim)
-        gram = gram_by_run(self.data(), self.grouping)
+        gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping))
         return leading_basis(gram, rank, self.grouping, self.activations.keys.dtype)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
         """The keys or values a basis projects, of some sequences or all: (s, H_kv, n, d)."""
         if self.site == "key":
             return self.activations.keys_in(self.rotary, sequences)
-        return self.activations.values if sequences is None else self.activations.values[sequences]
+        return self.activations.values_of(sequences)
+
+    def summed(
+        self, compute: Callable[[Tensor], Tensor], sequences: Tensor | None = None
+    ) -> Tensor:
+        """Sum of what is computed from a few sequences at a time, of some sequences or all."""
+        if sequences is None:
+            sequences = torch.arange(self.activations.sequences)
+        parts = [compute(part) for part in sequences.split(SEQUENCES_AT_A_TIME)]
+        return torch.stack(parts).sum(dim=0)
 
     def statistics(self) -> Tensor:
         """Mean and variance of every feature, [μ; σ²], Eq. (dkv_stats): (groups, 2·width·d)."""

@@ -21,6 +21,9 @@ class StackedProblem(GramProblem):
     """
 
     def gram(self, sequences: Tensor | None) -> Tensor:
+        return self.summed(self._gram, sequences)
+
+    def _gram(self, sequences: Tensor) -> Tensor:
         gram = gram_by_run(self.data(sequences), self.grouping)
         queries = self.activations.queries_in(self.rotary, sequences)
         by_share = queries.unflatten(1, (self.grouping.heads, -1))  # (S, H_kv, share, n, d)

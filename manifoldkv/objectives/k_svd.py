@@ -15,7 +15,7 @@ class ReconstructionProblem(GramProblem):
     """Minimise ||X - X P Pᵀ||² / ||X||² for the keys or values X."""
 
     def gram(self, sequences: Tensor | None) -> Tensor:
-        return gram_by_run(self.data(sequences), self.grouping)
+        return self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
 
 
 @register_objective("k-svd")

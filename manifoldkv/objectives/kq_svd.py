@@ -22,15 +22,18 @@ class InteractionProblem(GramProblem):
     """
 
     def gram(self, sequences: Tensor | None) -> Tensor:
-        return gram_by_run(self.data(sequences), self.grouping)
+        return self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
 
     def weight(self, sequences: Tensor | None) -> Tensor:
+        by_head = HeadGrouping(1, self.activations.query_heads)
         if self.site == "value":
             reader = self.activations.output_weight().unsqueeze(0).mT  # (1, H_q, hidden, d)
+            grams = gram_by_run(reader, by_head)  # (H_q, d, d)
         else:
-            reader = self.activations.queries_in(self.rotary, sequences)
-        by_head = HeadGrouping(1, self.activations.query_heads)
-        grams = gram_by_run(reader, by_head)  # (H_q, d, d)
+            grams = self.summed(
+                lambda part: gram_by_run(self.activations.queries_in(self.rotary, part), by_head),
+                sequences,
+            )
         shared = grams.unflatten(0, (self.grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
         return block_diagonal(shared, self.grouping)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -20,6 +21,7 @@ from manifoldkv.decoder import (
 )
 from manifoldkv.objectives.base import Objective, Problem, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
+from manifoldkv.placement import Placement
 
 
 class LayerOutputProblem(Problem):
@@ -51,21 +53,23 @@ class LayerOutputProblem(Problem):
 
     @cached_property
     def _output_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.activations.outputs, dim=(1, 2))  # (S,)
+        norms = torch.linalg.vector_norm(self.activations.outputs, dim=(1, 2))  # (S,)
+        return norms.to(self.activations.device)
 
     @cached_property
     def _mixed_values(self) -> Tensor:
         """Constant while keys are exact: computed once, (S, H_q, n, width·d)."""
+        known = self.activations
+        features = self.grouping.width * known.head_dim
+        shape = (known.sequences, known.query_heads, known.length, features)
+        nbytes = math.prod(shape) * known.keys.itemsize
+        mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.keys.dtype)
         with torch.no_grad():
-            sequences = torch.arange(
-                self.activations.sequences, device=self.activations.keys.device
-            )
-            return torch.cat(
-                [
-                    mixed_values(self.activations, self.grouping, Batch(chunk))
-                    for chunk in sequences.split(1)
-                ]
-            )
+            for sequence in whole(known).sequences.split(1):
+                mixed[sequence.to(mixed.device)] = mixed_values(
+                    known, self.grouping, Batch(sequence)
+                ).to(mixed.device)
+        return mixed
 
 
 @register_objective("layer-output")

@@ -113,13 +113,13 @@ class RiemannianAdam(Solver):
         normal = torch.randn(
             grouping.groups, size, rank * grouping.width, generator=generator, dtype=torch.float64
         )
-        return torch.linalg.qr(normal).Q.to(problem.activations.keys)
+        return torch.linalg.qr(normal).Q.to(problem.activations.cos)
 
     def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
         if problem.full_batch_is_cheap:
             return None
         activations = problem.activations
-        device = activations.keys.device
+        device = activations.device
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
         rows = stratified_rows(activations.length, self.rows, generator)
         return Batch(sequences.to(device), None if rows is None else rows.to(device))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from manifoldkv.calibration import open_text, sample_tokens
 from manifoldkv.docstrings import split_of
-from manifoldkv.models import load_model
+from manifoldkv.loading import load_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "studies" / "train_reference_models.py"

@@ -1,0 +1,161 @@
+"""Weights that stay in their safetensors shards until their decoder layer runs."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import set_module_tensor_to_device
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from manifoldkv.models import decoder_layers
+
+_ATTRIBUTE = "manifoldkv_weights"
+
+
+class LayerWeights:
+    """The weights of one decoder layer, loaded while somebody holds them.
+
+    A layer holds its own weights while it runs; `resident` holds them for longer.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        Its parameters are on the meta device.
+    prefix : str
+        Of the layer's parameters in the model.
+    weights : mapping
+        From the name of a parameter in the model to its tensor, read when asked for.
+    device : torch.device
+        Where the layer runs.
+    """
+
+    def __init__(
+        self, layer: nn.Module, prefix: str, weights: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.device = device
+        self._layer = layer
+        self.prefix = prefix
+        self._weights = weights
+        self._names = [n for n, p in layer.named_parameters() if p.is_meta]
+        self._holders = 0
+        self._runs = False
+
+    def named(self) -> dict[str, Tensor]:
+        """All of them by their names in the model, read now."""
+        return {self.prefix + name: self._weights[self.prefix + name] for name in self._names}
+
+    def before_run(self, *ignored: Any) -> None:
+        self.hold()
+        self._runs = True
+
+    def after_run(self, *ignored: Any) -> None:
+        if self._runs:  # not if a hook before ours has ended the call
+            self._runs = False
+            self.release()
+
+    def hold(self) -> None:
+        self._holders += 1
+        if self._holders == 1:
+            for name in self._names:
+                value = self._weights[self.prefix + name]
+                set_module_tensor_to_device(self._layer, name, self.device, value=value)
+            self._layer.requires_grad_(False)
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            for name in self._names:
+                set_module_tensor_to_device(self._layer, name, "meta")
+
+
+@contextmanager
+def resident(layer: nn.Module) -> Iterator[None]:
+    """Keep the weights of a layer loaded inside the block; nothing to do if they always are."""
+    weights = _weights_of(layer)
+    if weights is None:
+        yield
+        return
+    weights.hold()
+    try:
+        yield
+    finally:
+        weights.release()
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Where a decoder layer runs."""
+    weights = _weights_of(layer)
+    return next(layer.parameters()).device if weights is None else weights.device
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """All weights sorted by their names, those of one layer at a time read from its shards."""
+    offloaded = [w for w in map(_weights_of, decoder_layers(model)) if w is not None]
+    read: dict[str, Tensor] = {}
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta and name not in read:
+            read = next(w for w in offloaded if name.startswith(w.prefix)).named()
+        yield name, read.get(name, tensor)
+
+
+def _weights_of(layer: nn.Module) -> LayerWeights | None:
+    return getattr(layer, _ATTRIBUTE, None)
+
+
+def load_offloaded(
+    name: str, dtype: torch.dtype, device: str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model whose decoder layers are read from their shards when they run, and what was missing.
+
+    transformers finds out which tensor of which shard a parameter is. Where it has to rebuild
+    parameters (experts, say), it writes them into a folder that lasts as long as the model.
+    """
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    layers = [id(layer) for layer in decoder_layers(skeleton)]
+    folder = mkdtemp(prefix="manifoldkv-")
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        name,
+        dtype=dtype,
+        device_map=dict(_places(skeleton, "", set(layers), device)),
+        offload_folder=folder,
+        output_loading_info=True,
+    )
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    weights = _all_weights(model)
+    remove_hook_from_module(model, recurse=True)
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in decoder_layers(model):
+        of_layer = LayerWeights(layer, names[id(layer)] + ".", weights, torch.device(device))
+        setattr(layer, _ATTRIBUTE, of_layer)
+        layer.register_forward_pre_hook(of_layer.before_run)
+        layer.register_forward_hook(of_layer.after_run, always_call=True)
+    return model, loaded
+
+
+def _places(
+    module: nn.Module, name: str, layers: set[int], device: str
+) -> Iterator[tuple[str, str]]:
+    """Decoder layers on disk, all else on the device."""
+    if id(module) in layers:
+        yield name, "disk"
+    elif not any(id(inner) in layers for inner in module.modules()):
+        yield name, device
+    else:
+        for child_name, child in module.named_children():
+            yield from _places(child, f"{name}.{child_name}".lstrip("."), layers, device)
+
+
+def _all_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """What accelerate's hooks read offloaded weights from, by the names in the model."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    maps = (getattr(hook, "weights_map", None) for hook in hooks)
+    return next(found.dataset for found in maps if found is not None)

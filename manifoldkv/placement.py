@@ -1,0 +1,78 @@
+"""Where large tensors lie: on the device of the model, in memory, or in a file."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from manifoldkv.errors import OutputError
+
+SHARE = 0.5
+"""How much of what is free the activations of one layer may take: while one layer is followed by
+the next, those of both are there."""
+
+
+class Placement:
+    """Makes room for tensors: on a device if they fit there, else in memory, else in files.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of all tensors to come.
+    device : torch.device
+        Where they are used.
+    folder : Path, optional
+        For files; the system's temporary folder if omitted. A file has no name any more once its
+        tensor is made, and vanishes with it, also if the process is killed.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, folder: Path | None = None) -> None:
+        self.folder = folder or Path(tempfile.gettempdir())
+        self._device = device
+        self.in_files = False
+        if device.type != "meta" and nbytes > SHARE * free_bytes(device):
+            self._device = torch.device("cpu")
+            self.in_files = nbytes > SHARE * free_bytes(self._device)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to be filled.
+
+        Raises
+        ------
+        OutputError
+            If the folder cannot hold it.
+        """
+        if not self.in_files:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        numbers = math.prod(shape)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor, path = tempfile.mkstemp(prefix="activations-", dir=self.folder)
+            try:
+                # Reserved now: a disk that is full later would end the process without a word.
+                os.posix_fallocate(descriptor, 0, max(1, numbers * dtype.itemsize))
+                tensor = torch.from_file(path, shared=True, size=numbers, dtype=dtype)
+            finally:
+                os.close(descriptor)
+                os.unlink(path)
+        except OSError as error:
+            raise OutputError(
+                f"activations of {numbers * dtype.itemsize / 2**30:.1f} GiB fit neither into "
+                f"memory nor into {self.folder}: {error.strerror}; use fewer calibration "
+                "sequences, or a folder (TMPDIR) on another disk"
+            ) from error
+        return tensor.view(tuple(shape))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
