@@ -87,8 +87,8 @@ def compress(
         goes on there when it is started again, and ends in the same plan; other settings in the
         same folder share what they have in common. One run at a time.
     executor : {"local", "ray"} or Executor
-        Where bases are found; the plan is the same. Ranks, tuning and rounding are settled in this
-        process.
+        Where bases are found, and what their ranks cost under the threshold and the optimal rule;
+        the plan is the same. The sequential rule, tuning and rounding run in this process.
 
     Raises
     ------
@@ -135,9 +135,9 @@ def compress(
     if recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif recipe.ranks == "threshold":
-        chosen = threshold_ranks(model, tokens, table, budget, rotary=rotary)
+        chosen = threshold_ranks(model, tokens, table, budget, rotary=rotary, executor=executor)
     elif recipe.ranks == "optimal":
-        costs = divergences(model, tokens, table, rotary=rotary, recent=recent)
+        costs = divergences(model, tokens, table, rotary=rotary, recent=recent, executor=executor)
         chosen = optimal(costs, budget, head_dim)
     layers = [
         LayerPlan(bases.keys[key], bases.values[value], window)

@@ -1,8 +1,8 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
 The bases of a plan are independent of each other (each is found on the clean activations of its
-layer), so that any executor finds the same ones. What depends on the layers below (the sequential
-rule, tuning) is not given to an executor.
+layer), and so is what a rank costs under the threshold and the optimal rule: any executor finds the
+same. What depends on the layers below (the sequential rule, tuning) is not given to an executor.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from manifoldkv.activations import LayerActivations
-from manifoldkv.basis import Basis
 from manifoldkv.errors import ExecutorError, UnknownNameError
 
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 
 
 class Task(NamedTuple, Generic[Key]):
-    """A basis to be found: ``find(activations, *arguments)``, and a name for it."""
+    """Something to be computed, ``function(data, *arguments)``, and a name for it."""
 
     key: Key
-    activations: LayerActivations
+    data: Any
     arguments: tuple[Any, ...]
 
 
@@ -35,16 +34,16 @@ class Executor(ABC):
 
     @abstractmethod
     def run(
-        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
-    ) -> Iterator[tuple[Key, Basis]]:
+        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Result]]:
         """Yield keys and results as they are finished; tasks are drawn as there is room for them.
 
         Parameters
         ----------
-        find : callable
-            Of activations and the arguments of a task.
+        function : callable
+            Of the data and the arguments of a task.
         tasks : iterable of Task
-            Consecutive tasks of a layer hold the same activations object.
+            Consecutive ones that need the same data hold the same object: it travels once.
         threads : int
             Of every task: sums differ between thread counts, plans must not.
 
@@ -59,18 +58,21 @@ class LocalExecutor(Executor):
     """One task after the other, in this process."""
 
     def run(
-        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
-    ) -> Iterator[tuple[Key, Basis]]:
+        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Result]]:
         for task in tasks:
             with on_threads(threads):
-                found = find(task.activations, *task.arguments)
+                found = function(task.data, *task.arguments)
             key = task.key
-            del task  # its activations may go before the next ones come
+            del task  # its data may go before the next come
             yield key, found
 
 
+LOCAL = LocalExecutor()
+
+
 class RayExecutor(Executor):
-    """Tasks on the workers of a Ray cluster; the activations of a layer travel once per node.
+    """Tasks on the workers of a Ray cluster; data travel once per node.
 
     A task whose worker or node dies is run again elsewhere.
 
@@ -102,17 +104,17 @@ class RayExecutor(Executor):
                 raise ExecutorError(f"no Ray cluster at {address!r}: {error}") from error
 
     def run(
-        self, find: Callable[..., Basis], tasks: Iterable[Task[Key]], threads: int
-    ) -> Iterator[tuple[Key, Basis]]:
+        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+    ) -> Iterator[tuple[Key, Result]]:
         ray = self._ray
-        remote = ray.remote(_find_on_threads).options(num_cpus=threads, max_retries=self._retries)
-        shared = ray.put(find)
+        remote = ray.remote(_run_on_threads).options(num_cpus=threads, max_retries=self._retries)
+        shared = ray.put(function)
         waiting: dict[Any, Key] = {}
-        held: tuple[LayerActivations | None, Any] = (None, None)
+        held: tuple[Any, Any] = (None, None)
         for task in self._as_there_is_room(tasks, waiting, threads):
             if task is not None:
-                if held[0] is not task.activations:
-                    held = (task.activations, ray.put(task.activations))
+                if held[0] is not task.data:
+                    held = (task.data, ray.put(task.data))
                 waiting[remote.remote(shared, threads, held[1], *task.arguments)] = task.key
                 continue
             (done,), _ = ray.wait(list(waiting), num_returns=1)
@@ -153,11 +155,11 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _find_on_threads(
-    find: Callable[..., Basis], threads: int, activations: LayerActivations, *arguments: Any
-) -> Basis:
+def _run_on_threads(
+    function: Callable[..., Result], threads: int, data: Any, *arguments: Any
+) -> Result:
     with on_threads(threads):
-        return find(activations, *arguments)
+        return function(data, *arguments)
 
 
 def executor_named(executor: str | Executor) -> Executor:

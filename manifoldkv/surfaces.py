@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from manifoldkv.decoder import (
     whole,
 )
 from manifoldkv.errors import RankError
+from manifoldkv.executors import LOCAL, Executor, Task
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.projection import Bases, divergence, log_probabilities, projected
 from manifoldkv.rank_selection import ErrorSurface, Ranks, Sequential, threshold
 
 SEQUENCES = 16
@@ -156,28 +158,23 @@ def threshold_ranks(
     budget: int,
     *,
     rotary: Rotary = "pre",
+    executor: Executor = LOCAL,
 ) -> list[Ranks]:
     """Ranks by EigenAttention's rule, at the smallest error per layer that keeps a budget.
 
     Each layer's threshold falls until its layer-output error on clean inputs would be above that
     error (`rank_selection.threshold`); ranks are rounded up to those there are bases for. Errors
-    are measured as in `sequential_ranks`, whose parameters these are.
+    are measured as in `sequential_ranks`, whose parameters these are, and where `executor` runs.
 
     Raises
     ------
     RankError
         If no error is large enough.
     """
-    searches: list[tuple[ErrorSurface, Tensor, Tensor]] = []
-    for activations in follow(capture(model, tokens[:SEQUENCES]), len(table)):
-        surface = _surface(activations, table[activations.layer], rotary)
-        bases = table[activations.layer]
-        key_grouping, value_grouping = (
-            next(iter(of_site.values())).grouping for of_site in (bases.keys, bases.values)
-        )
-        keys = singular_values(activations, "key", key_grouping, rotary)
-        values = singular_values(activations, "value", value_grouping, rotary)
-        searches.append((surface, keys, values))
+    tasks = (Task(a.layer, a, (table[a.layer], rotary)) for a in capture(model, tokens[:SEQUENCES]))
+    running = executor.run(_threshold_search, tasks, torch.get_num_threads())
+    found = dict(tqdm(running, total=len(table), desc="layers", disable=None, leave=False))
+    searches = [found[layer] for layer in range(len(table))]
     head_dim = next(iter(table[0].keys.values())).head_dim
 
     def chosen(error: float) -> list[Ranks]:
@@ -192,6 +189,18 @@ def threshold_ranks(
             f"cache; the smallest ratio it reaches is {least:.4g}"
         )
     return chosen(errors[kept])
+
+
+def _threshold_search(
+    activations: LayerActivations, bases: LayerBases, rotary: Rotary
+) -> tuple[ErrorSurface, Tensor, Tensor]:
+    """What the rule looks at in a layer: errors, and singular values of keys and of values."""
+    key_grouping, value_grouping = (
+        next(iter(of_site.values())).grouping for of_site in (bases.keys, bases.values)
+    )
+    keys = singular_values(activations, "key", key_grouping, rotary)
+    values = singular_values(activations, "value", value_grouping, rotary)
+    return _surface(activations, bases, rotary), keys, values
 
 
 def _threshold_on(surface: ErrorSurface, keys: Tensor, values: Tensor, error: float) -> Ranks:
@@ -215,6 +224,7 @@ def divergences(
     *,
     rotary: Rotary = "pre",
     recent: int = 0,
+    executor: Executor = LOCAL,
 ) -> list[ErrorSurface]:
     """What every pair of ranks costs the model's predictions, to be summed over layers.
 
@@ -223,7 +233,7 @@ def divergences(
     sites. Measured on the first `DIVERGENCE_SEQUENCES` sequences. Sums of these predict the damage
     to the model better than sums of layer-output errors or of their squares.
 
-    Parameters as in `sequential_ranks`, and `recent`, the newest tokens that stay exact.
+    Parameters as in `threshold_ranks`, and `recent`, the newest tokens that stay exact.
     """
     variants = [
         (index, site, rank, (basis, None) if site == "key" else (None, basis))
@@ -232,17 +242,37 @@ def divergences(
         for rank, basis in of_site.items()
         if rank < basis.head_dim
     ]
-    costs: dict[tuple[int, str, int], float] = defaultdict(float)
     sequences = tokens[:DIVERGENCE_SEQUENCES].to(model.device).split(1)
-    with tqdm(total=len(sequences) * len(variants), desc="ranks", disable=None, leave=False) as bar:
-        for sequence in sequences:
-            exact = log_probabilities(model, sequence)
+
+    def tasks() -> Iterator[Task[tuple[int, int, str, int]]]:
+        for number, sequence in enumerate(sequences):
+            data = sequence, log_probabilities(model, sequence)
             for index, site, rank, bases in variants:
-                with projected(model, {index: bases}, rotary=rotary, recent=recent):
-                    compressed = log_probabilities(model, sequence)
-                costs[index, site, rank] += float(divergence(exact, compressed)) / len(sequences)
-                bar.update()
+                yield Task((number, index, site, rank), data, ({index: bases},))
+
+    measure = partial(_divergence_of, model, rotary, recent)
+    running = executor.run(measure, tasks(), torch.get_num_threads())
+    total = len(sequences) * len(variants)
+    found = dict(tqdm(running, total=total, desc="ranks", disable=None, leave=False))
+    costs: dict[tuple[int, str, int], float] = defaultdict(float)
+    # In one order, whatever was finished first: sums depend on it.
+    for (_, index, site, rank), lost in sorted(found.items()):
+        costs[index, site, rank] += lost / len(sequences)
     return [_summed(costs, index, bases) for index, bases in enumerate(table)]
+
+
+@torch.no_grad()
+def _divergence_of(
+    model: PreTrainedModel,
+    rotary: Rotary,
+    recent: int,
+    data: tuple[Tensor, Tensor],
+    bases: Bases,
+) -> float:
+    """Of the predictions with some bases from exact ones; data are token ids and the latter."""
+    tokens, exact = data
+    with projected(model, bases, rotary=rotary, recent=recent):
+        return float(divergence(exact, log_probabilities(model, tokens)))
 
 
 def _summed(

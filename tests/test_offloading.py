@@ -67,7 +67,7 @@ def test_the_same_plan_as_from_a_model_in_memory(recipe: str, tmp_path: Path) ->
 
 
 def test_no_two_layers_are_loaded_at_a_time(tmp_path: Path) -> None:
-    whole = saved("llama", tmp_path)
+    saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.float32)
     seen = []
 
