@@ -34,9 +34,9 @@ class Batch:
     Parameters
     ----------
     sequences : Tensor
-        Indices, (b,), int64.
+        Indices, (b,), int64, on the CPU.
     rows : Tensor or None
-        Positions whose outputs are looked at, (m,), int64; None for all of them. Keys and values
+        Positions whose outputs are looked at, likewise (m,); None for all of them. Keys and values
         of every position take part regardless.
     """
 
@@ -141,8 +141,7 @@ class LayerActivations:
         return queries if rotary == "pre" else self.rotate(queries)
 
     def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
-        chosen = x if sequences is None else x[sequences.to(x.device)]
-        return chosen.to(self.device)
+        return (x if sequences is None else x[sequences]).to(self.device)
 
     def output_weight(self) -> Tensor:
         """Output projection W_O by query head, (H_q, d, hidden)."""

@@ -20,7 +20,7 @@ from manifoldkv.models import attention_of
 
 def whole(activations: LayerActivations) -> Batch:
     """The batch of all sequences and all query rows."""
-    return Batch(torch.arange(activations.sequences, device=activations.device))
+    return Batch(torch.arange(activations.sequences))
 
 
 def attention_output(
@@ -118,7 +118,7 @@ def layer_output(
         (b, m, hidden)
     """
     batch = batch or whole(activations)
-    inputs = select_rows(activations.inputs, batch)
+    inputs = select_rows(activations.inputs, batch).to(activations.device)
     dtype = attention_of(activations.module).o_proj.weight.dtype
 
     def already_computed(module: nn.Module, *ignored: Any) -> Tensor:
@@ -153,29 +153,23 @@ def compressed_output(
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, n, features), on the device of the batch: (b, m, features)."""
-    sequences, rows = _indices(x, batch)
-    chosen = x[sequences] if rows is None else x[sequences.unsqueeze(1), rows]
-    return chosen.to(batch.sequences.device)
+    """Sequences and rows of (S, n, features): (b, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    return x[batch.sequences.unsqueeze(1), batch.rows]
 
 
 def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, H, n, features), likewise: (b, H, m, features)."""
-    sequences, rows = _indices(x, batch)
-    if rows is None:
-        return x[sequences].to(batch.sequences.device)
-    heads = torch.arange(x.shape[1], device=x.device)
-    return x[sequences[:, None, None], heads[:, None], rows].to(batch.sequences.device)
-
-
-def _indices(x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """Those of a batch, where x lies."""
-    rows = None if batch.rows is None else batch.rows.to(x.device)
-    return batch.sequences.to(x.device), rows
+    """Sequences and rows of (S, H, n, features): (b, H, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    heads = torch.arange(x.shape[1])
+    return x[batch.sequences[:, None, None], heads[:, None], batch.rows]
 
 
 def rotated_queries(activations: LayerActivations, batch: Batch) -> Tensor:
-    return activations.rotate(select_head_rows(activations.queries, batch), batch.rows)
+    queries = select_head_rows(activations.queries, batch).to(activations.device)
+    return activations.rotate(queries, batch.rows)
 
 
 def rotated_keys(

@@ -50,13 +50,13 @@ def layer_errors(
     )
     columns: list[Tensor] = []
     for sequences in torch.arange(activations.sequences).split(1):
-        batch = Batch(sequences.to(activations.device))
+        batch = Batch(sequences)
         exact = attention_output(activations, batch=batch)
         attention = attention_output(
             activations, key_basis, value_basis, rotary=rotary, batch=batch
         )
         output = layer_output(activations, attention, batch)
-        expected = select_rows(activations.outputs, batch)
+        expected = select_rows(activations.outputs, batch).to(activations.device)
         cosine = torch.nn.functional.cosine_similarity(output, expected, dim=-1).mean()
         columns.append(
             torch.stack([_ratio(attention, exact), _ratio(output, expected), cosine]).double()

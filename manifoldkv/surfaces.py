@@ -94,7 +94,7 @@ def error_surface(
     batches = whole(activations).sequences.split(1)
     for sequences in batches:
         batch = Batch(sequences, rows)
-        exact = select_rows(activations.outputs, batch)
+        exact = select_rows(activations.outputs, batch).to(activations.device)
         for i, key in enumerate(keys):
             mixed: dict[HeadGrouping, Tensor] = {}
             for j, basis in enumerate(bases):
@@ -295,7 +295,7 @@ def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -
         {rank: basis.like(x) for rank, basis in bases.keys.items()} | exact,
         {rank: basis.like(x) for rank, basis in bases.values.items()} | exact,
         rotary=rotary,
-        rows=rows.round().long().to(activations.device),
+        rows=rows.round().long(),
     )
 
 

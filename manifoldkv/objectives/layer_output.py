@@ -38,10 +38,11 @@ class LayerOutputProblem(Problem):
                 self.activations, key_basis=basis, rotary=self.rotary, batch=batch
             )
         else:
-            attention = project_mixed_values(select_head_rows(self._mixed_values, batch), basis)
+            mixed = select_head_rows(self._mixed_values, batch).to(self.activations.device)
+            attention = project_mixed_values(mixed, basis)
         output = layer_output(self.activations, attention, batch)
-        difference = output - select_rows(self.activations.outputs, batch)
-        error = torch.linalg.vector_norm(difference, dim=(1, 2))  # (b,)
+        exact = select_rows(self.activations.outputs, batch).to(self.activations.device)
+        error = torch.linalg.vector_norm(output - exact, dim=(1, 2))  # (b,)
         rows = self.activations.length if batch.rows is None else len(batch.rows)
         scale = (self.activations.length / rows) ** 0.5
         return (scale * error / self._output_norms[batch.sequences]).mean()
@@ -66,9 +67,8 @@ class LayerOutputProblem(Problem):
         mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.keys.dtype)
         with torch.no_grad():
             for sequence in whole(known).sequences.split(1):
-                mixed[sequence.to(mixed.device)] = mixed_values(
-                    known, self.grouping, Batch(sequence)
-                ).to(mixed.device)
+                of_one = mixed_values(known, self.grouping, Batch(sequence))
+                mixed[sequence] = of_one.to(mixed.device)
         return mixed
 
 

@@ -95,7 +95,7 @@ class Predictor(Solver):
         status: Status = "all steps taken"
         for epoch in progress(range(self.epochs), problem):
             total = 0.0
-            order = torch.randperm(sequences, generator=generator).to(statistics.device)
+            order = torch.randperm(sequences, generator=generator)
             for i, chunk in enumerate(order.split(batch_size)):
                 basis = self._predict(predictors, statistics, problem)
                 loss = problem.loss(basis, Batch(chunk))

@@ -119,7 +119,6 @@ class RiemannianAdam(Solver):
         if problem.full_batch_is_cheap:
             return None
         activations = problem.activations
-        device = activations.device
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
         rows = stratified_rows(activations.length, self.rows, generator)
-        return Batch(sequences.to(device), None if rows is None else rows.to(device))
+        return Batch(sequences, rows)
