@@ -1,20 +1,27 @@
 """What would a large model cost? Measured on layers of its shape, extrapolated to the whole.
 
-Each measurement is a process of its own that builds a few decoder layers of the model's exact shape
-with random weights, captures calibration text, takes solver steps on the last layer and reports its
-peak memory (resident set), the counted floating-point operations of a step, and seconds. Time on
-other hardware is operations over a stated sustained rate; memory beyond the weights grows with the
-calibration tokens, for which a line is fitted (from 8 sequences on, as so many run at a time).
-Writes results.csv, summary.md and a figure into --out.
+    python studies/scale.py
+    python studies/scale.py --shape qwen3-8b --layers 2 4 --sequences 16 48
+
+A checkpoint of a few decoder layers of the model's exact shape with random weights is written into
+--work (8 layers of Llama-3-70B are 14 GB) and removed at the end. Each measurement is a process of
+its own that reads it layer by layer, captures calibration text, takes solver steps on keys and on
+values of every layer, and reports its peak resident memory, the seconds of a layer, and the counted
+floating-point operations of a step. Memory should not grow with the layers, and by a line with the
+calibration tokens (from 8 sequences on, as so many run at a time). Time on other hardware is
+operations over a stated sustained rate. Writes results.csv, summary.md and two figures into --out;
+what is measured is on disk before the next measurement begins, and is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +31,22 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen3Config,
 )
-from transformers.initialization import no_init_weights
 
-from manifoldkv import OBJECTIVES, Batch, HeadGrouping, ManifoldKVError, capture
+from manifoldkv import OBJECTIVES, Batch, HeadGrouping, ManifoldKVError, Problem, capture
 from manifoldkv.activations import LayerActivations, Site
 from manifoldkv.figures import save_figure
+from manifoldkv.offloading import load_offloaded
 from manifoldkv.output import check_writable
-from manifoldkv.solvers.predictor import Predictor
+from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
 VOCABULARY = 1024
 """Of the small models; the real one's embeddings are added by arithmetic."""
@@ -86,23 +93,31 @@ PAPER_SEQUENCES, PAPER_LENGTH, PAPER_RANKS, PAPER_EPOCHS = 512, 2048, 5, 50
 """The paper's calibration: sequences, their length, ranks trained per site, and epochs at most."""
 
 
+FAST = RiemannianAdam()
+SITES: tuple[Site, Site] = ("key", "value")
+GIB = 2**30
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--shape", nargs="+", choices=SHAPES, default=["llama-3-8b"], help="(%(default)s)")
-    add("--layers", nargs="+", type=int, default=[2], help="layers built (%(default)s)")
+    known = list(SHAPES)
+    add("--shape", nargs="+", choices=known, default=known[:2], help="(%(default)s)")
+    add("--layers", nargs="+", type=int, default=[2, 4, 8], help="layers built (%(default)s)")
     add(
         "--sequences",
         nargs="+",
         type=int,
-        default=[8, 16, 24],
-        help="calibration sequences (%(default)s)",
+        default=[8, 32, 64],
+        help="calibration sequences; layers are varied at the first, these at the fewest layers "
+        "(%(default)s)",
     )
     add("--sequence-length", type=int, default=128, help="(%(default)s)")
-    add("--steps", type=int, default=1, help="steps per site (%(default)s)")
+    add("--steps", type=int, default=5, help="solver steps per layer and site (%(default)s)")
     add("--rate", type=float, default=100, help="TFLOP/s sustained elsewhere (%(default)s)")
+    add("--work", type=Path, help="folder for the checkpoints (the temporary one)")
     add("--out", type=Path, help="output folder (figures/scale)")
     add("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -119,7 +134,8 @@ def main() -> int:
     except ManifoldKVError as error:
         print(f"scale: {error}", file=sys.stderr)
         return 2
-    save_figure(draw(results), out / "memory_against_tokens")
+    save_figure(draw_tokens(results), out / "memory_against_tokens")
+    save_figure(draw_layers(results), out / "cost_against_layers")
     (out / "summary.md").write_text(summary(results, given.rate), encoding="utf-8")
     print((out / "summary.md").read_text(encoding="utf-8"))
     print(f"written to {out}")
@@ -127,192 +143,338 @@ def main() -> int:
 
 
 def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
-    """A row per shape, number of layers and calibration size, each from a fresh process.
-
-    What is measured is on disk before the next begins.
-    """
+    """A row per shape, number of layers and calibration size, each from a fresh process."""
+    layers, sequences = sorted(set(given.layers)), sorted(set(given.sequences))
+    sizes = [(count, sequences[0]) for count in layers]
+    sizes += [(layers[0], count) for count in sequences[1:]]
     settings = [
         {"shape": s, "layers": n, "sequences": c, "length": given.sequence_length}
+        | {"steps": given.steps}
         for s in given.shape
-        for n in given.layers
-        for c in given.sequences
+        for n, c in sizes
     ]
-    rows = []
-    for setting in tqdm(settings, desc="measurements", disable=None):
-        job = json.dumps(setting | {"steps": given.steps})
-        command = [sys.executable, __file__, "--measure", job]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["killed, probably out of memory"])[-1]
-            raise ManifoldKVError(f"{setting} failed: {reason}")
-        rows.append(setting | json.loads(run.stdout.splitlines()[-1]))
-        pd.DataFrame(rows).to_csv(path, index=False)
+    rows: list[dict[Any, Any]] = []
+    if path.exists():
+        rows = pd.read_csv(path).to_dict("records")
+    rows = [row for row in rows if {k: row.get(k) for k in settings[0]} in settings]
+    folder = Path(tempfile.mkdtemp(prefix="scale-", dir=given.work))
+    written = ""
+    try:
+        for setting in tqdm(settings, desc="measurements", disable=None):
+            if any({k: row[k] for k in setting} == setting for row in rows):
+                continue
+            if setting["shape"] != written:
+                written = setting["shape"]
+                write_checkpoints(written, layers, folder)
+            rows.append(setting | measured_apart(setting, folder / str(setting["layers"])))
+            pd.DataFrame(rows).to_csv(path, index=False)
+    finally:
+        shutil.rmtree(folder)
     return pd.DataFrame(rows)
+
+
+def measured_apart(setting: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """One measurement in a process of its own, whose memory is all its own."""
+    job = json.dumps(setting | {"checkpoint": str(checkpoint)})
+    command = [sys.executable, __file__, "--measure", job]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        reason = (run.stderr.strip().splitlines() or ["killed, probably out of memory"])[-1]
+        raise ManifoldKVError(f"{setting} failed: {reason}")
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def write_checkpoints(shape: str, counts: list[int], folder: Path) -> None:
+    """Checkpoints in bfloat16 with so many layers each, a shard per layer, in folders by count.
+
+    Weights are about as large as trained ones. No two layers are in memory, or on disk twice.
+    """
+    shutil.rmtree(folder)
+    folder.mkdir()
+    weight_map: dict[str, str] = {}
+    model = _without_weights(shape, max(counts))
+    for name, _ in model.named_parameters():
+        part = name.split(".layers.")[-1].split(".")[0] if ".layers." in name else "rest"
+        weight_map[name] = f"{part}.safetensors"
+    for index, shard in enumerate(dict.fromkeys(weight_map.values())):
+        generator = torch.Generator().manual_seed(index)
+        tensors = {
+            name: _random(name, parameter.shape, generator)
+            for name, parameter in model.named_parameters()
+            if weight_map[name] == shard
+        }
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+    for count in counts:
+        (folder / str(count)).mkdir()
+        model = _without_weights(shape, count)
+        model.config.save_pretrained(folder / str(count))
+        names = [name for name, _ in model.named_parameters()]
+        shards = {"metadata": {}, "weight_map": {name: weight_map[name] for name in names}}
+        text = json.dumps(shards)
+        (folder / str(count) / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        for shard in {weight_map[name] for name in names}:
+            os.link(folder / shard, folder / str(count) / shard)
+
+
+def _without_weights(shape: str, layers: int) -> Any:
+    config = SHAPES[shape].config
+    settings = config.to_dict() | {"num_hidden_layers": layers, "dtype": "bfloat16"}
+    settings.pop("layer_types", None)  # one for each of the default number of layers
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(type(config)(**settings))
+
+
+def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    if "norm" in name:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.03, 0.03, generator=generator)
 
 
 # One measurement
 
 
-def measure(shape: str, layers: int, sequences: int, length: int, steps: int) -> dict[str, Any]:
-    """Build the layers, capture, and take steps on the last one."""
-    model = random_model(SHAPES[shape].config, layers)
-    weights = sum(p.nbytes for p in model.parameters())
-    before = peak_bytes()
+def measure(
+    shape: str, layers: int, sequences: int, length: int, steps: int, checkpoint: str
+) -> dict[str, Any]:
+    """Capture every layer and take steps on it; then count operations on the last one."""
+    imported = peak_bytes()
+    model, _ = load_offloaded(checkpoint, torch.bfloat16, "cpu")
     tokens = torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator())
+    solver = RiemannianAdam(steps=steps, sequences_per_step=1)
     start = time.perf_counter()
-    for last in capture(model, tokens):
-        activations = last
-    row: dict[str, Any] = {"capture_seconds": (time.perf_counter() - start) / layers}
-    for site in ("key", "value"):
-        row |= {f"{site}_{k}": v for k, v in one_site(activations, site, steps).items()}
+    solving = 0.0
+    for activations in capture(model, tokens):
+        began = time.perf_counter()
+        for site in SITES:
+            solver.solve(problem_of(activations, site), activations.head_dim // 2)
+        solving += time.perf_counter() - began
+        row: dict[str, Any] = {}
+        if activations.layer == layers - 1:
+            row = {"seconds": (time.perf_counter() - start) / layers, "peak_bytes": peak_bytes()}
+            for site in SITES:
+                row |= {f"{site}_{k}": v for k, v in operations(activations, site).items()}
+            weights = list(activations.module.parameters())
+            row["layer_weights"] = sum(p.numel() for p in weights)
+            row["layer_bytes"] = sum(p.nbytes for p in weights)
+        del activations
     return row | {
-        "weight_bytes": weights,
-        "peak_bytes": peak_bytes(),
-        "beyond_weights_bytes": peak_bytes() - before,
-        "layer_weights": sum(p.numel() for p in activations.module.parameters()),
+        "solving_seconds": solving / layers,
+        "imported_bytes": imported,
         "threads": torch.get_num_threads(),
     }
 
 
-def random_model(config: PreTrainedConfig, layers: int) -> PreTrainedModel:
-    """With weights of about the size of trained ones; drawing them normally would take longer."""
-    settings = config.to_dict() | {"num_hidden_layers": layers}
-    settings.pop("layer_types", None)  # one for each of the default number of layers
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(type(config)(**settings), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.uniform_(-0.03, 0.03, generator=generator)
-            parameter.requires_grad_(False)
-    return model.eval()
-
-
-def one_site(activations: LayerActivations, site: Site, steps: int) -> dict[str, float]:
-    """Operations and seconds of a step of the predictor at half of head_dim."""
+def problem_of(activations: LayerActivations, site: Site) -> Problem:
+    """The layer-output problem in the paper's head sharing."""
     grouping = HeadGrouping("shared" if site == "key" else 1, activations.kv_heads)
-    problem = OBJECTIVES.get("layer-output")().problem(activations, site, grouping)
+    return OBJECTIVES.get("layer-output")().problem(activations, site, grouping)
+
+
+def operations(activations: LayerActivations, site: Site) -> dict[str, float]:
+    """Floating-point operations of a step at half of head_dim.
+
+    Of the predictor, for one whole sequence; of riemannian-adam, for its usual batch.
+    """
+    problem = problem_of(activations, site)
     basis = problem.initial(activations.head_dim // 2)
     columns = basis.down.clone().requires_grad_()
-    solver = Predictor()
-    count = min(solver.key_batch if site == "key" else solver.value_batch, activations.sequences)
-    batch = Batch(torch.arange(count))
+    rows = torch.arange(min(FAST.rows, activations.length))
+    sampled = torch.arange(min(FAST.sequences_per_step, activations.sequences))
 
-    def step() -> None:
-        trial = type(basis)(columns, columns, grouping)
-        problem.loss(trial, batch).backward(inputs=[columns])
+    def count(batch: Batch) -> float:
+        with FlopCounterMode(display=False) as counter:
+            trial = type(basis)(columns, columns, problem.grouping)
+            problem.loss(trial, batch).backward(inputs=[columns])
+        return float(counter.get_total_flops()) / len(batch.sequences)
 
-    step()  # what is computed once for all steps
-    with FlopCounterMode(display=False) as counter:
-        step()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    seconds = (time.perf_counter() - start) / steps
-    return {"flops_per_sequence": counter.get_total_flops() / count, "seconds": seconds / count}
+    count(Batch(torch.arange(1)))  # what is computed once for all steps
+    of_sampled = count(Batch(sampled, rows))
+    return {
+        "flops_per_sequence": count(Batch(torch.arange(1))),
+        "fast_flops_per_step": FAST.sequences_per_step * of_sampled,
+    }
 
 
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak resident memory of this process; `getrusage` would count its parent's too."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 # Report
 
 
+def by_layers(results: pd.DataFrame) -> pd.DataFrame:
+    """The measurements at the smallest calibration size."""
+    return results[results["sequences"] == results["sequences"].min()].sort_values("layers")
+
+
+def by_tokens(results: pd.DataFrame) -> pd.DataFrame:
+    """The measurements with the fewest layers."""
+    part = results[results["layers"] == results["layers"].min()]
+    return part.assign(tokens=part["sequences"] * part["length"]).sort_values("tokens")
+
+
+def stored_bytes_per_token(shape: Shape) -> int:
+    """Of activations, by arithmetic: inputs, outputs, queries, keys and values in float32."""
+    config = shape.config
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    return 4 * (2 * config.hidden_size + heads * config.head_dim)
+
+
+def slope(part: pd.DataFrame) -> tuple[float, float]:
+    """Bytes of peak memory per calibration token, and the largest deviation from the line."""
+    line = by_tokens(part)
+    if len(line) < 2:
+        return float("nan"), float("nan")
+    fit = np.polyfit(line["tokens"], line["peak_bytes"], 1)
+    error = (np.polyval(fit, line["tokens"]) / line["peak_bytes"] - 1).abs().max()
+    return float(fit[0]), float(error)
+
+
 def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
-    """The whole model under the paper's protocol, a row per shape."""
+    """The whole model with the paper's calibration data, a row per shape and solver.
+
+    Sampled steps are counted at the measured length; their share that grows with it (keys and
+    values of all positions) is small beside the layer's matrices.
+    """
     rows = []
     for name, part in results.groupby("shape", sort=False):
         shape = SHAPES[str(name)]
         length = int(part["length"].iloc[0])
-        weights = shape.layers * int(part["layer_weights"].iloc[0])
-        weights += 2 * shape.vocabulary * shape.config.hidden_size
-        step = part[["key_flops_per_sequence", "value_flops_per_sequence"]].mean().sum()
+        layer = int(part["layer_weights"].iloc[0])
+        weights = shape.layers * layer + 2 * shape.vocabulary * shape.config.hidden_size
+        step = part[[f"{site}_flops_per_sequence" for site in SITES]].mean().sum()
         step *= PAPER_LENGTH / length  # but for attention's quadratic part, a few hundredths
-        flops = shape.layers * PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)
-        rows.append(
-            {
-                "shape": name,
-                "weights": weights,
-                "bytes_per_token": slope(part),
-                "training_flops": flops,
-                "hours": flops / (rate * 1e12) / 3600,
-            }
-        )
+        sampled = part[[f"{site}_fast_flops_per_step" for site in SITES]].mean().sum()
+        tokens = PAPER_SEQUENCES * PAPER_LENGTH
+        capturing = shape.layers * 2 * layer * tokens
+        for solver, solving in (
+            ("predictor", PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)),
+            ("riemannian-adam", PAPER_RANKS * FAST.steps * float(sampled)),
+        ):
+            flops = capturing + shape.layers * solving
+            rows.append(
+                {
+                    "shape": name,
+                    "solver": solver,
+                    "weights": weights,
+                    "layer_weights": layer,
+                    "stored_bytes": stored_bytes_per_token(shape) * tokens,
+                    "flops": flops,
+                    "hours": flops / (rate * 1e12) / 3600,
+                }
+            )
     return pd.DataFrame(rows)
 
 
-def slope(part: pd.DataFrame) -> float:
-    """Bytes beyond the weights per calibration token, with the most layers measured."""
-    part = part[part["layers"] == part["layers"].max()]
-    tokens = part["sequences"] * part["length"]
-    if len(part) < 2:
-        return float((part["beyond_weights_bytes"] / tokens).iloc[0])
-    return float(np.polyfit(tokens, part["beyond_weights_bytes"], 1)[0])
-
-
-def draw(results: pd.DataFrame) -> Figure:
+def draw_tokens(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(5.0, 3.4), layout="constrained")
     axes = figure.subplots()
-    for (shape, layers), line in results.groupby(["shape", "layers"], sort=False):
-        tokens = line["sequences"] * line["length"]
-        label = f"{shape}, {layers} layers"
-        axes.plot(tokens, line["beyond_weights_bytes"] / 2**30, "o-", ms=4, label=label)
-    axes.set_xlabel("calibration tokens", fontsize=8)
-    axes.set_ylabel("peak memory beyond the weights, GiB", fontsize=8)
+    for name, part in results.groupby("shape", sort=False):
+        line = by_tokens(part)
+        axes.plot(line["tokens"], line["peak_bytes"] / GIB, "o-", ms=4, label=name)
+    _finish(axes, "calibration tokens", "peak resident memory, GiB")
+    return figure
+
+
+def draw_layers(results: pd.DataFrame) -> Figure:
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    memory, seconds = figure.subplots(1, 2)
+    for name, part in results.groupby("shape", sort=False):
+        line = by_layers(part)
+        memory.plot(line["layers"], line["peak_bytes"] / GIB, "o-", ms=4, label=name)
+        weights = line["layers"] * line["layer_bytes"] / GIB
+        memory.plot(line["layers"], weights, ":", color="grey", lw=1)
+        seconds.plot(line["layers"], line["seconds"], "o-", ms=4, label=name)
+    memory.plot([], [], ":", color="grey", lw=1, label="weights of all layers")
+    _finish(memory, "layers", "peak resident memory, GiB")
+    _finish(seconds, "layers", "seconds per layer")
+    return figure
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.2)
     axes.tick_params(labelsize=7)
     axes.legend(fontsize=7)
-    return figure
 
 
 def summary(results: pd.DataFrame, rate: float) -> str:
     first = results.iloc[0]
     lines = [
-        "# What a large model would cost",
+        "# What a large model costs",
         "",
-        f"Measured on random layers of the exact shapes, float32, {first['threads']} threads, "
-        f"sequences of {first['length']} tokens; rank ratio 0.5. A step is one sequence through "
-        "the layer and back, as the predictor takes it.",
+        "Measured on random layers of the exact shapes, weights in bfloat16 read from their shards "
+        f"layer by layer, {first['threads']} threads, sequences of {first['length']} tokens, "
+        f"{first['steps']} steps of riemannian-adam on keys and as many on values of every layer "
+        "(one sequence a step), rank ratio 0.5. Peak memory is that of the process, "
+        f"{first['imported_bytes'] / GIB:.2f} GiB of it after importing the libraries.",
         "",
-        "| shape | layers built | sequences | peak GiB | of it weights | key step | value step |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | layers | tokens | weights of a layer, GiB | of all, GiB | peak, GiB | seconds "
+        "per layer | of them solving |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in results.to_dict("records"):
-        sites = " | ".join(
-            f"{row[f'{site}_flops_per_sequence'] / 1e12:.2f} TFLOP, {row[f'{site}_seconds']:.1f} s"
-            for site in ("key", "value")
-        )
         lines.append(
-            f"| {row['shape']} | {row['layers']} | {row['sequences']} | "
-            f"{row['peak_bytes'] / 2**30:.2f} | {row['weight_bytes'] / 2**30:.2f} | {sites} |"
+            f"| {row['shape']} | {row['layers']} | {row['sequences'] * row['length']} | "
+            f"{row['layer_bytes'] / GIB:.2f} | {row['layers'] * row['layer_bytes'] / GIB:.2f} | "
+            f"{row['peak_bytes'] / GIB:.2f} | {row['seconds']:.1f} | {row['solving_seconds']:.1f} |"
         )
-    lines += [
+    lines += ["", *_growth(results), *_estimated(results, rate)]
+    command = " ".join(["python studies/scale.py", *sys.argv[1:]])
+    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+
+
+def _growth(results: pd.DataFrame) -> list[str]:
+    lines = []
+    for name, part in results.groupby("shape", sort=False):
+        line = by_layers(part)
+        few, many = line.iloc[0], line.iloc[-1]
+        shape = SHAPES[str(name)]
+        lines.append(
+            f"- {name}, from {few['layers']} layers to {many['layers']}: peak memory "
+            f"{many['peak_bytes'] / few['peak_bytes'] - 1:+.1%}, seconds per layer "
+            f"{many['seconds'] / few['seconds'] - 1:+.1%}. At the latter rate all {shape.layers} "
+            f"layers take {shape.layers * many['seconds'] / 3600:.2f} hours here (the fewest "
+            f"layers foretell {shape.layers * few['seconds'] / 3600:.2f})."
+        )
+        per_token, error = slope(part)
+        lines.append(
+            f"- {name}: {per_token / 1024:.0f} KiB of peak memory per calibration token, at most "
+            f"{error:.1%} off the line; {stored_bytes_per_token(shape) / 1024:.0f} KiB of them are "
+            "activations by arithmetic, twice where the next layer follows."
+        )
+    return lines
+
+
+def _estimated(results: pd.DataFrame, rate: float) -> list[str]:
+    lines = [
         "",
         "## Estimates for the whole model, not measurements",
         "",
-        f"Training under the paper's protocol ({PAPER_SEQUENCES} × {PAPER_LENGTH} tokens, keys and "
-        f"values at {PAPER_RANKS} ranks, {PAPER_EPOCHS} epochs unless patience ends them), at a "
-        f"sustained {rate:g} TFLOP/s.",
+        f"Capturing and training with the paper's calibration data ({PAPER_SEQUENCES} × "
+        f"{PAPER_LENGTH} tokens, keys and values at {PAPER_RANKS} ranks), at a sustained {rate:g} "
+        f"TFLOP/s: the predictor for {PAPER_EPOCHS} epochs unless patience ends them, "
+        f"riemannian-adam for its {FAST.steps} steps. Operations are counted, reading weights and "
+        "moving activations are not.",
         "",
-        "| shape | weights in bfloat16 | memory per calibration token | at the paper's "
-        "calibration | training | hours |",
-        "|---|---|---|---|---|---|",
+        "| shape | solver | weights in bfloat16 | of one layer | activations of one layer | "
+        "operations | hours |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in estimates(results, rate).to_dict("records"):
-        whole = row["bytes_per_token"] * PAPER_SEQUENCES * PAPER_LENGTH
         lines.append(
-            f"| {row['shape']} | {2 * row['weights'] / 2**30:.1f} GiB | "
-            f"{row['bytes_per_token'] / 2**10:.0f} KiB | {whole / 2**30:.0f} GiB | "
-            f"{row['training_flops']:.1e} FLOP | {row['hours']:.0f} |"
+            f"| {row['shape']} | {row['solver']} | {2 * row['weights'] / GIB:.1f} GiB | "
+            f"{2 * row['layer_weights'] / GIB:.2f} GiB | {row['stored_bytes'] / GIB:.0f} GiB | "
+            f"{row['flops']:.1e} FLOP | {row['hours']:.2f} |"
         )
-    command = " ".join(["python studies/scale.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+    return lines
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ import torch
 from embedded import EMBEDDED
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
-from scale import random_model
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from manifoldkv import (
     OBJECTIVES,
@@ -71,6 +70,7 @@ LLAMA_8B = LlamaConfig(
     num_key_value_heads=8,
     head_dim=128,
     vocab_size=64,
+    num_hidden_layers=1,
     rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
 )
 
@@ -208,7 +208,7 @@ def measure_estimate(folder: Path, threads: int) -> pd.DataFrame:
     """Seconds of one step of each solver on a layer of Llama-3-8B's shape."""
 
     def compute() -> pd.DataFrame:
-        model = random_model(LLAMA_8B, layers=1)
+        model = AutoModelForCausalLM.from_config(LLAMA_8B).requires_grad_(False)
         count = RiemannianAdam().sequences_per_step
         tokens = torch.randint(64, (count, LONG_LENGTH), generator=torch.Generator().manual_seed(0))
         (activations,) = capture(model, tokens)

@@ -90,7 +90,7 @@ class RiemannianAdam(Solver):
             loss.backward(inputs=[columns])
             optimizer.step()
             schedule.step()
-            if averaged and 2 * step >= steps:
+            if averaged and 2 * (step + 1) > steps:
                 late = columns.detach()
                 late_projectors = late_projectors + (late @ late.mT).double()
         if averaged:

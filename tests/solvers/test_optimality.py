@@ -124,6 +124,14 @@ def test_riemannian_adam_stays_on_the_manifold_in_float32():
     torch.testing.assert_close(columns.mT @ columns, identity, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_riemannian_adam_takes_as_few_steps_as_one(steps):
+    problem = LayerOutput().problem(tiny_activations(), "value", HeadGrouping(1, KV_HEADS))
+    solution = RiemannianAdam(steps=steps).solve(problem, RANK)
+    assert len(solution.history) == steps
+    assert solution.basis.orthonormal
+
+
 def test_oblique_optimum_is_no_worse_than_the_orthonormal_one():
     problem = KQSVD().problem(tiny_activations(), "key", HeadGrouping(1, KV_HEADS))
     orthonormal = RiemannianAdam().solve(problem, RANK).basis

@@ -9,6 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "scale.py"
+SMALL = (
+    *("--shape", "llama-3-8b", "--layers", 1, 3, "--sequences", 1),
+    *("--sequence-length", 32, "--steps", 1),
+)
 
 
 def study(*arguments: object) -> subprocess.CompletedProcess:
@@ -19,7 +23,7 @@ def study(*arguments: object) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scale")
-    run = study("--layers", 1, "--sequences", 1, 2, "--sequence-length", 32, "--out", folder)
+    run = study(*SMALL, "--out", folder)
     assert run.returncode == 0, run.stderr
     return folder
 
@@ -31,23 +35,33 @@ def test_operations_are_those_of_the_layer(out: Path) -> None:
     for site in ("key", "value"):
         flops = results[f"{site}_flops_per_sequence"]
         assert ((flops > lowest) & (flops < 1.1 * lowest)).all()
+        fast = results[f"{site}_fast_flops_per_step"]  # four sequences, each with all of its rows
+        assert ((fast > 4 * lowest) & (fast < 1.1 * 4 * lowest)).all()
 
 
-def test_memory_holds_the_weights(out: Path) -> None:
+def test_memory_does_not_grow_with_the_layers(out: Path) -> None:
     results = pd.read_csv(out / "results.csv")
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert (results["layer_weights"] == layer).all()
-    assert (results["weight_bytes"] > 4 * layer).all()
-    assert (results["peak_bytes"] > results["weight_bytes"]).all()
-    assert (results["beyond_weights_bytes"] < results["peak_bytes"]).all()
+    assert (results["layer_bytes"] == 2 * layer).all()
+    one, three = results["peak_bytes"][:2]
+    assert three < one + 0.25 * results["layer_bytes"][0]  # not two layers more
+    assert one > results["imported_bytes"][0] + results["layer_bytes"][0]
+
+
+def test_what_is_measured_is_not_measured_again(out: Path) -> None:
+    before = pd.read_csv(out / "results.csv")
+    assert study(*SMALL, "--out", out).returncode == 0
+    pd.testing.assert_frame_equal(pd.read_csv(out / "results.csv"), before)
 
 
 def test_estimates_are_marked(out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert "## Estimates for the whole model, not measurements" in text
     assert "sustained 100 TFLOP/s" in text
-    assert "| llama-3-8b | 15.0 GiB |" in text  # 8.03 billion weights of two bytes
-    assert (out / "memory_against_tokens.png").stat().st_size > 10_000
+    assert "| llama-3-8b | predictor | 15.0 GiB |" in text  # 8.03 billion weights of two bytes
+    for name in ("memory_against_tokens", "cost_against_layers"):
+        assert (out / f"{name}.png").stat().st_size > 10_000
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
