@@ -142,9 +142,18 @@ def sample_tokens(
 
 
 def calibration_tokens(
-    model: PreTrainedModel, tokens: Tensor | TextSource | str
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    sequences: int | None = None,
+    length: int | None = None,
 ) -> tuple[str, Tensor]:
-    """Name and token ids of the calibration data."""
+    """Name and token ids of the calibration data; of a text, so many windows of such a length.
+
+    Raises
+    ------
+    TextError
+        If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
+    """
     if isinstance(tokens, Tensor):
         if tokens.ndim != 2 or tokens.numel() == 0 or tokens.is_floating_point():
             raise TextError(
@@ -153,9 +162,14 @@ def calibration_tokens(
             )
         return "tokens", tokens.long()
     source = open_text(tokens) if isinstance(tokens, str) else tokens
-    length = min(LENGTH, model.config.get_text_config().max_position_embeddings)
+    if length is None:
+        length = min(LENGTH, model.config.get_text_config().max_position_embeddings)
     ids = sample_tokens(
-        source, _tokenizer(model), sequences=SEQUENCES, length=length, split="calibration"
+        source,
+        _tokenizer(model),
+        sequences=SEQUENCES if sequences is None else sequences,
+        length=length,
+        split="calibration",
     )
     return source.name, ids
 

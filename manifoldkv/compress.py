@@ -51,6 +51,8 @@ def compress(
     rotary: Rotary = "pre",
     quantization: Quantization | None = None,
     seed: int = 0,
+    sequences: int | None = None,
+    length: int | None = None,
     folder: str | Path | None = None,
     executor: str | Executor = "local",
 ) -> CompressionPlan:
@@ -82,6 +84,9 @@ def compress(
         Also round the latents to integers; see `quantize`.
     seed : int
         Of everything random.
+    sequences, length : int, optional
+        How much of a text is read: so many windows of so many tokens; 64 of 512, or of what the
+        model can take, if omitted.
     folder : str or Path, optional
         Where every basis is kept as soon as it is found. A run that was interrupted, by whatever,
         goes on there when it is started again, and ends in the same plan; other settings in the
@@ -119,7 +124,7 @@ def compress(
     head_dim = attention_of(decoder_layers(model)[0]).head_dim
     candidates = candidate_ranks(head_dim)
     budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
-    name, tokens = calibration_tokens(model, tokens)
+    name, tokens = calibration_tokens(model, tokens, sequences, length)
     recent, ratio_of_latents = recent_tokens(recipe, ratio, tokens.shape[1], windows)
     budget = budget_from_ratio(ratio_of_latents, len(windows), head_dim)
     if recipe.ranks == "uniform":

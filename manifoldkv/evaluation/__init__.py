@@ -1,5 +1,6 @@
-"""What compression does to a model: perplexity and zero-shot accuracy, through the cache."""
+"""What compression does to a model: perplexity, zero-shot accuracy and decode speed."""
 
-from manifoldkv.evaluation.perplexity import Perplexity, perplexity
+from manifoldkv.evaluation.perplexity import Comparison, Perplexity, compare, perplexity
+from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed
 
-__all__ = ["Perplexity", "perplexity"]
+__all__ = ["Comparison", "DecodeSpeed", "Perplexity", "compare", "decode_speed", "perplexity"]

@@ -87,3 +87,28 @@ def perplexity(
             losses.append(loss.view(len(batch), -1).double().mean(dim=1))
     by_sequence = tuple(torch.cat(losses).tolist())
     return Perplexity(by_sequence, tokens.shape[0] * (tokens.shape[1] - 1))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model on the same text with its compressed cache and without."""
+
+    uncompressed: Perplexity
+    compressed: Perplexity
+
+    @property
+    def added_nll(self) -> float:
+        """What compression adds, nats per predicted token."""
+        return self.compressed.nll - self.uncompressed.nll
+
+    @property
+    def standard_error(self) -> float:
+        """Of `added_nll`, over sequences; not a number if there is only one."""
+        pairs = zip(self.compressed.by_sequence, self.uncompressed.by_sequence, strict=True)
+        differences = tuple(after - before for after, before in pairs)
+        return Perplexity(differences, self.compressed.predicted).standard_error
+
+
+def compare(model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> Comparison:
+    """Measure a model with a plan and without; parameters as in `perplexity`."""
+    return Comparison(perplexity(model, tokens), perplexity(model, tokens, plan))

@@ -50,6 +50,18 @@ class Solver(ABC):
         """Whether this solver can solve the problems of an objective, and why not."""
         return True, ""
 
+    def rehearsal(self, share: float) -> tuple[Solver, float]:
+        """A solver that does a part of the work, and how many times longer all of it takes.
+
+        It foretells the time of a run. Time proportional to the data, if not overridden.
+
+        Parameters
+        ----------
+        share : float
+            Of the calibration sequences, on which the other solver will work.
+        """
+        return self, 1 / share
+
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         """Find a basis.

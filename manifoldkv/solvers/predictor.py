@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -73,6 +73,10 @@ class Predictor(Solver):
     key_batch: int = 1
     value_batch: int = 4
     hidden_per_head_dim: int = 4
+
+    def rehearsal(self, share: float) -> tuple[Solver, float]:
+        """One epoch; patience may end the run sooner than foretold."""
+        return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)

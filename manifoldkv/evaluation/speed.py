@@ -1,0 +1,113 @@
+"""How fast a model decodes on this machine, with its compressed cache and without."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from manifoldkv.cache import compressed
+from manifoldkv.errors import TextError
+from manifoldkv.plan import CompressionPlan
+
+TOKENS_PER_CALL = 512
+"""Of a prompt, while a cache is filled."""
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Medians over rounds, in each of which both caches took turns.
+
+    Parameters
+    ----------
+    tokens : int
+        Cached when decoding began.
+    stock_seconds, compressed_seconds : float
+        Per decoded token.
+    time_ratio : float
+        Compressed over stock, formed within rounds.
+    stock_bytes, compressed_bytes : int
+        Of keys and values, or of what stands for them, at the end.
+    """
+
+    tokens: int
+    stock_seconds: float
+    compressed_seconds: float
+    time_ratio: float
+    stock_bytes: int
+    compressed_bytes: int
+
+
+@torch.no_grad()
+def decode_speed(
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    *,
+    tokens: int = 2048,
+    new_tokens: int = 16,
+    rounds: int = 3,
+) -> DecodeSpeed:
+    """Decode after a prompt of random tokens, one sequence, token by token.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model the plan was made for.
+    plan : CompressionPlan
+        From `compress`.
+    tokens : int
+        Length of the prompt.
+    new_tokens : int
+        Decoded in every turn.
+    rounds : int
+        Turns of each cache.
+
+    Raises
+    ------
+    TextError
+        If a count is not positive, or the model does not take so many tokens.
+    """
+    longest = model.config.get_text_config().max_position_embeddings
+    if min(tokens, new_tokens, rounds) < 1 or tokens + new_tokens > longest:
+        raise TextError(
+            f"cannot decode {new_tokens} tokens after {tokens} in {rounds} rounds: counts must be "
+            f"positive, and the model takes {longest} tokens"
+        )
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
+    stock, small = [], []
+    sizes = (0, 0)
+    for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
+        cache = DynamicCache(config=model.config)
+        stock.append(_seconds_per_token(model, cache, prompt, new_tokens))
+        with compressed(model, plan) as new_cache:
+            compressed_cache = new_cache()
+            small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
+        held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        sizes = (held, compressed_cache.nbytes())
+    ratio = median(after / before for before, after in zip(stock, small, strict=True))
+    return DecodeSpeed(tokens, median(stock), median(small), ratio, *sizes)
+
+
+def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:
+    for chunk in prompt.split(TOKENS_PER_CALL, dim=1):
+        logits = model(input_ids=chunk, past_key_values=cache, logits_to_keep=1).logits
+    _synchronize(model.device)
+    start = time.perf_counter()
+    for _ in range(count):
+        token = logits[:, -1:].argmax(dim=-1)
+        logits = model(input_ids=token, past_key_values=cache).logits
+    _synchronize(model.device)
+    return (time.perf_counter() - start) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

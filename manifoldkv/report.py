@@ -1,0 +1,226 @@
+"""A report of a plan that a person opens: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import LayerActivations, capture
+from manifoldkv.basis import Basis
+from manifoldkv.diagnostics import layer_errors
+from manifoldkv.errors import OutputError
+from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.output import write_whole
+from manifoldkv.plan import CompressionPlan, LayerPlan
+from manifoldkv.rank_selection import ErrorSurface, candidate_ranks
+from manifoldkv.surfaces import ROWS, error_surface
+
+LAYER_SEQUENCES = 4
+"""Of the held-out ones, on which layers are measured by themselves."""
+TEMPLATE = Path(__file__).with_name("report.html")
+KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
+
+
+def write_report(
+    path: str | Path,
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    tokens: Tensor,
+    *,
+    folder: str | Path = "plan",
+) -> None:
+    """Measure a plan and write what came out.
+
+    Needs ``pip install manifoldkv[report]``.
+
+    Parameters
+    ----------
+    path : str or Path
+        Of the HTML file, about 5 MB: the library that draws is in it.
+    model : PreTrainedModel
+        The model the plan was made for.
+    plan : CompressionPlan
+        From `compress`.
+    tokens : Tensor
+        Held-out token ids, (sequences, length), on which everything is measured.
+    folder : str or Path
+        Where the plan is, for the lines that load it.
+
+    Raises
+    ------
+    OutputError
+        If plotly is not installed, or the file cannot be written.
+    """
+    drawing = _Drawing()  # an absent library is found before anything is measured
+    plan.check_model(model.config)
+    quality = compare(model, tokens, plan)
+    layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
+    length = tokens.shape[1]
+    full = sum(
+        2 * x.key.grouping.heads * x.key.head_dim * x.cached_tokens(length) for x in plan.layers
+    )
+    html = drawing.page(
+        said=plan.provenance,
+        plan=plan,
+        quality=quality,
+        sequences=tokens.shape[0],
+        length=length,
+        cache_bytes=plan.nbytes(length, dtype=model.dtype),
+        full_bytes=full * model.dtype.itemsize,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=None if plan.quantization is None else asdict(plan.quantization),
+        folder=str(folder),
+        layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),
+        charts={
+            "errors": drawing.errors(layers),
+            "ranks": drawing.ranks(layers, plan.layers[0].key.head_dim),
+            "surface": drawing.surfaces(surfaces, plan),
+        },
+    )
+    write_whole(Path(path), html.encode())
+
+
+def _measure_layers(
+    model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
+) -> tuple[pd.DataFrame, list[ErrorSurface]]:
+    rows, surfaces = [], []
+    for activations in capture(model, tokens):
+        layer = plan.layers[activations.layer]
+        errors = layer_errors(activations, layer.key, layer.value, rotary=plan.rotary)
+        rows.append({"layer": activations.layer, "error": errors.layer_output_error})
+        rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
+        surfaces.append(_surface(activations, layer, plan))
+    return pd.DataFrame(rows), surfaces
+
+
+def _surface(
+    activations: LayerActivations, layer: LayerPlan, plan: CompressionPlan
+) -> ErrorSurface:
+    """What other ranks would cost, with EigenAttention's bases in the grouping of the plan."""
+    bases: dict[str, dict[int, Basis | None]] = {}
+    for site, basis in layer.sites:
+        problem = OBJECTIVES.get("eigen-attention")().problem(
+            activations, site, basis.grouping, plan.rotary
+        )
+        ranks = candidate_ranks(activations.head_dim)
+        bases[site] = {
+            rank: None if rank == activations.head_dim else problem.closed_form(rank)
+            for rank in ranks
+        }
+    length = activations.length
+    rows = torch.linspace(0, length - 1, min(ROWS, length)).round().long()
+    return error_surface(activations, bases["key"], bases["value"], rotary=plan.rotary, rows=rows)
+
+
+class _Drawing:
+    """Charts and the page around them; plotly draws, Jinja2 fills in (and escapes) the words."""
+
+    def __init__(self) -> None:
+        try:
+            import jinja2
+            import plotly.graph_objects
+            import plotly.offline
+        except ImportError as error:
+            raise OutputError(
+                f"a report needs {error.name}: pip install manifoldkv[report]"
+            ) from error
+        self._go = plotly.graph_objects
+        self._library = plotly.offline.get_plotlyjs()
+        self._environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+
+    def page(self, **facts: Any) -> str:
+        template = self._environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        # A closing tag inside the library would end its script.
+        return template.render(library=self._library.replace("</script", "<\\/script"), **facts)
+
+    def errors(self, layers: pd.DataFrame) -> str:
+        figure = self._figure("layer", "layer-output error")
+        figure.add_bar(
+            x=layers["layer"],
+            y=layers["error"],
+            marker_color=KEY_COLOUR,
+            hovertemplate="layer %{x}: %{y:.4f}<extra></extra>",
+        )
+        return self._html(figure)
+
+    def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
+        figure = self._figure("layer", f"rank per head, of {head_dim}")
+        for site, colour in (("key", KEY_COLOUR), ("value", VALUE_COLOUR)):
+            figure.add_scatter(
+                x=layers["layer"],
+                y=layers[site],
+                name=f"{site}s",
+                mode="lines+markers",
+                line={"color": colour, "shape": "hvh"},
+                hovertemplate=f"layer %{{x}}: {site} rank %{{y}}<extra></extra>",
+            )
+        figure.update_yaxes(range=[0, 1.05 * head_dim])
+        figure.update_layout(hovermode="x")
+        return self._html(figure)
+
+    def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
+        """A heat map per layer, one of them shown, and a list to choose from."""
+        figure = self._figure("key rank", "value rank")
+        for index, (surface, layer) in enumerate(zip(surfaces, plan.layers, strict=True)):
+            figure.add_heatmap(
+                x=surface.key_ranks,
+                y=surface.value_ranks,
+                z=surface.errors.T.tolist(),
+                colorscale="Viridis",
+                colorbar={"title": {"text": "error", "side": "right"}},
+                visible=index == 0,
+                hovertemplate="keys %{x}, values %{y}: %{z:.4f}<extra></extra>",
+            )
+            figure.add_scatter(
+                x=[layer.key.rank],
+                y=[layer.value.rank],
+                mode="markers",
+                marker={"symbol": "x", "size": 12, "color": "white", "line": {"width": 1}},
+                visible=index == 0,
+                showlegend=False,
+                hovertemplate="the plan: keys %{x}, values %{y}<extra></extra>",
+            )
+        count = len(surfaces)
+        buttons = [
+            {
+                "label": f"layer {shown}",
+                "method": "restyle",
+                "args": [{"visible": [i // 2 == shown for i in range(2 * count)]}],
+            }
+            for shown in range(count)
+        ]
+        figure.update_layout(
+            updatemenus=[
+                {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
+            ]
+        )
+        return self._html(figure)
+
+    def _figure(self, x: str, y: str) -> Any:
+        figure = self._go.Figure()
+        figure.update_layout(
+            template="simple_white",
+            height=340,
+            margin={"l": 60, "r": 20, "t": 40, "b": 50},
+            legend={"orientation": "h", "y": 1.15},
+            font={"size": 12},
+        )
+        figure.update_xaxes(title_text=x)
+        figure.update_yaxes(title_text=y)
+        return figure
+
+    def _html(self, figure: Any) -> str:
+        return str(
+            figure.to_html(
+                full_html=False,
+                include_plotlyjs=False,
+                config={"responsive": True, "displayModeBar": False},
+            )
+        )

@@ -1,0 +1,143 @@
+"""The report in a real browser."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
+from manifoldkv.report import write_report
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import random_plan
+
+pytest.importorskip("plotly")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync "
+    "--disable-dev-shm-usage"
+)
+ATTACK = '"><script>document.title = "attacked"</script>'
+
+
+def plan_of(model, **options) -> CompressionPlan:
+    plan = random_plan(model, **options)
+    return replace(plan, provenance=replace(plan.provenance, model=ATTACK))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    model = tiny_model("llama")
+    plan = plan_of(model, key_rank=4, value_rank=6)
+    write_report(path, model, replace(plan, recent=3), tiny_tokens(3, 12))
+    return path
+
+
+def test_one_file_that_asks_nobody(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert list(report.parent.iterdir()) == [report]
+    assert len(text) < 6_000_000
+    assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="(?!data:)', text)
+    body = text[text.index("</head>") :]
+    assert "<script>document.title" not in body  # a plan from a stranger cannot write into it
+
+
+def test_what_it_says_is_what_the_plan_says(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    model = tiny_model("llama")
+    plan = replace(plan_of(model, key_rank=4, value_rank=6), recent=3)
+    stored = plan.nbytes(12, dtype=model.dtype)
+    assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in text
+    assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in text
+    assert "3 are kept as they are" in text
+
+
+def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
+    plan = quantize(plan_of(model, key_rank=4, value_rank=6), model, tokens, Quantization(4))
+    write_report(tmp_path / "r.html", model, plan, tokens)
+    assert "4 bits, static ranges" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_an_absent_library_is_named_before_anything_is_measured(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
+    with pytest.raises(OutputError, match=r"needs plotly.*: pip install manifoldkv\[report\]"):
+        write_report(tmp_path / "r.html", None, None, None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("no chromium and chromedriver on this machine")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    for flag in FLAGS.split():
+        options.add_argument(flag)
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser, report: Path):
+    browser.set_window_size(1000, 3000)
+    browser.get(report.as_uri())
+    wait_for(browser, "return document.querySelectorAll('.main-svg').length >= 6")
+    return browser
+
+
+def wait_for(browser, script: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 30).until(lambda driver: driver.execute_script(script))
+
+
+def hover(browser, chart: str) -> str:
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    plot = browser.find_element(By.CSS_SELECTOR, f"#{chart} .plot-container")
+    ActionChains(browser).move_to_element_with_offset(plot, 0, 60).perform()
+    wait_for(browser, f"return document.querySelector('#{chart} .hovertext') !== null")
+    return browser.find_element(By.CSS_SELECTOR, f"#{chart} .hovertext").text
+
+
+def test_it_renders_without_a_complaint(opened) -> None:
+    assert opened.get_log("browser") == []
+    assert opened.title == f"Compressed cache of {ATTACK}"
+
+
+def test_hovering_shows_values(opened) -> None:
+    assert re.fullmatch(r"layer 1: 0\.\d{4}", hover(opened, "errors"))
+    assert re.fullmatch(r"layer \d: (key|value) rank [46]", hover(opened, "ranks"))
+    assert re.fullmatch(r"keys \d, values \d: \d\.\d{4}", hover(opened, "surface"))
+
+
+def test_another_layer_can_be_chosen(opened) -> None:
+    from selenium.webdriver.common.by import By
+
+    shown = "return document.querySelector('#surface .js-plotly-plot').data.map(x => x.visible)"
+    assert opened.execute_script(shown) == [True, True, *[False] * 4]
+    opened.find_element(By.CSS_SELECTOR, "#surface .updatemenu-header").click()
+    opened.find_elements(By.CSS_SELECTOR, "#surface .updatemenu-dropdown-button")[2].click()
+    wait_for(opened, f"{shown}.toString() === 'false,false,false,false,true,true'")
+
+
+def test_a_phone_scrolls_in_one_direction(opened) -> None:
+    metrics = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    width = "document.querySelector('#errors .main-svg').getBoundingClientRect().width"
+    wait_for(opened, f"return {width} <= 375")
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= 375
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_it_prints_on_paper(opened) -> None:
+    printed = opened.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    assert len(printed["data"]) > 50_000
