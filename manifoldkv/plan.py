@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import ceil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from huggingface_hub import ModelCardData
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -20,6 +22,7 @@ from transformers import PretrainedConfig
 from manifoldkv.activations import Rotary, Site
 from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.hub import OnHub
 from manifoldkv.output import write_whole
 
 FORMAT = 2
@@ -38,6 +41,37 @@ _ARCHITECTURE = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rope_parameters", "layer_types", "sliding_window"),
 )
+
+
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+"""What a model on the Hub is called; a folder of one's own is not named on a card."""
+CARD = """---
+{metadata}
+---
+
+# {name}
+
+Low-rank bases for the key-value cache of {model}, made with manifoldkv.
+
+- {ratio:.1%} of the uncompressed cache at {length} tokens{rest}; {per_token:g} bytes per further
+  token in bfloat16; keys are stored {rotary}-rotation.
+- {said.objective} by {said.solver} on {said.sequences} × {said.length} tokens of {said.text}, seed
+  {said.seed}, {said.tuning_steps} steps of tuning.
+
+```python
+from manifoldkv import CompressionPlan, compressed, load_model
+
+model, tokenizer = load_model({model})
+plan = CompressionPlan.from_pretrained({repository})
+with compressed(model, plan) as new_cache:
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    output = model.generate(**inputs, past_key_values=new_cache(), max_new_tokens=50)
+```
+
+| layer | key rank | value rank | of |
+|---|---|---|---|
+{ranks}
+"""
 
 
 @dataclass(frozen=True)
@@ -168,7 +202,7 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class CompressionPlan:
+class CompressionPlan(OnHub):
     """Bases for every layer of a model.
 
     Parameters
@@ -195,6 +229,8 @@ class CompressionPlan:
         ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `recent` is
         negative or does not fit the layout.
     """
+
+    FILES = (TENSORS, DESCRIPTION)
 
     layers: tuple[LayerPlan, ...]
     rotary: Rotary
@@ -358,6 +394,32 @@ class CompressionPlan:
         except (KeyError, TypeError, ValueError, AttributeError, ManifoldKVError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise PlanError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
+
+    def card(self, repo_id: str) -> str:
+        said = self.provenance
+        metadata = ModelCardData(
+            library_name="manifoldkv",
+            base_model=said.model if REPOSITORY.fullmatch(said.model) else None,
+            tags=["kv-cache", "compression", "low-rank"],
+        )
+        bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
+        recent = f", the newest {self.recent} tokens exact" if self.recent else ""
+        return CARD.format(
+            metadata=metadata.to_yaml(),
+            name=repo_id.split("/")[-1],
+            repository=json.dumps(repo_id),
+            model=json.dumps(said.model),
+            ratio=self.ratio,
+            length=said.length,
+            rest=f"{bits}{recent}",
+            per_token=self.bytes_per_token(),
+            rotary=self.rotary,
+            said=said,
+            ranks="\n".join(
+                f"| {index} | {layer.key.rank} | {layer.value.rank} | {layer.key.head_dim} |"
+                for index, layer in enumerate(self.layers)
+            ),
+        )
 
 
 def check_layout(

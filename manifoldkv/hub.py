@@ -1,0 +1,117 @@
+"""Plans on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from manifoldkv.errors import OutputError, PlanError
+from manifoldkv.output import write_whole
+
+CARD = "README.md"
+
+
+class OnHub:
+    """What can be saved into a folder and loaded from one, there and back over the Hub.
+
+    huggingface_hub's own mixin sets attributes on new objects, which frozen ones refuse; the calls
+    beneath it are the same.
+    """
+
+    FILES: tuple[str, ...]
+    """All that `save` writes, and all that is ever downloaded."""
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: str | Path) -> Self: ...
+
+    @abstractmethod
+    def card(self, repo_id: str) -> str:
+        """The page that describes it, in Markdown."""
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Upload it with a model card; the repository is made if need be.
+
+        Parameters
+        ----------
+        repo_id : str
+            ``"user/name"``.
+        private : bool, optional
+            Of a new repository; as the account is set up if omitted.
+        token : str, optional
+            The one that is logged in if omitted.
+
+        Returns
+        -------
+        str
+            Address of the commit.
+
+        Raises
+        ------
+        OutputError
+            If the Hub refuses, cannot be reached, or offline mode is set (``HF_HUB_OFFLINE``).
+        """
+        api = HfApi(token=token)
+        try:
+            with TemporaryDirectory() as folder:
+                self.save(folder)
+                write_whole(Path(folder) / CARD, self.card(repo_id).encode())
+                api.create_repo(repo_id, private=private, exist_ok=True)
+                message = "Upload with manifoldkv"
+                commit = api.upload_folder(
+                    repo_id=repo_id, folder_path=folder, commit_message=message
+                )
+        except (HfHubHTTPError, ValueError, OSError) as error:
+            raise OutputError(f"cannot push to {repo_id}: {_first_line(error)}") from error
+        return str(commit.commit_url)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, *, revision: str | None = None, token: str | None = None
+    ) -> Self:
+        """Load from a folder, or from the Hub, of which only `FILES` are fetched.
+
+        Parameters
+        ----------
+        name : str or Path
+            A folder, or ``"user/name"``.
+        revision : str, optional
+            Branch, tag or commit.
+        token : str, optional
+            For private repositories; the one that is logged in if omitted.
+
+        Raises
+        ------
+        PlanError
+            If there is no such folder or repository, the Hub cannot be reached and nothing is in
+            the cache, or what comes cannot be used.
+        """
+        if Path(name).is_dir():
+            return cls.load(name)
+        try:
+            folder = snapshot_download(
+                str(name), revision=revision, token=token, allow_patterns=list(cls.FILES)
+            )
+        except LocalEntryNotFoundError as error:
+            raise PlanError(
+                f"{name} is no folder, and it is neither in the local cache of the Hub nor to be "
+                "reached there"
+            ) from error
+        except (HfHubHTTPError, ValueError, OSError) as error:
+            raise PlanError(f"cannot load {name}: {_first_line(error)}") from error
+        return cls.load(folder)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
