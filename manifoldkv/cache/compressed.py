@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -112,6 +113,29 @@ class _Rotation:
         return self.module.forward(self.inputs, positions, *self.rest)
 
 
+class _Pass(threading.local):
+    """What the hooks of one forward pass tell each other; every thread has a pass of its own."""
+
+    def __init__(self) -> None:
+        self.cache: CompressedCache | None = None
+        self.rotations: list[_Rotation] = []
+        self.angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.attended = 0
+
+    def begin(self, cache: CompressedCache) -> None:
+        self.forget()  # a call before this one may have ended in an error
+        self.cache, self.attended = cache, 0
+
+    def forget(self) -> None:
+        """Angles of a long text are large."""
+        self.rotations.clear()
+        self.angles.clear()
+
+    def the_cache(self) -> CompressedCache:
+        assert self.cache is not None  # the model's hook comes before those of its parts
+        return self.cache
+
+
 class _Run:
     """Hooks of one `compressed` block and what they pass to each other."""
 
@@ -126,10 +150,8 @@ class _Run:
             self._cached_attention(index, exact_prefill=prefill == "exact")
             for index in range(len(self._layers))
         ]
-        self._rotations: list[_Rotation] = []
-        self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._pass = _Pass()
         self._rotate_keys: dict[int, Rotate] = {}
-        self._attended = 0
 
     def _cached_attention(self, index: int, exact_prefill: bool) -> CachedAttention:
         layer = self._plan.layers[index]
@@ -192,24 +214,20 @@ class _Run:
     def _before_model(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        self._rotations.clear()  # a call before this one may have ended in an error
-        self._angles.clear()
-        self._attended = 0
         if kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
-        self._cache = self._checked(kwargs["past_key_values"])
+        self._pass.begin(self._checked(kwargs["past_key_values"]))
         return args, kwargs
 
     def _after_model(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: ModelOutput
     ) -> ModelOutput:
-        if self._attended < len(self._layers):
+        if self._pass.attended < len(self._layers):
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} is not supported: its attention does not hand "
                 "keywords on to the attention function"
             )
-        self._rotations.clear()  # angles of a long text are large
-        self._angles.clear()
+        self._pass.forget()
         # Who wanted no cache gets none back: `generate` would go on with it.
         if kwargs.get("use_cache") is False:
             return replace(output, past_key_values=None)
@@ -229,10 +247,10 @@ class _Run:
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]
     ) -> None:
         given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        if not self._rotations:  # a second kind of layer has the same positions
-            self._cache.append_positions(given["position_ids"])
+        if not self._pass.rotations:  # a second kind of layer has the same positions
+            self._pass.the_cache().append_positions(given["position_ids"])
         rest = tuple(given[name] for name in ("layer_type",) if name in given)
-        self._rotations.append(_Rotation(module, given["x"], rest, output[0]))
+        self._pass.rotations.append(_Rotation(module, given["x"], rest, output[0]))
 
     def _before_attention(self, index: int) -> Callable[..., tuple[tuple, dict[str, Any]]]:
         def hook(
@@ -259,7 +277,7 @@ class _Run:
             mask: Tensor | None,
             arguments: dict[str, Any],
         ) -> Tensor:
-            self._attended += 1
+            self._pass.attended += 1
             settings = AttentionSettings.from_arguments(module, arguments)
             angles = None
             if self._plan.rotary == "pre":
@@ -286,18 +304,19 @@ class _Run:
 
     def _angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
         """Angles of the newest tokens as layers that are given `cos` rotate, computed once."""
-        calls = [rotation for rotation in self._rotations if rotation.cos is cos]
+        calls = [rotation for rotation in self._pass.rotations if rotation.cos is cos]
         if not calls:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} is not supported with keys stored before rotation: "
                 "its layers do not receive the angles its rotary embedding made"
             )
         key = (id(cos), tokens)
-        if key not in self._angles:
-            cos_sin = calls[0].angles(self._cache.positions(tokens))
+        angles = self._pass.angles
+        if key not in angles:
+            cos_sin = calls[0].angles(self._pass.the_cache().positions(tokens))
             dtype = working_dtype(cos.dtype, cos.device)
-            self._angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
-        return self._angles[key]
+            angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
+        return angles[key]
 
 
 def _hook(stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
