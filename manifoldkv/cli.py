@@ -231,7 +231,7 @@ def inspect(plan: PlanOption, as_json: JsonOption = False) -> None:
 def bench(
     model: ModelOption,
     plan: PlanOption,
-    tokens: Annotated[int, typer.Option(min=1, help="Cached when decoding begins.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Cached when decoding begins.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoded in every turn.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each cache.")] = 3,
     device: DeviceOption = "cpu",

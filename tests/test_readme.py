@@ -1,21 +1,27 @@
 """The README's code runs as it stands there."""
 
 import re
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from manifoldkv import OBJECTIVES, RECIPES, CompressionPlan, HeadGrouping, calibration
+from manifoldkv import OBJECTIVES, RECIPES, SOLVERS, CompressionPlan, HeadGrouping, calibration, cli
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
-from manifoldkv.testing import ObjectiveConformance, tiny_activations
+from manifoldkv.testing import ObjectiveConformance, SolverConformance, tiny_activations
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 OWN_OBJECTIVE = next(s for s in SNIPPETS if "register_objective" in s)
+OWN_SOLVER = next(s for s in SNIPPETS if "@register_solver" in s)
+BLOCKS = re.findall(
+    r"^(?:<!-- not run: (.*?) -->\n)?```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +30,43 @@ def late_keys():
     return OBJECTIVES.get("late-keys")()
 
 
-def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with the repository's studies in it, and few calibration windows."""
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibration, "SEQUENCES", 2)  # enough to run, not to be good
     monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
-    snippet = next(s for s in SNIPPETS if "new_cache" in s)
-    snippet = snippet.replace("studies/", f"{ROOT}/studies/")
-    monkeypatch.chdir(tmp_path)
-    exec(snippet, {})
+    monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
+    monkeypatch.setattr(SOLVERS, "_classes", dict(SOLVERS._classes))
+    return tmp_path
+
+
+def test_every_block_runs_or_says_why_not(folder, capsys, monkeypatch):
+    """In the order of the page, each finding what those before it have made."""
+    ran = []
+    for why_not, language, code in BLOCKS:
+        if why_not:
+            assert why_not in ("set-up", "Hub", "Hub and GPU", "Hub, and minutes", "an hour")
+            continue
+        if language == "python":
+            exec(code, {"__name__": "readme"})
+        else:
+            for command in code.replace("\\\n", " ").strip().splitlines():
+                program, *arguments = shlex.split(command)
+                assert program == "manifoldkv"
+                monkeypatch.setattr(sys, "argv", [program, *arguments])
+                with pytest.raises(SystemExit) as ended:
+                    cli.main()
+                assert not ended.value.code, command
+        ran.append(code.splitlines()[0])
+    assert len(ran) >= 6
+    assert (folder / "report.html").stat().st_size > 1_000_000
+    assert CompressionPlan.load("fast-plan").ratio <= 0.5
+
+
+def test_generating_with_half_the_cache(folder, capsys):
+    exec(next(s for s in SNIPPETS if "new_cache" in s), {})
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert text.startswith("Return the sum of")
     found, most = re.fullmatch(r"(\d+) bytes; (\d+) per token in bfloat16", numbers).groups()
@@ -39,8 +75,7 @@ def test_generating_with_half_the_cache(tmp_path, monkeypatch, capsys):
     assert int(most) == plan.bytes_per_token() < 768
     assert plan.ratio <= 0.5
     assert int(found) in {plan.nbytes(tokens, dtype=torch.float32) for tokens in range(5, 40)}
-    measure = next(s for s in SNIPPETS if "import perplexity" in s)
-    exec(measure.replace("studies/", f"{ROOT}/studies/"), {})
+    exec(next(s for s in SNIPPETS if "import perplexity" in s), {})
     uncompressed, compressed = map(float, capsys.readouterr().out.split())
     assert 10 < uncompressed < compressed < 1000
 
@@ -70,6 +105,16 @@ def test_solvers_take_own_objective(late_keys, solver):
     problem = late_keys.problem(tiny_activations(), "key", HeadGrouping("shared", 2))
     found = problem.loss(solver.solve(problem, 3).basis)
     assert found < problem.loss(problem.initial(3))
+
+
+def test_own_solver_obeys_the_laws(folder):
+    exec(OWN_SOLVER, {})
+    suite = SolverConformance()
+    suite.solver = SOLVERS.get("random-walk")()
+    laws = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(laws) >= 4
+    for law in laws:
+        getattr(suite, law)()
 
 
 def test_every_objective_and_solver_is_in_the_tables():

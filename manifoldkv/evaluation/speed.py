@@ -49,7 +49,7 @@ def decode_speed(
     model: PreTrainedModel,
     plan: CompressionPlan,
     *,
-    tokens: int = 2048,
+    tokens: int = 512,
     new_tokens: int = 16,
     rounds: int = 3,
 ) -> DecodeSpeed:
