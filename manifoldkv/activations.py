@@ -240,7 +240,9 @@ def _record_calls(
     calls: list[dict[str, Any]] = []
     outputs: list[Any] = []
 
-    def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def record(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         calls.append({k: v for k, v in kwargs.items() if k != "hidden_states"})
         outputs.append(output[:, -CHECKED_ROWS:] if isinstance(output, Tensor) else output)
 
@@ -290,7 +292,7 @@ def _embeddings(
     inputs = placement.empty(shape, _wide(model.dtype))
     done = 0
 
-    def stop(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal done
         chunk = args[0] if args else kwargs["hidden_states"]
         inputs[done : done + len(chunk)] = chunk

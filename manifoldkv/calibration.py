@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -234,7 +235,7 @@ def _read_hub(name: str) -> Iterator[str]:
 
     data_set, config, split = (*name.split(":"), None, None)[:3]
     try:
-        rows: Iterable[dict] = datasets.load_dataset(
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
             data_set, config, split=split or "train", streaming=True
         )
         for row in rows:

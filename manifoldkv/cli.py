@@ -342,7 +342,7 @@ def _print_named(named: dict[str, str], as_json: bool) -> None:
     _print(named, [f"{name:{width}}  {said}" for name, said in named.items()], as_json)
 
 
-def _described(registry: Registry) -> dict[str, str]:
+def _described(registry: Registry[Any]) -> dict[str, str]:
     named = {}
     for name in registry.names():
         said = (registry.get(name).__doc__ or "").strip().splitlines()

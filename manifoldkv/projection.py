@@ -60,7 +60,7 @@ def projected(
 
 def _before_attention(
     layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int
-) -> Callable[..., tuple[tuple, dict[str, Any]]]:
+) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     rotate = modeling_module(layer).apply_rotary_pos_emb
 
     def attend_projected(cos: Tensor, sin: Tensor) -> Attend:
@@ -91,8 +91,8 @@ def _before_attention(
         return attend_instead
 
     def hook(
-        module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cos, sin = kwargs["position_embeddings"]
         # With the identity in its place the layer's own rotation does nothing.
         kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -310,7 +311,7 @@ class Results:
         self.path = out / "results.csv"
         self._settings_path = out / "settings.json"
         self._settings = asdict(settings)
-        self.rows: list[dict] = []
+        self.rows: list[dict[Any, Any]] = []
         self.finished_layers: list[int] = []
         if self.path.exists() and self._settings_path.exists():
             self._take_up()

@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -68,7 +69,7 @@ TOKENS_BELOW = 64
 """In the cache of the layer whose step comes before the one that is timed."""
 LARGEST_BYTES = {"attention": 5 << 28, "model": 3 << 30}
 """Cells whose uncompressed cache is larger are left out: nine caches are held at a time."""
-Random = partial
+Random = partial[Tensor]
 """A function of a shape, with everything else about random numbers settled."""
 COLOURS = {"stock": "#000000", "full": "#0072B2", "post": "#009E73", "pre": "#D55E00"}
 
@@ -178,7 +179,7 @@ def run(
     report(pd.DataFrame(rows), variants, out)
 
 
-def finished_rows(path: Path, rounds: int, variants: list[Variant]) -> list[dict]:
+def finished_rows(path: Path, rounds: int, variants: list[Variant]) -> list[dict[Any, Any]]:
     """What an interrupted run of the same variants, rounds and threads has measured."""
     if not path.exists():
         return []
@@ -434,7 +435,7 @@ def fill(
 # Timing
 
 
-def measure(steps: list[Step], rounds: int, batch: int) -> Iterator[dict]:
+def measure(steps: list[Step], rounds: int, batch: int) -> Iterator[dict[str, Any]]:
     """Every variant takes a turn in every round, after one round that does not count.
 
     As in a model, a layer's step comes right after that of another layer: the code is warm, the

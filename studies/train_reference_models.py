@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -278,7 +279,7 @@ def restore(
         return 0, 0.0
     tensors = load_file(checkpoint)
     parameters = dict(model.named_parameters())
-    states: list[dict] = [{} for _ in optimizers]
+    states: list[dict[Any, Any]] = [{} for _ in optimizers]
     with torch.no_grad():
         for name, tensor in tensors.items():
             kind, rest = name.split(".", 1)
@@ -298,7 +299,7 @@ def read_metadata(checkpoint: Path) -> dict[str, str]:
         return file.metadata()
 
 
-def model_card(arguments: argparse.Namespace, card: dict) -> str:
+def model_card(arguments: argparse.Namespace, card: dict[str, Any]) -> str:
     name, tokens, seed = arguments.architecture, card["tokens"], card["seed"]
     command = shlex.join(["python", "studies/train_reference_models.py", *sys.argv[1:]])
     facts = {

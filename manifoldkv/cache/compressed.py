@@ -212,15 +212,15 @@ class _Run:
         stack.callback(setattr, attention, "o_proj", stock)
 
     def _before_model(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.new_cache()
         self._pass.begin(self._checked(kwargs["past_key_values"]))
         return args, kwargs
 
     def _after_model(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: ModelOutput
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: ModelOutput
     ) -> ModelOutput:
         if self._pass.attended < len(self._layers):
             raise UnsupportedModelError(
@@ -244,7 +244,11 @@ class _Run:
         return cache
 
     def _after_rotary_embedding(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple[Tensor, Tensor]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: tuple[Tensor, Tensor],
     ) -> None:
         given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
         if not self._pass.rotations:  # a second kind of layer has the same positions
@@ -252,10 +256,12 @@ class _Run:
         rest = tuple(given[name] for name in ("layer_type",) if name in given)
         self._pass.rotations.append(_Rotation(module, given["x"], rest, output[0]))
 
-    def _before_attention(self, index: int) -> Callable[..., tuple[tuple, dict[str, Any]]]:
+    def _before_attention(
+        self, index: int
+    ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(
-            module: nn.Module, args: tuple, kwargs: dict[str, Any]
-        ) -> tuple[tuple, dict[str, Any]]:
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             cache = self._checked(kwargs.get("past_key_values"))
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
