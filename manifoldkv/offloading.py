@@ -90,6 +90,11 @@ def resident(layer: nn.Module) -> Iterator[None]:
         weights.release()
 
 
+def is_offloaded(model: PreTrainedModel) -> bool:
+    """Whether weights of decoder layers are read when they run."""
+    return any(_weights_of(layer) is not None for layer in decoder_layers(model))
+
+
 def device_of(layer: nn.Module) -> torch.device:
     """Where a decoder layer runs."""
     weights = _weights_of(layer)

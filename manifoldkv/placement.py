@@ -56,8 +56,7 @@ class Placement:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor, path = tempfile.mkstemp(prefix="activations-", dir=self.folder)
             try:
-                # Reserved now: a disk that is full later would end the process without a word.
-                os.posix_fallocate(descriptor, 0, max(1, numbers * dtype.itemsize))
+                _reserve(descriptor, max(1, numbers * dtype.itemsize))
                 tensor = torch.from_file(path, shared=True, size=numbers, dtype=dtype)
             finally:
                 os.close(descriptor)
@@ -69,6 +68,17 @@ class Placement:
                 "sequences, or a folder (TMPDIR) on another disk"
             ) from error
         return tensor.view(tuple(shape))
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a file its size, where possible with all its blocks.
+
+    A disk that is full only when the mapped file is written to ends the process without a word.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+    else:
+        os.ftruncate(descriptor, nbytes)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -170,7 +170,11 @@ def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
             pd.DataFrame(rows).to_csv(path, index=False)
     finally:
         shutil.rmtree(folder)
-    return pd.DataFrame(rows)
+    return (
+        pd.DataFrame(rows)
+        .sort_values(["layers", "sequences"], ignore_index=True, kind="stable")
+        .sort_values("shape", key=lambda names: names.map(list(SHAPES).index), kind="stable")
+    )
 
 
 def measured_apart(setting: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

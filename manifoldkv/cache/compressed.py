@@ -26,7 +26,7 @@ from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
-from manifoldkv.offloading import device_of
+from manifoldkv.offloading import device_of, is_offloaded
 from manifoldkv.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
@@ -85,6 +85,10 @@ def compressed(
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
     if fold_values and prefill == "exact":
         raise CacheError("exact prefill needs the original W_O: do not fold values into it")
+    if fold_values and is_offloaded(model):
+        raise CacheError(
+            "the weights of the model are read as it runs: do not fold values into W_O"
+        )
     if fold_values and plan.recent:
         raise CacheError(
             f"the plan keeps the newest {plan.recent} tokens exact, which needs the original W_O: "
