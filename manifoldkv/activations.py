@@ -232,19 +232,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _record_calls(
     model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList
-) -> tuple[list[dict[str, Any]], list[Any]]:
+) -> tuple[list[dict[str, Any]], list[Tensor | None]]:
     """The keywords with which the model calls each layer, and the end of each layer's output.
 
     Keywords are equal for all unpadded sequences of a length.
     """
     calls: list[dict[str, Any]] = []
-    outputs: list[Any] = []
+    outputs: list[Tensor | None] = []
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         calls.append({k: v for k, v in kwargs.items() if k != "hidden_states"})
-        outputs.append(output[:, -CHECKED_ROWS:] if isinstance(output, Tensor) else output)
+        # A copy: a view would keep the whole output of every layer.
+        outputs.append(output[:, -CHECKED_ROWS:].clone() if isinstance(output, Tensor) else None)
 
     hooks = [m.register_forward_hook(record, with_kwargs=True) for m in modules]
     try:
@@ -262,14 +263,14 @@ def _record_calls(
     return calls, outputs
 
 
-def _check_output(activations: LayerActivations, stock: Any) -> None:
+def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
     """Compare with the layer as the model calls it.
 
     A family that does something between rotation and attention (HunYuan's norms, say) would
     otherwise be captured wrongly without a word.
     """
     found = activations.outputs[:1, -CHECKED_ROWS:]
-    if isinstance(stock, Tensor):
+    if stock is not None:
         lost = found - stock.to(found)
         difference = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(found)
         if difference < OUTPUT_TOLERANCE:

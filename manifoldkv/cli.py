@@ -29,7 +29,7 @@ from manifoldkv.output import check_writable
 from manifoldkv.plan import BITS, CompressionPlan, Quantization
 from manifoldkv.recipes import RECIPES, RankRule
 from manifoldkv.registry import Registry
-from manifoldkv.report import write_report
+from manifoldkv.report import check_libraries, write_report
 from manifoldkv.solvers import SOLVERS
 
 app = typer.Typer(
@@ -116,8 +116,10 @@ def compress(
     if threads is not None:
         torch.set_num_threads(threads)
     quantization = None if bits is None else Quantization(bits)
-    if report is not None and report.suffix != ".html":
-        raise OutputError(f"--report {report} does not end in .html")
+    if report is not None:
+        if report.suffix != ".html":
+            raise OutputError(f"--report {report} does not end in .html")
+        check_libraries()
     loaded, tokenizer = _load(model, dtype, device, offload)
     how: dict[str, Any] = {
         "ratio": ratio,
@@ -207,7 +209,7 @@ def evaluate(
         "uncompressed_perplexity": found.uncompressed.perplexity,
         "compressed_perplexity": found.compressed.perplexity,
         "added_nll": found.added_nll,
-        "standard_error": found.standard_error,
+        "standard_error": found.standard_error if sequences > 1 else None,
         "ratio": known.ratio_at(length),
         "cache_bytes": known.nbytes(length, dtype=loaded.dtype),
     }

@@ -87,6 +87,11 @@ def write_report(
     write_whole(Path(path), html.encode())
 
 
+def check_libraries() -> None:
+    """Raise `OutputError` if a library that `write_report` needs is not installed."""
+    _Drawing()
+
+
 def _measure_layers(
     model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
 ) -> tuple[pd.DataFrame, list[ErrorSurface]]:

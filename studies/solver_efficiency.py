@@ -59,7 +59,7 @@ from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
 HERE = Path(__file__).resolve().parent
 SITES: tuple[Site, ...] = ("key", "value")
 GROUPINGS: dict[Site, str | int] = {"key": "shared", "value": 1}  # the paper's
-BUDGETS = (75, 150, 300, 600)
+BUDGETS = (75, 150, 300, 450, 600)
 TIMES = (1, 2, 5, 10, 20, 50, 100, 200)
 TOLERANCES = (0.0, 0.002, 0.005, 0.01)
 LONG_LENGTH, PAPER_SEQUENCES = 2048, 512

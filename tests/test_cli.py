@@ -77,6 +77,11 @@ def test_evaluate_measures_both_caches(plan: Path, capsys, monkeypatch) -> None:
     assert f"{facts['compressed_perplexity']:.3f}" in out
 
 
+def test_one_sequence_has_no_standard_error(plan: Path, capsys, monkeypatch) -> None:
+    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 1, "--length", 32)
+    assert json.loads(run(capsys, monkeypatch, *ask, "--json")[1])["standard_error"] is None
+
+
 def test_inspect_needs_no_model(plan: Path, capsys, monkeypatch) -> None:
     code, out, _ = run(capsys, monkeypatch, "inspect", "--plan", plan)
     assert code == 0
