@@ -29,8 +29,9 @@ from manifoldkv.output import check_writable
 from manifoldkv.plan import BITS, CompressionPlan, Quantization
 from manifoldkv.recipes import RECIPES, RankRule
 from manifoldkv.registry import Registry
-from manifoldkv.report import check_libraries, write_report
+from manifoldkv.report import template, write_report
 from manifoldkv.solvers import SOLVERS
+from manifoldkv.study_report import write_study_report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -119,7 +120,7 @@ def compress(
     if report is not None:
         if report.suffix != ".html":
             raise OutputError(f"--report {report} does not end in .html")
-        check_libraries()
+        template("plan.html")  # an absent library is named before hours are spent
     loaded, tokenizer = _load(model, dtype, device, offload)
     how: dict[str, Any] = {
         "ratio": ratio,
@@ -281,6 +282,16 @@ def diagnose(
     rows = table.to_dict("records")
     lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
     _print({"layers": rows}, lines, as_json)
+
+
+@app.command()
+def report(
+    study: Annotated[Path, typer.Option(help="Folder that a study has written.")],
+    out: Annotated[Path, typer.Option(help="HTML file.")] = Path("report.html"),
+) -> None:
+    """Put what a study wrote into one HTML file."""
+    write_study_report(study, out)
+    print(f"report: {out}")
 
 
 @app.command()

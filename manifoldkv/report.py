@@ -24,7 +24,7 @@ from manifoldkv.surfaces import ROWS, error_surface
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
-TEMPLATE = Path(__file__).with_name("report.html")
+TEMPLATES = Path(__file__).with_name("templates")
 KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
 
 
@@ -58,7 +58,8 @@ def write_report(
     OutputError
         If plotly is not installed, or the file cannot be written.
     """
-    drawing = _Drawing()  # an absent library is found before anything is measured
+    page = template("plan.html")  # an absent library is found before anything is measured
+    drawing = _Drawing()
     plan.check_model(model.config)
     quality = compare(model, tokens, plan)
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
@@ -66,7 +67,8 @@ def write_report(
     full = sum(
         2 * x.key.grouping.heads * x.key.head_dim * x.cached_tokens(length) for x in plan.layers
     )
-    html = drawing.page(
+    html = page.render(
+        library=drawing.library,
         said=plan.provenance,
         plan=plan,
         quality=quality,
@@ -87,9 +89,24 @@ def write_report(
     write_whole(Path(path), html.encode())
 
 
-def check_libraries() -> None:
-    """Raise `OutputError` if a library that `write_report` needs is not installed."""
-    _Drawing()
+def template(name: str) -> Any:
+    """A page to be filled in by Jinja2, which escapes what it is given.
+
+    Raises
+    ------
+    OutputError
+        If a library that reports need is not installed.
+    """
+    try:
+        import jinja2
+        import markdown_it  # noqa: F401
+        import plotly  # noqa: F401
+    except ImportError as error:
+        raise OutputError(f"a report needs {error.name}: pip install manifoldkv[report]") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template(name)
 
 
 def _measure_layers(
@@ -125,25 +142,15 @@ def _surface(
 
 
 class _Drawing:
-    """Charts and the page around them; plotly draws, Jinja2 fills in (and escapes) the words."""
+    """Charts by plotly."""
 
     def __init__(self) -> None:
-        try:
-            import jinja2
-            import plotly.graph_objects
-            import plotly.offline
-        except ImportError as error:
-            raise OutputError(
-                f"a report needs {error.name}: pip install manifoldkv[report]"
-            ) from error
-        self._go = plotly.graph_objects
-        self._library = plotly.offline.get_plotlyjs()
-        self._environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+        import plotly.graph_objects
+        import plotly.offline
 
-    def page(self, **facts: Any) -> str:
-        template = self._environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+        self._go = plotly.graph_objects
         # A closing tag inside the library would end its script.
-        return template.render(library=self._library.replace("</script", "<\\/script"), **facts)
+        self.library = plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
 
     def errors(self, layers: pd.DataFrame) -> str:
         figure = self._figure("layer", "layer-output error")

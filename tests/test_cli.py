@@ -117,6 +117,18 @@ def test_what_is_registered_is_listed(command: str, names: list, capsys, monkeyp
     assert all(name in run(capsys, monkeypatch, command)[1] for name in names)
 
 
+def test_a_study_becomes_a_page(tmp_path: Path, capsys, monkeypatch) -> None:
+    pytest.importorskip("plotly")
+    study = Path(MODEL).parents[2] / "figures" / "scale"
+    code, out, _ = run(
+        capsys, monkeypatch, "report", "--study", study, "--out", tmp_path / "r.html"
+    )
+    assert (code, out.strip()) == (0, f"report: {tmp_path / 'r.html'}")
+    code, _, err = run(capsys, monkeypatch, "report", "--study", tmp_path, "--out", "r.html")
+    assert code == 2
+    assert "is no folder of a study" in err
+
+
 def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
     ask = ("compress", "--model", MODEL, "--out", out, "--dry-run", *FEW)
@@ -174,6 +186,6 @@ def test_an_interruption_is_code_130(capsys, monkeypatch) -> None:
 def test_help_names_every_command(capsys, monkeypatch) -> None:
     code, out, _ = run(capsys, monkeypatch, "--help")
     assert code == 0
-    commands = "compress generate evaluate inspect bench diagnose objectives solvers recipes"
+    commands = "compress generate evaluate inspect bench diagnose report objectives solvers recipes"
     assert all(f"  {command} " in out for command in commands.split())
     assert "Exit codes: 0" in out
