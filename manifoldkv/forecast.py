@@ -19,6 +19,7 @@ from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.compress import recent_tokens, sliding_windows, uniform_ranks
 from manifoldkv.models import attention_of, check_supported, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.offloading import is_offloaded
 from manifoldkv.projection import log_probabilities
 from manifoldkv.rank_selection import budget_from_ratio, candidate_ranks
 from manifoldkv.recipes import RankRule, Recipe, recipe_named
@@ -96,7 +97,8 @@ def forecast(
     with torch.no_grad():
         log_probabilities(model, few[:1])  # the first call is slower than all others
         forward, _ = _timed(lambda: log_probabilities(model, few[:1]))
-    first, activations = _timed(lambda: next(capture(model, few, [0])))
+    captured = capture(model, few, [0])  # keeps the layer's weights loaded as long as it is there
+    first, activations = _timed(lambda: next(captured))
     per_layer = max(0.0, first - forward) * len(tokens) / len(few)
     known = activations
     stored = (known.inputs, known.outputs, known.queries, known.keys, known.values)
@@ -157,14 +159,11 @@ def _choosing(
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    def nbytes(parameters: list[torch.nn.Parameter]) -> int:
-        return sum(p.numel() * p.itemsize for p in parameters)
+    def nbytes(module: torch.nn.Module) -> int:
+        return sum(p.numel() * p.itemsize for p in module.parameters())
 
-    every = list(model.parameters())
-    if not any(p.is_meta for p in every):
-        return nbytes(every)
-    largest = max(nbytes(list(layer.parameters())) for layer in decoder_layers(model))
-    return nbytes([p for p in every if not p.is_meta]) + largest
+    layers = [nbytes(layer) for layer in decoder_layers(model)]
+    return nbytes(model) - (sum(layers) - max(layers) if is_offloaded(model) else 0)
 
 
 def _timed(run: Callable[[], T]) -> tuple[float, T]:
