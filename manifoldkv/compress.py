@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,43 +114,42 @@ def compress(
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
     """
-    check_supported(model)
-    recipe = recipe_named(recipe)
-    recipe = recipe if ranks is None else replace(recipe, ranks=ranks)
-    windows = sliding_windows(model.config)
-    for index, window in enumerate(windows):
-        check_layout(quantization, index, window, recent=recipe.recent_share > 0)
-    find, executor = Find(recipe, rotary, seed), executor_named(executor)
-    head_dim = attention_of(decoder_layers(model)[0]).head_dim
-    candidates = candidate_ranks(head_dim)
-    budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
-    name, tokens = calibration_tokens(model, tokens, sequences, length)
-    recent, ratio_of_latents = recent_tokens(recipe, ratio, tokens.shape[1], windows)
-    budget = budget_from_ratio(ratio_of_latents, len(windows), head_dim)
-    if recipe.ranks == "uniform":
-        chosen = [uniform_ranks(ratio_of_latents, head_dim)] * len(windows)
-        key_ranks, value_ranks = ([rank] for rank in chosen[0])
-    else:
-        check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
-        key_ranks = value_ranks = list(candidates)
+    executor = executor_named(executor)
+    settled = settle(
+        model,
+        tokens,
+        ratio=ratio,
+        recipe=recipe,
+        ranks=ranks,
+        rotary=rotary,
+        quantization=quantization,
+        seed=seed,
+        sequences=sequences,
+        length=length,
+    )
+    recipe, find, tokens = settled.recipe, settled.find, settled.tokens
+    windows, recent, budget = settled.windows, settled.recent, settled.budget
     threads = torch.get_num_threads()
     with nullcontext() if folder is None else only_run(Path(folder)):
         kept = None if folder is None else KeptBases(Path(folder), model, tokens, find, threads)
-        table = find_bases(model, tokens, find, (key_ranks, value_ranks), executor, threads, kept)
-    if recipe.ranks == "sequential":
+        table = find_bases(model, tokens, find, settled.ranks, executor, threads, kept)
+    if recipe.ranks == "uniform":
+        key_ranks, value_ranks = settled.ranks
+        chosen = [(key_ranks[0], value_ranks[0])] * len(windows)
+    elif recipe.ranks == "sequential":
         chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
     elif recipe.ranks == "threshold":
         chosen = threshold_ranks(model, tokens, table, budget, rotary=rotary, executor=executor)
     elif recipe.ranks == "optimal":
         costs = divergences(model, tokens, table, rotary=rotary, recent=recent, executor=executor)
-        chosen = optimal(costs, budget, head_dim)
+        chosen = optimal(costs, budget, settled.head_dim)
     layers = [
         LayerPlan(bases.keys[key], bases.values[value], window)
         for bases, (key, value), window in zip(table, chosen, windows, strict=True)
     ]
     provenance = Provenance(
         model=model.config._name_or_path,
-        text=name,
+        text=settled.text,
         sequences=tokens.shape[0],
         length=tokens.shape[1],
         objective=recipe.objective,
@@ -165,6 +164,82 @@ def compress(
     )
     plan = tune(model, plan, tokens, steps=recipe.tuning_steps, seed=seed)
     return plan if quantization is None else quantize(plan, model, tokens, quantization)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is settled before the long work of a run; all that could refuse it has been asked.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        With the rank rule of the run.
+    find : Find
+        How bases are found.
+    windows : list
+        Sliding window of every layer, or None.
+    head_dim : int
+        Of every head.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length).
+    recent : int
+        Newest tokens that stay exact.
+    budget : int
+        For the ranks of all layers, as in `rank_selection`.
+    ranks : tuple of list of int
+        Key ranks and value ranks that bases are found at.
+    """
+
+    recipe: Recipe
+    find: Find
+    windows: list[int | None]
+    head_dim: int
+    text: str
+    tokens: Tensor
+    recent: int
+    budget: int
+    ranks: tuple[list[int], list[int]]
+
+
+def settle(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    *,
+    ratio: float,
+    recipe: str | Recipe,
+    ranks: RankRule | None,
+    rotary: Rotary,
+    quantization: Quantization | None,
+    seed: int,
+    sequences: int | None,
+    length: int | None,
+) -> Settled:
+    """Read the text and ask whether a run of `compress` is possible; parameters and errors are its.
+
+    Nothing here takes long.
+    """
+    check_supported(model)
+    recipe = recipe_named(recipe)
+    recipe = recipe if ranks is None else replace(recipe, ranks=ranks)
+    windows = sliding_windows(model.config)
+    for index, window in enumerate(windows):
+        check_layout(quantization, index, window, recent=recipe.recent_share > 0)
+    find = Find(recipe, rotary, seed)
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    budget_from_ratio(ratio, len(windows), head_dim)  # refuses what is no ratio
+    text, tokens = calibration_tokens(model, tokens, sequences, length)
+    recent, ratio_of_latents = recent_tokens(recipe, ratio, tokens.shape[1], windows)
+    budget = budget_from_ratio(ratio_of_latents, len(windows), head_dim)
+    if recipe.ranks == "uniform":
+        key, value = uniform_ranks(ratio_of_latents, head_dim)
+        of_both = [key], [value]
+    else:
+        candidates = list(candidate_ranks(head_dim))
+        check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
+        of_both = candidates, candidates
+    return Settled(recipe, find, windows, head_dim, text, tokens, recent, budget, of_both)
 
 
 def ratio_from_bytes(model: PreTrainedModel, nbytes: float, *, tokens: int = 1) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -12,24 +12,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, Site, capture
-from manifoldkv.bases import Find
+from manifoldkv.activations import Batch, LayerActivations, Rotary, capture
 from manifoldkv.basis import HeadGrouping
-from manifoldkv.calibration import TextSource, calibration_tokens
-from manifoldkv.compress import recent_tokens, sliding_windows, uniform_ranks
-from manifoldkv.models import attention_of, check_supported, decoder_layers
+from manifoldkv.calibration import TextSource
+from manifoldkv.compress import Settled, settle
+from manifoldkv.models import decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.offloading import is_offloaded
 from manifoldkv.projection import log_probabilities
-from manifoldkv.rank_selection import budget_from_ratio, candidate_ranks
-from manifoldkv.recipes import RankRule, Recipe, recipe_named
+from manifoldkv.recipes import RankRule, Recipe
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.surfaces import DIVERGENCE_SEQUENCES, ROWS, SEQUENCES
+from manifoldkv.tuning import SEQUENCES_PER_STEP
 
 T = TypeVar("T")
 
 REHEARSED_SEQUENCES = 4
-TUNED_SEQUENCES = 4
 FORWARDS_OF_TUNING = 5
 """What tuning costs for each sequence of a step, in forward passes: the exact one, the compressed
 one, and the compressed one again with its gradient."""
@@ -83,16 +81,19 @@ def forecast(
     ManifoldKVError
         What `compress` would raise before any long work.
     """
-    check_supported(model)
-    recipe = recipe_named(recipe)
-    recipe = recipe if ranks is None else replace(recipe, ranks=ranks)
-    Find(recipe, rotary, seed=0)  # refuses what does not go together
-    windows = sliding_windows(model.config)
-    layers = len(windows)
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    budget_from_ratio(ratio, layers, head_dim)
-    _, tokens = calibration_tokens(model, tokens, sequences, length)
-    _, of_latents = recent_tokens(recipe, ratio, tokens.shape[1], windows)
+    settled = settle(
+        model,
+        tokens,
+        ratio=ratio,
+        recipe=recipe,
+        ranks=ranks,
+        rotary=rotary,
+        quantization=None,
+        seed=0,
+        sequences=sequences,
+        length=length,
+    )
+    tokens, layers, head_dim = settled.tokens, len(settled.windows), settled.head_dim
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)
     with torch.no_grad():
         log_probabilities(model, few[:1])  # the first call is slower than all others
@@ -104,12 +105,11 @@ def forecast(
     stored = (known.inputs, known.outputs, known.queries, known.keys, known.values)
     per_token = sum(x.nbytes for x in stored) / few.numel()
     stock = 2 * layers * known.kv_heads * head_dim * model.dtype.itemsize
-    rank, _ = uniform_ranks(of_latents, head_dim)
     seconds = {
         "capture": forward + layers * per_layer,
-        "bases": layers * _solving(activations, recipe, rotary, rank, len(tokens)),
-        "ranks": _choosing(activations, recipe, layers, forward, len(tokens)),
-        "tuning": recipe.tuning_steps * TUNED_SEQUENCES * FORWARDS_OF_TUNING * forward,
+        "bases": layers * _solving(activations, settled, rotary),
+        "ranks": _choosing(activations, settled, forward),
+        "tuning": settled.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
     }
     return Forecast(
         seconds,
@@ -120,34 +120,29 @@ def forecast(
     )
 
 
-def _solving(
-    activations: LayerActivations, recipe: Recipe, rotary: Rotary, rank: int, sequences: int
-) -> float:
-    """Seconds for all bases of a layer on so many sequences; activations are of a few."""
+def _solving(activations: LayerActivations, settled: Settled, rotary: Rotary) -> float:
+    """Seconds for all bases of a layer; activations are of a few sequences."""
+    recipe, share = settled.recipe, activations.sequences / len(settled.tokens)
     objective = OBJECTIVES.get(recipe.objective)()
-    solver, longer = SOLVERS.get(recipe.solver)().rehearsal(activations.sequences / sequences)
-    solved = 1 if recipe.ranks == "uniform" else len(candidate_ranks(activations.head_dim)) - 1
+    solver, longer = SOLVERS.get(recipe.solver)().rehearsal(share)
     total = 0.0
-    groupings: dict[Site, str | int] = {
-        "key": recipe.key_grouping,
-        "value": recipe.value_grouping,
-    }
-    for site, width in groupings.items():
+    for (site, width), ranks in zip(settled.find.groupings.items(), settled.ranks, strict=True):
         grouping = HeadGrouping(width, activations.kv_heads)
         problem = objective.problem(activations, site, grouping, rotary)
-        seconds, _ = _timed(partial(solver.solve, problem, rank))
-        total += solved * longer * seconds
+        solved = [rank for rank in ranks if rank < settled.head_dim]  # all numbers: nothing to do
+        if solved:
+            seconds, _ = _timed(partial(solver.solve, problem, solved[len(solved) // 2]))
+            total += len(solved) * longer * seconds
     return total
 
 
-def _choosing(
-    activations: LayerActivations, recipe: Recipe, layers: int, forward: float, sequences: int
-) -> float:
-    """Seconds for the rank rule."""
-    candidates = len(candidate_ranks(activations.head_dim))
-    if recipe.ranks == "uniform":
+def _choosing(activations: LayerActivations, settled: Settled, forward: float) -> float:
+    """Seconds for the rank rule; a forward pass of a sequence takes `forward`."""
+    candidates, layers = len(settled.ranks[0]), len(settled.windows)
+    sequences = len(settled.tokens)
+    if settled.recipe.ranks == "uniform":
         return 0.0
-    if recipe.ranks == "optimal":
+    if settled.recipe.ranks == "optimal":
         variants = 2 * layers * (candidates - 1)
         return min(DIVERGENCE_SEQUENCES, sequences) * forward * (1 + variants)
     grouping = HeadGrouping("shared", activations.kv_heads)

@@ -26,6 +26,7 @@ from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.solvers.base import random_sequences
 
 BETAS = (0.9, 0.95)
+SEQUENCES_PER_STEP = 4
 
 
 def tune(
@@ -35,7 +36,7 @@ def tune(
     *,
     steps: int = 200,
     learning_rate: float = 0.1,
-    sequences_per_step: int = 4,
+    sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
 ) -> CompressionPlan:
     """Minimise the divergence of the predictions of the compressed model from the model's own.
