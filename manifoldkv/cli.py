@@ -18,10 +18,10 @@ from manifoldkv.calibration import HELP as TEXT_HELP
 from manifoldkv.calibration import open_text, sample_tokens
 from manifoldkv.compress import compress as find_plan
 from manifoldkv.diagnostics import diagnose as measure_layers
-from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.errors import ExecutorError, ManifoldKVError, OutputError
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.executors import Executor, LocalExecutor, RayExecutor
+from manifoldkv.executors import RayExecutor
 from manifoldkv.forecast import Forecast, forecast
 from manifoldkv.loading import load_model
 from manifoldkv.objectives import OBJECTIVES
@@ -121,6 +121,8 @@ def compress(
         if report.suffix != ".html":
             raise OutputError(f"--report {report} does not end in .html")
         template("plan.html")  # an absent library is named before hours are spent
+    if ray_address is not None and executor != "ray":
+        raise ExecutorError(f"--ray-address {ray_address} goes with --executor ray")
     loaded, tokenizer = _load(model, dtype, device, offload)
     how: dict[str, Any] = {
         "ratio": ratio,
@@ -135,6 +137,7 @@ def compress(
         foretold = forecast(loaded, source, **how)
         _print(asdict(foretold), _forecast_lines(foretold), as_json)
         return
+    runs = RayExecutor(ray_address) if executor == "ray" else executor
     for folder in {out} if report is None else {out, report.parent}:
         check_writable(folder)
     plan = find_plan(
@@ -143,7 +146,7 @@ def compress(
         quantization=quantization,
         seed=seed,
         folder=work,
-        executor=_executor(executor, ray_address),
+        executor=runs,
         **how,
     )
     plan.save(out)
@@ -340,10 +343,6 @@ def _plan_for(folder: str, model: Any) -> CompressionPlan:
 def _held_out(tokenizer: Any, text: str, sequences: int, length: int) -> torch.Tensor:
     source = open_text(text)
     return sample_tokens(source, tokenizer, sequences=sequences, length=length, split="held-out")
-
-
-def _executor(name: str, address: str | None) -> Executor:
-    return RayExecutor(address) if name == "ray" else LocalExecutor()
 
 
 def _print(facts: dict[str, Any], lines: list[str], as_json: bool) -> None:

@@ -45,33 +45,7 @@ _ARCHITECTURE = (
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """What a model on the Hub is called; a folder of one's own is not named on a card."""
-CARD = """---
-{metadata}
----
-
-# {name}
-
-Low-rank bases for the key-value cache of {model}, made with manifoldkv.
-
-- {ratio:.1%} of the uncompressed cache at {length} tokens{rest}; {per_token:g} bytes per further
-  token in bfloat16; keys are stored {rotary}-rotation.
-- {said.objective} by {said.solver} on {said.sequences} × {said.length} tokens of {said.text}, seed
-  {said.seed}, {said.tuning_steps} steps of tuning.
-
-```python
-from manifoldkv import CompressionPlan, compressed, load_model
-
-model, tokenizer = load_model({model})
-plan = CompressionPlan.from_pretrained({repository})
-with compressed(model, plan) as new_cache:
-    inputs = tokenizer("Once upon a time", return_tensors="pt")
-    output = model.generate(**inputs, past_key_values=new_cache(), max_new_tokens=50)
-```
-
-| layer | key rank | value rank | of |
-|---|---|---|---|
-{ranks}
-"""
+CARD = Path(__file__).with_name("templates") / "card.md"
 
 
 @dataclass(frozen=True)
@@ -404,7 +378,7 @@ class CompressionPlan(OnHub):
         )
         bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
         recent = f", the newest {self.recent} tokens exact" if self.recent else ""
-        return CARD.format(
+        return CARD.read_text(encoding="utf-8").format(
             metadata=metadata.to_yaml(),
             name=repo_id.split("/")[-1],
             repository=json.dumps(repo_id),

@@ -64,9 +64,7 @@ def write_report(
     quality = compare(model, tokens, plan)
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
-    full = sum(
-        2 * x.key.grouping.heads * x.key.head_dim * x.cached_tokens(length) for x in plan.layers
-    )
+    full = sum(layer.numbers(length, recent=length) for layer in plan.layers)
     html = page.render(
         library=drawing.library,
         said=plan.provenance,

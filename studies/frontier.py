@@ -14,8 +14,6 @@ once.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -47,7 +45,7 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.output import check_writable
@@ -251,12 +249,11 @@ class Frontier:
     def described(
         self, row: dict[str, Any], uncompressed: Perplexity, found: Perplexity
     ) -> pd.DataFrame:
-        pairs = zip(uncompressed.by_sequence, found.by_sequence, strict=True)
-        added = [after - before for before, after in pairs]
+        compared = Comparison(uncompressed, found)
         row |= {
             "uncompressed_nll": uncompressed.nll,
-            "added_nll": statistics.fmean(added),
-            "standard_error": statistics.stdev(added) / math.sqrt(len(added)),
+            "added_nll": compared.added_nll,
+            "standard_error": compared.standard_error,
             "threads": self.given.threads,
         }
         return pd.DataFrame([self.common | row])

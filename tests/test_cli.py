@@ -161,6 +161,7 @@ def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> Non
         (("compress", "--model", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
         (("compress", "--model", MODEL, "--report", "r.pdf"), "r.pdf does not end in .html"),
         (("compress", "--model", MODEL, "--rotary", "mid"), "'pre', 'post'"),
+        (("compress", "--model", MODEL, "--ray-address", "auto"), "goes with --executor ray"),
     ],
 )
 def test_errors_are_one_line_and_code_2(

@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "manifoldkv").rglob("*")
-        if path.suffix in (".py", ".html", ".typed")
+        if path.suffix in (".py", ".html", ".md", ".typed")
     }
     assert {name for name in names if "dist-info" not in name} == expected
     (wheel,) = built.glob("*.whl")

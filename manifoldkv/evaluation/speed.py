@@ -83,17 +83,20 @@ def decode_speed(
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
     stock, small = [], []
-    sizes = (0, 0)
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
         cache = DynamicCache(config=model.config)
         stock.append(_seconds_per_token(model, cache, prompt, new_tokens))
         with compressed(model, plan) as new_cache:
             compressed_cache = new_cache()
             small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
-        held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-        sizes = (held, compressed_cache.nbytes())
-    ratio = median(after / before for before, after in zip(stock, small, strict=True))
-    return DecodeSpeed(tokens, median(stock), median(small), ratio, *sizes)
+    return DecodeSpeed(
+        tokens,
+        stock_seconds=median(stock),
+        compressed_seconds=median(small),
+        time_ratio=median(after / before for before, after in zip(stock, small, strict=True)),
+        stock_bytes=sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)),
+        compressed_bytes=compressed_cache.nbytes(),
+    )
 
 
 def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:

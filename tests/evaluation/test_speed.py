@@ -1,0 +1,41 @@
+import pytest
+import torch
+from transformers import DynamicCache
+
+from manifoldkv import TextError, compressed
+from manifoldkv.evaluation import decode_speed
+from tests.families import tiny_model
+from tests.plans import random_plan
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bytes_are_those_of_the_caches(family: str) -> None:
+    model = tiny_model(family)
+    plan = random_plan(model, key_rank=4, value_rank=4)
+    found = decode_speed(model, plan, tokens=9, new_tokens=3, rounds=2)
+    stock = DynamicCache(config=model.config)
+    model(input_ids=torch.ones(1, 12, dtype=torch.int64), past_key_values=stock)
+    held = [x.nbytes for layer in stock.layers for x in (layer.keys, layer.values)]
+    assert found.stock_bytes == sum(held)
+    assert found.compressed_bytes == plan.nbytes(12, dtype=model.dtype) == sum(held) / 2
+    assert min(found.stock_seconds, found.compressed_seconds, found.time_ratio) > 0
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = tiny_model("llama")
+    plan = random_plan(model)
+    before = model(input_ids=torch.ones(1, 5, dtype=torch.int64)).logits
+    decode_speed(model, plan, tokens=3, new_tokens=1, rounds=1)
+    assert torch.equal(model(input_ids=torch.ones(1, 5, dtype=torch.int64)).logits, before)
+    with compressed(model, plan):  # no block is left open
+        pass
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{"tokens": 0}, {"new_tokens": 0}, {"rounds": 0}, {"tokens": 60, "new_tokens": 5}],
+)
+def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
+    model = tiny_model("llama")  # takes 64 tokens
+    with pytest.raises(TextError, match="and the model takes 64 tokens"):
+        decode_speed(model, random_plan(model), **counts)
