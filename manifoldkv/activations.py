@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +47,24 @@ class Batch:
     rows: Tensor | None = None
 
 
+class Projections(NamedTuple):
+    """What a layer makes of its inputs for attention.
+
+    Parameters
+    ----------
+    queries : Tensor
+        (b, H_q, m, d), after query norms.
+    keys : Tensor
+        (b, H_kv, m, d), after key norms.
+    values : Tensor
+        (b, H_kv, m, d)
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class LayerActivations:
     """What passes through one decoder layer for S sequences of n tokens.
@@ -54,12 +75,10 @@ class LayerActivations:
         Index of the layer.
     inputs : Tensor
         Layer inputs, (S, n, hidden).
-    queries : Tensor
-        (S, H_q, n, d), before rotation and after query norms.
-    keys : Tensor
-        (S, H_kv, n, d), before rotation and after key norms.
-    values : Tensor
-        (S, H_kv, n, d)
+    query_heads, kv_heads : int
+        H_q and H_kv.
+    head_dim : int
+        d, of every head.
     cos, sin : Tensor
         Angles of the rotary embedding, (1, n, rotary dimension).
     mask : Tensor
@@ -76,16 +95,21 @@ class LayerActivations:
     folder : Path or None
         Where tensors go that do not fit into memory, as in `capture`.
 
-    Tensors of numbers are float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on
-    the device where the layer runs; the large ones too if they fit there, else in memory, else in
-    files mapped into it. What the methods return is on the device.
+    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
+    inputs whenever `projections` asks. Only what wants them again and again has `keys` and
+    `values` kept.
+
+    `inputs` and `outputs` are in the dtype of the model, which holds them without a loss; all else
+    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
+    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
+    What the methods return is on the device.
     """
 
     layer: int
     inputs: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
+    query_heads: int
+    kv_heads: int
+    head_dim: int
     cos: Tensor
     sin: Tensor
     mask: Tensor
@@ -102,23 +126,57 @@ class LayerActivations:
 
     @property
     def sequences(self) -> int:
-        return self.keys.shape[0]
+        return self.inputs.shape[0]
 
     @property
     def length(self) -> int:
-        return self.keys.shape[2]
+        return self.inputs.shape[1]
 
     @property
-    def head_dim(self) -> int:
-        return self.keys.shape[3]
+    def dtype(self) -> torch.dtype:
+        """Of all numbers but inputs and outputs."""
+        return self.cos.dtype
 
     @property
-    def kv_heads(self) -> int:
-        return self.keys.shape[1]
+    def keys(self) -> Tensor:
+        """Before rotation, (S, H_kv, n, d), kept from now on."""
+        return self._kept[0]
 
     @property
-    def query_heads(self) -> int:
-        return self.queries.shape[1]
+    def values(self) -> Tensor:
+        """(S, H_kv, n, d), kept from now on."""
+        return self._kept[1]
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
+        nbytes = 2 * math.prod(shape) * self.dtype.itemsize
+        placement = Placement(nbytes, self.device, self.folder)
+        keys, values = (placement.empty(shape, self.dtype) for _ in range(2))
+        for chunk in torch.arange(self.sequences).split(SEQUENCES_PER_FORWARD):
+            made = self.projections("pre", Batch(chunk))
+            keys[chunk] = made.keys.to(keys.device)
+            values[chunk] = made.values.to(values.device)
+        return keys, values
+
+    @torch.no_grad()
+    def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
+        """Queries, keys and values of some sequences and rows or all, made of the layer's inputs.
+
+        Parameters
+        ----------
+        rotary : {"pre", "post"}
+            Before or after the rotation of queries and keys.
+        batch : Batch, optional
+            Sequences and rows, here of keys and values too; all if omitted.
+        """
+        batch = batch or Batch(torch.arange(self.sequences))
+        inputs = select_rows(self.inputs, batch).to(self.device)
+        made = project(self.module, inputs, self.cos.shape[-1], self.keywords)
+        queries, keys, values = (x.to(self.dtype) for x in made)
+        if rotary == "pre":
+            return Projections(queries, keys, values)
+        return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
 
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
@@ -127,25 +185,24 @@ class LayerActivations:
         return rotated
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
-        """Keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
+        """Kept keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
         keys = self._selected(self.keys, sequences)
         return keys if rotary == "pre" else self.rotate(keys)
 
     def values_of(self, sequences: Tensor | None = None) -> Tensor:
-        """Values of some sequences or all: (s, H_kv, n, d)."""
+        """Kept values of some sequences or all: (s, H_kv, n, d)."""
         return self._selected(self.values, sequences)
-
-    def queries_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
-        """Queries before or after rotation, of some sequences or all: (s, H_q, n, d)."""
-        queries = self._selected(self.queries, sequences)
-        return queries if rotary == "pre" else self.rotate(queries)
 
     def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
         return (x if sequences is None else x[sequences]).to(self.device)
 
+    def outputs_of(self, batch: Batch) -> Tensor:
+        """Outputs of some sequences and rows, (b, m, hidden)."""
+        return select_rows(self.outputs, batch).to(self.device, self.dtype)
+
     def output_weight(self) -> Tensor:
         """Output projection W_O by query head, (H_q, d, hidden)."""
-        weight = attention_of(self.module).o_proj.weight.to(self.keys.dtype)  # (hidden, H_q·d)
+        weight = attention_of(self.module).o_proj.weight.to(self.dtype)  # (hidden, H_q·d)
         return weight.mT.reshape(self.query_heads, self.head_dim, -1)
 
 
@@ -213,21 +270,14 @@ def _capture(
             if index in wanted:
                 yield activations
             inputs = activations.outputs if propagate is None else propagate(activations)
+            inputs = inputs.to(model.dtype)
         del activations
 
 
 def _placement(model: PreTrainedModel, tokens: Tensor, folder: Path | None) -> Placement:
-    config = model.config.get_text_config()
-    attention = attention_of(decoder_layers(model)[0])
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    numbers = 2 * config.hidden_size + heads * int(attention.head_dim)
-    dtype = _wide(model.dtype)
-    return Placement(tokens.numel() * numbers * dtype.itemsize, model.device, folder)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of activations, for a model in `dtype`."""
-    return torch.promote_types(dtype, torch.float32)
+    """For the inputs and outputs of a layer."""
+    numbers = 2 * tokens.numel() * model.config.get_text_config().hidden_size
+    return Placement(numbers * model.dtype.itemsize, model.device, folder)
 
 
 def _record_calls(
@@ -269,7 +319,7 @@ def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
     A family that does something between rotation and attention (HunYuan's norms, say) would
     otherwise be captured wrongly without a word.
     """
-    found = activations.outputs[:1, -CHECKED_ROWS:]
+    found = activations.outputs[:1, -CHECKED_ROWS:].to(activations.dtype)
     if stock is not None:
         lost = found - stock.to(found)
         difference = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(found)
@@ -281,16 +331,16 @@ def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
     )
 
 
-class _Embedded(Exception):  # noqa: N818 (not an error)
-    """Ends a forward pass once the input of the first layer is known."""
+class _Enough(Exception):  # noqa: N818 (not an error)
+    """Ends a forward pass once what it is made for is known."""
 
 
 def _embeddings(
     model: PreTrainedModel, tokens: Tensor, first: nn.Module, placement: Placement
 ) -> Tensor:
-    """Inputs of the first layer, (S, n, hidden), in the dtype of activations."""
+    """Inputs of the first layer, (S, n, hidden)."""
     shape = (*tokens.shape, model.config.get_text_config().hidden_size)
-    inputs = placement.empty(shape, _wide(model.dtype))
+    inputs = placement.empty(shape, model.dtype)
     done = 0
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -298,14 +348,14 @@ def _embeddings(
         chunk = args[0] if args else kwargs["hidden_states"]
         inputs[done : done + len(chunk)] = chunk
         done += len(chunk)
-        raise _Embedded
+        raise _Enough
 
     hook = first.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         for chunk in tokens.split(SEQUENCES_PER_FORWARD):
             try:
                 model(input_ids=chunk, use_cache=False)
-            except _Embedded:
+            except _Enough:
                 continue
     finally:
         hook.remove()
@@ -320,9 +370,8 @@ def _run_layer(
     rotate = modeling_module(module).apply_rotary_pos_emb
     weight = attention_of(module).o_proj.weight
     settings: list[AttentionSettings] = []
-    kept: list[Tensor] = []  # queries, keys and values, made when their shapes are known
+    shapes: list[tuple[int, int, int]] = []
     outputs = placement.empty(inputs.shape, inputs.dtype)
-    chunks = torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD)
 
     def record(
         attention: nn.Module,
@@ -332,11 +381,7 @@ def _run_layer(
         attention_mask: Tensor,
         arguments: dict[str, Any],
     ) -> Tensor:
-        found = (queries, keys, values)
-        if not kept:
-            kept.extend(placement.empty((len(inputs), *x.shape[1:]), inputs.dtype) for x in found)
-        for whole, part in zip(kept, found, strict=True):
-            whole[chunk] = part.to(whole)
+        shapes.append((queries.shape[1], keys.shape[1], keys.shape[3]))
         settings.append(AttentionSettings.from_arguments(attention, arguments))
         queries, keys = rotate(queries, keys, cos, sin)
         return attend(queries, keys, values, mask, settings[-1]).transpose(1, 2)
@@ -346,18 +391,19 @@ def _run_layer(
         for k, v in call.items()
         if k not in ("position_embeddings", "attention_mask", "position_ids")
     }
-    for chunk in chunks:
+    for chunk in torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD):
         x = inputs[chunk].to(weight)
         outputs[chunk] = call_layer(module, x, record, cos.shape[-1], keywords).to(outputs)
-    queries, keys, values = kept
+    query_heads, kv_heads, head_dim = shapes[0]
+    wide = torch.promote_types(inputs.dtype, torch.float32)
     return LayerActivations(
         layer=index,
         inputs=inputs,
-        queries=queries,
-        keys=keys,
-        values=values,
-        cos=cos.to(inputs.dtype),
-        sin=sin.to(inputs.dtype),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        cos=cos.to(wide),
+        sin=sin.to(wide),
         mask=mask,
         outputs=outputs,
         settings=settings[0],
@@ -365,6 +411,32 @@ def _run_layer(
         keywords=keywords,
         folder=placement.folder,
     )
+
+
+def select_rows(x: Tensor, batch: Batch) -> Tensor:
+    """Sequences and rows of (S, n, features): (b, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    return x[batch.sequences.unsqueeze(1), batch.rows]
+
+
+def project(
+    module: nn.Module, inputs: Tensor, rotary_dim: int, keywords: dict[str, Any]
+) -> list[Tensor]:
+    """Queries, keys and values that a decoder layer makes of inputs (B, m, hidden).
+
+    They are those before rotation, in the dtype of the layer, whose call ends with them.
+    """
+    found: list[Tensor] = []
+
+    def stop(attention: nn.Module, *projections: Any) -> Tensor:
+        found.extend(projections[:3])
+        raise _Enough
+
+    weight = attention_of(module).o_proj.weight
+    with suppress(_Enough):
+        call_layer(module, inputs.to(weight.dtype), stop, rotary_dim, keywords)
+    return found
 
 
 def call_layer(

@@ -70,8 +70,7 @@ class Find:
     def __call__(self, activations: LayerActivations, site: Site, rank: int) -> Basis:
         grouping = HeadGrouping(self.groupings[site], activations.kv_heads)
         if rank == activations.head_dim:
-            dtype = activations.keys.dtype
-            return identity_basis(grouping, rank).like(torch.empty(0, dtype=dtype))
+            return identity_basis(grouping, rank).like(torch.empty(0, dtype=activations.dtype))
         basis = self._solver.solve(self._problem(activations, site), rank, self._seed).basis
         down = plain(basis.down)
         return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)

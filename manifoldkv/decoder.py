@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, call_layer
+from manifoldkv.activations import Batch, LayerActivations, Rotary, call_layer, select_rows
 from manifoldkv.attention import attend, attention_weights
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.models import attention_of
@@ -50,7 +50,7 @@ def attention_output(
         (b, H_q, m, d)
     """
     batch = batch or whole(activations)
-    queries = rotated_queries(activations, batch)
+    queries = activations.projections("post", batch).queries
     keys = rotated_keys(activations, key_basis, rotary, batch)
     values = activations.values_of(batch.sequences)
     if value_basis is not None:
@@ -77,7 +77,7 @@ def mixed_values(
         (b, H_q, m, width·d)
     """
     weights = attention_weights(
-        rotated_queries(activations, batch),
+        activations.projections("post", batch).queries,
         rotated_keys(activations, key_basis, rotary, batch),
         mask_rows(activations, batch),
         activations.settings,
@@ -131,7 +131,7 @@ def layer_output(
         activations.cos.shape[-1],
         activations.keywords,
     )
-    return output.to(inputs.dtype)
+    return output.to(activations.dtype)
 
 
 def compressed_output(
@@ -152,24 +152,12 @@ def compressed_output(
     return torch.cat(outputs)
 
 
-def select_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, n, features): (b, m, features)."""
-    if batch.rows is None:
-        return x[batch.sequences]
-    return x[batch.sequences.unsqueeze(1), batch.rows]
-
-
 def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
     """Sequences and rows of (S, H, n, features): (b, H, m, features)."""
     if batch.rows is None:
         return x[batch.sequences]
     heads = torch.arange(x.shape[1])
     return x[batch.sequences[:, None, None], heads[:, None], batch.rows]
-
-
-def rotated_queries(activations: LayerActivations, batch: Batch) -> Tensor:
-    queries = select_head_rows(activations.queries, batch).to(activations.device)
-    return activations.rotate(queries, batch.rows)
 
 
 def rotated_keys(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manifoldkv.activations import Batch, LayerActivations, Rotary
 from manifoldkv.basis import Basis
-from manifoldkv.decoder import attention_output, layer_output, select_rows
+from manifoldkv.decoder import attention_output, layer_output
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def layer_errors(
             activations, key_basis, value_basis, rotary=rotary, batch=batch
         )
         output = layer_output(activations, attention, batch)
-        expected = select_rows(activations.outputs, batch).to(activations.device)
+        expected = activations.outputs_of(batch)
         cosine = torch.nn.functional.cosine_similarity(output, expected, dim=-1).mean()
         columns.append(
             torch.stack([_ratio(attention, exact), _ratio(output, expected), cosine]).double()

@@ -31,8 +31,6 @@ REHEARSED_SEQUENCES = 4
 FORWARDS_OF_TUNING = 5
 """What tuning costs for each sequence of a step, in forward passes: the exact one, the compressed
 one, and the compressed one again with its gradient."""
-STORED_LAYERS = 2
-"""Layers whose activations are there at once."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,8 @@ class Forecast:
     weight_bytes : int
         All weights; of an offloaded model those of one decoder layer and all that is not in one.
     activation_bytes : int
-        Of two layers; they go to files where they do not fit.
+        Of one layer, with what an iterative solver keeps of it at most; they go to files where
+        they do not fit.
     cache_bytes : float
         At most so many per token of a text as long as the calibration sequences, in the dtype of
         the model.
@@ -101,10 +100,7 @@ def forecast(
     captured = capture(model, few, [0])  # keeps the layer's weights loaded as long as it is there
     first, activations = _timed(lambda: next(captured))
     per_layer = max(0.0, first - forward) * len(tokens) / len(few)
-    known = activations
-    stored = (known.inputs, known.outputs, known.queries, known.keys, known.values)
-    per_token = sum(x.nbytes for x in stored) / few.numel()
-    stock = 2 * layers * known.kv_heads * head_dim * model.dtype.itemsize
+    stock = 2 * layers * activations.kv_heads * head_dim * model.dtype.itemsize
     seconds = {
         "capture": forward + layers * per_layer,
         "bases": layers * _solving(activations, settled, rotary),
@@ -114,7 +110,7 @@ def forecast(
     return Forecast(
         seconds,
         weight_bytes=_weight_bytes(model),
-        activation_bytes=round(STORED_LAYERS * tokens.numel() * per_token),
+        activation_bytes=tokens.numel() * _bytes_per_token(activations, settled),
         cache_bytes=ratio * stock,
         stock_bytes=stock,
     )
@@ -134,6 +130,16 @@ def _solving(activations: LayerActivations, settled: Settled, rotary: Rotary) ->
             seconds, _ = _timed(partial(solver.solve, problem, solved[len(solved) // 2]))
             total += len(solved) * longer * seconds
     return total
+
+
+def _bytes_per_token(activations: LayerActivations, settled: Settled) -> int:
+    """Of inputs and outputs; then of keys, values, and what attention makes of grouped values."""
+    nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
+    if settled.recipe.solver != "closed-form":
+        width = HeadGrouping(settled.recipe.value_grouping, activations.kv_heads).width
+        heads = 2 * activations.kv_heads + width * activations.query_heads
+        nbytes += heads * activations.head_dim * activations.dtype.itemsize
+    return nbytes
 
 
 def _choosing(activations: LayerActivations, settled: Settled, forward: float) -> float:

@@ -15,8 +15,8 @@ from torch import Tensor
 from manifoldkv.errors import OutputError
 
 SHARE = 0.5
-"""How much of what is free the activations of one layer may take: while one layer is followed by
-the next, those of both are there."""
+"""How much of what is free the inputs and outputs of a layer may take: more is kept of it while
+it is solved."""
 
 
 class Placement:

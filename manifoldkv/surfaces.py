@@ -20,7 +20,6 @@ from manifoldkv.decoder import (
     layer_output,
     mixed_values,
     project_mixed_values,
-    select_rows,
     whole,
 )
 from manifoldkv.errors import RankError
@@ -94,7 +93,7 @@ def error_surface(
     batches = whole(activations).sequences.split(1)
     for sequences in batches:
         batch = Batch(sequences, rows)
-        exact = select_rows(activations.outputs, batch).to(activations.device)
+        exact = activations.outputs_of(batch)
         for i, key in enumerate(keys):
             mixed: dict[HeadGrouping, Tensor] = {}
             for j, basis in enumerate(bases):

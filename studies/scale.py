@@ -8,7 +8,8 @@ A checkpoint of a few decoder layers of the model's exact shape with random weig
 its own that reads it layer by layer, captures calibration text, takes solver steps on keys and on
 values of every layer, and reports its peak resident memory, the seconds of a layer, and the counted
 floating-point operations of a step. Memory should not grow with the layers, and by a line with the
-calibration tokens (from 8 sequences on, as so many run at a time). Time on other hardware is
+calibration tokens (from 8 sequences on, as so many run at a time); it is measured of a closed form
+too, which stores less. Time on other hardware is
 operations over a stated sustained rate. Writes results.csv, summary.md and two figures into --out;
 what is measured is on disk before the next measurement begins, and is not measured again.
 """
@@ -41,9 +42,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from manifoldkv import OBJECTIVES, Batch, HeadGrouping, ManifoldKVError, Problem, capture
+from manifoldkv import OBJECTIVES, SOLVERS, Batch, HeadGrouping, ManifoldKVError, Problem, capture
 from manifoldkv.activations import LayerActivations, Site
 from manifoldkv.figures import save_figure
+from manifoldkv.objectives.kq_svd import InteractionProblem
 from manifoldkv.offloading import load_offloaded
 from manifoldkv.output import check_writable
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
@@ -94,6 +96,7 @@ PAPER_SEQUENCES, PAPER_LENGTH, PAPER_RANKS, PAPER_EPOCHS = 512, 2048, 5, 50
 
 
 FAST = RiemannianAdam()
+CLOSED, STEPS = "closed-form", "riemannian-adam"
 SITES: tuple[Site, Site] = ("key", "value")
 GIB = 2**30
 
@@ -145,13 +148,14 @@ def main() -> int:
 def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
     """A row per shape, number of layers and calibration size, each from a fresh process."""
     layers, sequences = sorted(set(given.layers)), sorted(set(given.sequences))
-    sizes = [(count, sequences[0]) for count in layers]
-    sizes += [(layers[0], count) for count in sequences[1:]]
+    sizes = [(STEPS, count, sequences[0]) for count in layers]
+    sizes += [(STEPS, layers[0], count) for count in sequences[1:]]
+    sizes += [(CLOSED, layers[0], count) for count in sequences]
     settings = [
-        {"shape": s, "layers": n, "sequences": c, "length": given.sequence_length}
-        | {"steps": given.steps}
-        for s in given.shape
-        for n, c in sizes
+        {"shape": shape, "solver": solver, "layers": count, "sequences": many}
+        | {"length": given.sequence_length, "steps": given.steps}
+        for shape in given.shape
+        for solver, count, many in sizes
     ]
     rows: list[dict[Any, Any]] = []
     if path.exists():
@@ -172,7 +176,7 @@ def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
         shutil.rmtree(folder)
     return (
         pd.DataFrame(rows)
-        .sort_values(["layers", "sequences"], ignore_index=True, kind="stable")
+        .sort_values(["solver", "layers", "sequences"], ignore_index=True, kind="stable")
         .sort_values("shape", key=lambda names: names.map(list(SHAPES).index), kind="stable")
     )
 
@@ -239,25 +243,27 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 
 
 def measure(
-    shape: str, layers: int, sequences: int, length: int, steps: int, checkpoint: str
+    shape: str, solver: str, layers: int, sequences: int, length: int, steps: int, checkpoint: str
 ) -> dict[str, Any]:
-    """Capture every layer and take steps on it; then count operations on the last one."""
+    """Capture every layer and solve it; then count the operations of a step on the last one."""
     imported = peak_bytes()
     model, _ = load_offloaded(checkpoint, torch.bfloat16, "cpu")
     tokens = torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator())
-    solver = RiemannianAdam(steps=steps, sequences_per_step=1)
+    few = {"steps": steps, "sequences_per_step": 1} if solver == STEPS else {}
+    built = SOLVERS.get(solver)(**few)
     start = time.perf_counter()
     solving = 0.0
     for activations in capture(model, tokens):
         began = time.perf_counter()
         for site in SITES:
-            solver.solve(problem_of(activations, site), activations.head_dim // 2)
+            built.solve(problem_of(activations, site, solver), activations.head_dim // 2)
         solving += time.perf_counter() - began
         row: dict[str, Any] = {}
         if activations.layer == layers - 1:
             row = {"seconds": (time.perf_counter() - start) / layers, "peak_bytes": peak_bytes()}
             for site in SITES:
-                row |= {f"{site}_{k}": v for k, v in operations(activations, site).items()}
+                found = operations(activations, site, solver)
+                row |= {f"{site}_{name}": flops for name, flops in found.items()}
             weights = list(activations.module.parameters())
             row["layer_weights"] = sum(p.numel() for p in weights)
             row["layer_bytes"] = sum(p.nbytes for p in weights)
@@ -269,18 +275,25 @@ def measure(
     }
 
 
-def problem_of(activations: LayerActivations, site: Site) -> Problem:
-    """The layer-output problem in the paper's head sharing."""
-    grouping = HeadGrouping("shared" if site == "key" else 1, activations.kv_heads)
-    return OBJECTIVES.get("layer-output")().problem(activations, site, grouping)
+def problem_of(activations: LayerActivations, site: Site, solver: str) -> Problem:
+    """Layer-output in the paper's head sharing; of a closed form, KQ-SVD over all heads."""
+    of_paper: str | int = "shared" if site == "key" else 1
+    grouping = HeadGrouping("all" if solver == CLOSED else of_paper, activations.kv_heads)
+    objective = OBJECTIVES.get("kq-svd" if solver == CLOSED else "layer-output")()
+    return objective.problem(activations, site, grouping)
 
 
-def operations(activations: LayerActivations, site: Site) -> dict[str, float]:
-    """Floating-point operations of a step at half of head_dim.
+def operations(activations: LayerActivations, site: Site, solver: str) -> dict[str, float]:
+    """Floating-point operations of a closed form's Gram matrices, or of a step.
 
     Of the predictor, for one whole sequence; of riemannian-adam, for its usual batch.
     """
-    problem = problem_of(activations, site)
+    problem = problem_of(activations, site, solver)
+    if isinstance(problem, InteractionProblem):
+        with FlopCounterMode(display=False) as counter:
+            problem.matrices(None)
+        tokens = activations.sequences * activations.length
+        return {"closed_flops_per_token": float(counter.get_total_flops()) / tokens}
     basis = problem.initial(activations.head_dim // 2)
     columns = basis.down.clone().requires_grad_()
     rows = torch.arange(min(FAST.rows, activations.length))
@@ -311,26 +324,35 @@ def peak_bytes() -> int:
 
 
 def by_layers(results: pd.DataFrame) -> pd.DataFrame:
-    """The measurements at the smallest calibration size."""
-    return results[results["sequences"] == results["sequences"].min()].sort_values("layers")
+    """The measurements of steps at the smallest calibration size."""
+    fewest = results["sequences"] == results["sequences"].min()
+    return results[fewest & (results["solver"] == STEPS)].sort_values("layers")
 
 
-def by_tokens(results: pd.DataFrame) -> pd.DataFrame:
-    """The measurements with the fewest layers."""
-    part = results[results["layers"] == results["layers"].min()]
+def by_tokens(results: pd.DataFrame, solver: str) -> pd.DataFrame:
+    """The measurements of a solver with the fewest layers."""
+    fewest = results["layers"] == results["layers"].min()
+    part = results[fewest & (results["solver"] == solver)]
     return part.assign(tokens=part["sequences"] * part["length"]).sort_values("tokens")
 
 
-def stored_bytes_per_token(shape: Shape) -> int:
-    """Of activations, by arithmetic: inputs, outputs, queries, keys and values in float32."""
+def stored_bytes_per_token(shape: Shape, solver: str) -> int:
+    """Of activations, by arithmetic: inputs and outputs of a layer in bfloat16.
+
+    Steps on keys keep keys and values in float32 too, those on values also what attention makes of
+    them.
+    """
     config = shape.config
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    return 4 * (2 * config.hidden_size + heads * config.head_dim)
+    nbytes = 2 * 2 * config.hidden_size
+    if solver != CLOSED:
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        nbytes += 4 * heads * config.head_dim
+    return nbytes
 
 
-def slope(part: pd.DataFrame) -> tuple[float, float]:
+def slope(part: pd.DataFrame, solver: str) -> tuple[float, float]:
     """Bytes of peak memory per calibration token, and the largest deviation from the line."""
-    line = by_tokens(part)
+    line = by_tokens(part, solver)
     if len(line) < 2:
         return float("nan"), float("nan")
     fit = np.polyfit(line["tokens"], line["peak_bytes"], 1)
@@ -353,11 +375,14 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
         step = part[[f"{site}_flops_per_sequence" for site in SITES]].mean().sum()
         step *= PAPER_LENGTH / length  # but for attention's quadratic part, a few hundredths
         sampled = part[[f"{site}_fast_flops_per_step" for site in SITES]].mean().sum()
+        # The Gram matrix of W_O, made once, counts least among the most tokens.
+        closed = part[[f"{site}_closed_flops_per_token" for site in SITES]].min().sum()
         tokens = PAPER_SEQUENCES * PAPER_LENGTH
         capturing = shape.layers * 2 * layer * tokens
         for solver, solving in (
+            (CLOSED, tokens * float(closed)),
             ("predictor", PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)),
-            ("riemannian-adam", PAPER_RANKS * FAST.steps * float(sampled)),
+            (STEPS, PAPER_RANKS * FAST.steps * float(sampled)),
         ):
             flops = capturing + shape.layers * solving
             rows.append(
@@ -366,7 +391,7 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
                     "solver": solver,
                     "weights": weights,
                     "layer_weights": layer,
-                    "stored_bytes": stored_bytes_per_token(shape) * tokens,
+                    "stored_bytes": stored_bytes_per_token(shape, solver) * tokens,
                     "flops": flops,
                     "hours": flops / (rate * 1e12) / 3600,
                 }
@@ -377,9 +402,11 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
 def draw_tokens(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(5.0, 3.4), layout="constrained")
     axes = figure.subplots()
-    for name, part in results.groupby("shape", sort=False):
-        line = by_tokens(part)
-        axes.plot(line["tokens"], line["peak_bytes"] / GIB, "o-", ms=4, label=name)
+    for index, (name, part) in enumerate(results.groupby("shape", sort=False)):
+        for solver, style in ((STEPS, "o-"), (CLOSED, "o--")):
+            line = by_tokens(part, solver)
+            memory, label = line["peak_bytes"] / GIB, f"{name}, {solver}"
+            axes.plot(line["tokens"], memory, style, color=f"C{index}", ms=4, label=label)
     _finish(axes, "calibration tokens", "peak resident memory, GiB")
     return figure
 
@@ -417,16 +444,18 @@ def summary(results: pd.DataFrame, rate: float) -> str:
         "Measured on random layers of the exact shapes, weights in bfloat16 read from their shards "
         f"layer by layer, {first['threads']} threads, sequences of {first['length']} tokens, "
         f"{first['steps']} steps of riemannian-adam on keys and as many on values of every layer "
-        "(one sequence a step), rank ratio 0.5. Peak memory is that of the process, "
+        "(layer-output, the paper's head sharing, one sequence a step), or closed forms (kq-svd, "
+        "all heads together), rank ratio 0.5. Peak memory is that of the process, "
         f"{first['imported_bytes'] / GIB:.2f} GiB of it after importing the libraries.",
         "",
-        "| shape | layers | tokens | weights of a layer, GiB | of all, GiB | peak, GiB | seconds "
-        "per layer | of them solving |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | solver | layers | tokens | weights of a layer, GiB | of all, GiB | peak, GiB | "
+        "seconds per layer | of them solving |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results.to_dict("records"):
         lines.append(
-            f"| {row['shape']} | {row['layers']} | {row['sequences'] * row['length']} | "
+            f"| {row['shape']} | {row['solver']} | {row['layers']} | "
+            f"{row['sequences'] * row['length']} | "
             f"{row['layer_bytes'] / GIB:.2f} | {row['layers'] * row['layer_bytes'] / GIB:.2f} | "
             f"{row['peak_bytes'] / GIB:.2f} | {row['seconds']:.1f} | {row['solving_seconds']:.1f} |"
         )
@@ -448,12 +477,13 @@ def _growth(results: pd.DataFrame) -> list[str]:
             f"layers take {shape.layers * many['seconds'] / 3600:.2f} hours here (the fewest "
             f"layers foretell {shape.layers * few['seconds'] / 3600:.2f})."
         )
-        per_token, error = slope(part)
-        lines.append(
-            f"- {name}: {per_token / 1024:.0f} KiB of peak memory per calibration token, at most "
-            f"{error:.1%} off the line; {stored_bytes_per_token(shape) / 1024:.0f} KiB of them are "
-            "activations by arithmetic, twice where the next layer follows."
-        )
+        for solver in (STEPS, CLOSED):
+            per_token, error = slope(part, solver)
+            lines.append(
+                f"- {name}, {solver}: {per_token / 1024:.0f} KiB of peak memory per calibration "
+                f"token, at most {error:.1%} off the line; what is stored of a layer is "
+                f"{stored_bytes_per_token(shape, solver) / 1024:.0f} KiB by arithmetic."
+            )
     return lines
 
 
@@ -464,9 +494,10 @@ def _estimated(results: pd.DataFrame, rate: float) -> list[str]:
         "",
         f"Capturing and training with the paper's calibration data ({PAPER_SEQUENCES} × "
         f"{PAPER_LENGTH} tokens, keys and values at {PAPER_RANKS} ranks), at a sustained {rate:g} "
-        f"TFLOP/s: the predictor for {PAPER_EPOCHS} epochs unless patience ends them, "
-        f"riemannian-adam for its {FAST.steps} steps. Operations are counted, reading weights and "
-        "moving activations are not.",
+        "TFLOP/s: closed forms (the leading columns of one serve all ranks), the predictor for "
+        f"{PAPER_EPOCHS} epochs unless patience ends them, riemannian-adam for its {FAST.steps} "
+        "steps. Operations are counted (of closed forms those that grow with the tokens); reading "
+        "weights and moving activations are not.",
         "",
         "| shape | solver | weights in bfloat16 | of one layer | activations of one layer | "
         "operations | hours |",

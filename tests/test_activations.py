@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from manifoldkv import activations as activations_module
-from manifoldkv.activations import capture
+from manifoldkv.activations import Batch, capture
+from manifoldkv.decoder import whole
 from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.models import decoder_layers
 from tests.families import (
@@ -78,11 +79,26 @@ def test_keys_are_those_before_rotation_and_after_norms(family):
 def test_shapes_are_those_of_grouped_query_attention(family):
     a = activations_of(family)
     assert a.inputs.shape == a.outputs.shape == (4, 12, 32)
-    assert a.queries.shape == (4, 4, 12, 8)
+    made = a.projections("pre")
+    assert made.queries.shape == (4, 4, 12, 8)
+    assert made.keys.shape == made.values.shape == (4, 2, 12, 8)
     assert a.keys.shape == a.values.shape == (4, 2, 12, 8)
     assert a.mask.shape == (1, 1, 12, 12)
     assert a.keys.dtype == torch.float64
     assert (a.sequences, a.length, a.head_dim, a.kv_heads, a.query_heads) == (4, 12, 8, 2, 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_projections_of_rows_are_rows_of_the_projections(family):
+    a = activations_of(family)
+    batch = Batch(torch.tensor([3, 1]), torch.tensor([0, 5, 11]))
+    for rotary in ("pre", "post"):
+        whole = a.projections(rotary)
+        assert torch.equal(whole.keys, a.keys_in(rotary))
+        assert torch.equal(whole.values, a.values_of())
+        for found, every in zip(a.projections(rotary, batch), whole, strict=True):
+            expected = every[batch.sequences][:, :, batch.rows]
+            torch.testing.assert_close(found, expected, rtol=NORM_TOLERANCE, atol=NORM_TOLERANCE)
 
 
 @pytest.mark.parametrize(("layer", "window"), [(0, 5), (1, 12)])
@@ -135,10 +151,15 @@ def test_model_is_left_as_it_was():
         assert torch.equal(model(input_ids=tokens).logits, before)
 
 
-def test_half_precision_models_give_float32_activations():
-    model = tiny_model("llama", torch.bfloat16)
-    activations = next(iter(capture(model, tiny_tokens())))
-    assert activations.keys.dtype == activations.outputs.dtype == torch.float32
+def test_activations_of_half_precision_models_are_float32_and_stored_without_a_loss():
+    model, tokens = tiny_model("llama", torch.bfloat16), tiny_tokens()
+    with torch.no_grad():
+        states = model(input_ids=tokens, output_hidden_states=True).hidden_states
+    activations = next(iter(capture(model, tokens)))
+    assert torch.equal(activations.inputs, states[0])
+    assert activations.outputs.dtype == torch.bfloat16
+    numbers = (activations.keys, activations.outputs_of(whole(activations)), activations.cos)
+    assert {x.dtype for x in numbers} == {torch.float32}
 
 
 def deepseek():

@@ -57,7 +57,7 @@ def naive_attention(a, key, value, rotary):
     keys = a.keys if rotary == "pre" else a.rotate(a.keys)
     keys = naive_project(keys, key)
     keys = a.rotate(keys) if rotary == "pre" else keys
-    values, queries = naive_project(a.values, value), a.rotate(a.queries)
+    values, queries = naive_project(a.values, value), a.projections("post").queries
     output = torch.zeros_like(queries)
     for s in range(a.sequences):
         for head in range(a.query_heads):

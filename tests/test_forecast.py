@@ -22,10 +22,18 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: RankRule) -> None:
 
 def test_bytes_by_hand() -> None:
     model = tiny_model("llama").float()  # 3 layers, hidden 32, 4 query and 2 KV heads of 8
-    found = forecast(model, tiny_tokens(6, 16), ratio=0.5)
+    tokens = tiny_tokens(6, 16)
+    found = forecast(model, tokens, ratio=0.5)
     assert found.stock_bytes == 3 * 2 * 2 * 8 * 4
     assert found.cache_bytes == found.stock_bytes / 2
-    assert found.activation_bytes == 2 * 6 * 16 * 4 * (2 * 32 + 8 * 8)
+    assert found.activation_bytes == 6 * 16 * 4 * 2 * 32
+    assert forecast(model, tokens, recipe="fast").activation_bytes == (
+        found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 4) * 8
+    )
+    together = Recipe("layer-output", "riemannian-adam", value_grouping="all")
+    assert forecast(model, tokens, recipe=together).activation_bytes == (
+        found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 2 * 4) * 8
+    )
     assert found.weight_bytes == sum(p.nbytes for p in model.parameters())
 
 

@@ -74,10 +74,13 @@ class Problem(ABC):
         """An orthonormal basis that is cheap and good to start from: K-SVD's, if not overridden."""
         check_rank(rank, self.activations.head_dim)
         gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping))
-        return leading_basis(gram, rank, self.grouping, self.activations.keys.dtype)
+        return leading_basis(gram, rank, self.grouping, self.activations.dtype)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
-        """The keys or values a basis projects, of some sequences or all: (s, H_kv, n, d)."""
+        """The keys or values a basis projects, of some sequences or all: (s, H_kv, n, d).
+
+        They are kept for the steps to come.
+        """
         if self.site == "key":
             return self.activations.keys_in(self.rotary, sequences)
         return self.activations.values_of(sequences)
@@ -93,11 +96,18 @@ class Problem(ABC):
 
     def statistics(self) -> Tensor:
         """Mean and variance of every feature, [μ; σ²], Eq. (dkv_stats): (groups, 2·width·d)."""
-        runs = self.grouping.split(self.data())  # (S, runs, n, width·d)
-        runs = runs.transpose(0, 1).flatten(1, 2)  # (runs, S·n, width·d)
-        if self.grouping.groups == 1:
-            runs = runs.flatten(0, 1).unsqueeze(0)
-        return torch.cat([runs.mean(dim=1), runs.var(dim=1, correction=0)], dim=-1)
+        known, grouping = self.activations, self.grouping
+        heads = grouping.heads // grouping.width // grouping.groups  # in one group, side by side
+        count = known.sequences * known.length * heads
+
+        def rows(part: Tensor) -> Tensor:
+            runs = grouping.split(self.data(part)).transpose(0, 1)  # (runs, s, n, width·d)
+            return runs.unflatten(0, (grouping.groups, heads)).flatten(1, 3)
+
+        mean = self.summed(lambda part: rows(part).sum(dim=1)) / count  # (groups, width·d)
+        centred = mean.unsqueeze(1)
+        variance = self.summed(lambda part: (rows(part) - centred).square().sum(dim=1)) / count
+        return torch.cat([mean, variance], dim=-1)
 
 
 class Objective(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import LayerActivations, Rotary, Site
+from manifoldkv.activations import Batch, LayerActivations, Rotary, Site
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.objectives.base import Objective, register_objective
 from manifoldkv.objectives.gram import GramProblem
@@ -20,13 +20,13 @@ class StackedProblem(GramProblem):
     i-th query head of each of them are concatenated too, so that Z keeps its g·d columns.
     """
 
-    def gram(self, sequences: Tensor | None) -> Tensor:
-        return self.summed(self._gram, sequences)
+    def matrices(self, sequences: Tensor | None) -> tuple[Tensor, None]:
+        return self.summed(self._gram, sequences), None
 
     def _gram(self, sequences: Tensor) -> Tensor:
-        gram = gram_by_run(self.data(sequences), self.grouping)
-        queries = self.activations.queries_in(self.rotary, sequences)
-        by_share = queries.unflatten(1, (self.grouping.heads, -1))  # (S, H_kv, share, n, d)
+        made = self.activations.projections(self.rotary, Batch(sequences))
+        gram = gram_by_run(made.keys, self.grouping)
+        by_share = made.queries.unflatten(1, (self.grouping.heads, -1))  # (S, H_kv, share, n, d)
         for share in by_share.unbind(2):
             gram = gram + gram_by_run(share, self.grouping)
         return gram
@@ -58,7 +58,7 @@ def singular_values(
     Where heads are concatenated, an entry is the sum of as many singular values: what one more
     rank per head adds.
     """
-    gram = EigenAttention().problem(activations, site, grouping, rotary).gram(None)
+    gram, _ = EigenAttention().problem(activations, site, grouping, rotary).matrices(None)
     if grouping.groups == 1:
         gram = gram.sum(dim=0, keepdim=True)
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(-1)

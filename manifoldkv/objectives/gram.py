@@ -17,29 +17,28 @@ class GramProblem(Problem):
     """Minimise Σ_g tr(Dᵀ G_g D W_g) / Σ_g tr(G_g W_g) with D = I - down upᵀ.
 
     G is the Gram matrix of what is projected, the weight W says how much each direction of the
-    residual matters (identity where `weight` is None). This is the squared Frobenius norm of the
+    residual matters (the identity where it is None). This is the squared Frobenius norm of the
     residual ``x - x down upᵀ``, seen through W, relative to that of x itself.
     """
 
     full_batch_is_cheap = True
 
     @abstractmethod
-    def gram(self, sequences: Tensor | None) -> Tensor:
-        """Gram matrices of some sequences (None: all) by run, (runs, width·d, width·d)."""
+    def matrices(self, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """G and W of some sequences (None: all) by run, both (runs, width·d, width·d), float64."""
 
-    def weight(self, sequences: Tensor | None) -> Tensor | None:
-        """Weights of the residual by run, shaped like `gram`, or None."""
-        return None
+    def data(self, sequences: Tensor | None = None) -> Tensor:
+        """As in `Problem`, but not kept: a Gram matrix needs each number once."""
+        batch = None if sequences is None else Batch(sequences)
+        made = self.activations.projections(self.rotary, batch)
+        return made.keys if self.site == "key" else made.values
 
     @cached_property
     def _whole(self) -> tuple[Tensor, Tensor | None]:
-        return self.gram(None), self.weight(None)
+        return self.matrices(None)
 
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
-        if batch is None:
-            gram, weight = self._whole
-        else:
-            gram, weight = self.gram(batch.sequences), self.weight(batch.sequences)
+        gram, weight = self._whole if batch is None else self.matrices(batch.sequences)
         # The leading axis of `gram` is runs; a shared basis has one group and broadcasts.
         projector = basis.projector().to(gram.dtype)
         residual = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - projector
@@ -52,7 +51,7 @@ class GramProblem(Problem):
     def closed_form(self, rank: int) -> Basis:
         """Leading eigenvectors of G; with a weight, the oblique pair of `weighted_closed_form`."""
         check_rank(rank, self.activations.head_dim)
-        dtype = self.activations.keys.dtype
+        dtype = self.activations.dtype
         gram, weight = self._whole
         if weight is None:
             return leading_basis(gram, rank, self.grouping, dtype)
@@ -61,4 +60,4 @@ class GramProblem(Problem):
 
     def initial(self, rank: int) -> Basis:
         check_rank(rank, self.activations.head_dim)
-        return leading_basis(self._whole[0], rank, self.grouping, self.activations.keys.dtype)
+        return leading_basis(self._whole[0], rank, self.grouping, self.activations.dtype)

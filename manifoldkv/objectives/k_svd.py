@@ -14,8 +14,9 @@ from manifoldkv.objectives.linear_algebra import gram_by_run
 class ReconstructionProblem(GramProblem):
     """Minimise ||X - X P Pᵀ||² / ||X||² for the keys or values X."""
 
-    def gram(self, sequences: Tensor | None) -> Tensor:
-        return self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
+    def matrices(self, sequences: Tensor | None) -> tuple[Tensor, None]:
+        gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
+        return gram, None
 
 
 @register_objective("k-svd")

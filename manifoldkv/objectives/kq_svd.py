@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from manifoldkv.activations import LayerActivations, Rotary, Site
+from manifoldkv.activations import Batch, LayerActivations, Rotary, Site
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.errors import UnsolvableError
 from manifoldkv.objectives.base import Objective, register_objective
@@ -21,20 +22,23 @@ class InteractionProblem(GramProblem):
     that read the KV head. The data enter through Gram matrices over all sequences.
     """
 
-    def gram(self, sequences: Tensor | None) -> Tensor:
-        return self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
+    def matrices(self, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.site == "key":
+            gram, weight = self.summed(self._of_keys, sequences)
+            return gram, weight
+        gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
+        reader = self.activations.output_weight().unsqueeze(0).mT  # (1, H_q, hidden, d)
+        return gram, self._by_run(reader)
 
-    def weight(self, sequences: Tensor | None) -> Tensor:
-        by_head = HeadGrouping(1, self.activations.query_heads)
-        if self.site == "value":
-            reader = self.activations.output_weight().unsqueeze(0).mT  # (1, H_q, hidden, d)
-            grams = gram_by_run(reader, by_head)  # (H_q, d, d)
-        else:
-            grams = self.summed(
-                lambda part: gram_by_run(self.activations.queries_in(self.rotary, part), by_head),
-                sequences,
-            )
-        shared = grams.unflatten(0, (self.grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
+    def _of_keys(self, sequences: Tensor) -> Tensor:
+        """Gram matrices of keys and, shaped likewise, of the queries that read them."""
+        made = self.activations.projections(self.rotary, Batch(sequences))
+        return torch.stack([gram_by_run(made.keys, self.grouping), self._by_run(made.queries)])
+
+    def _by_run(self, x: Tensor) -> Tensor:
+        """Gram matrices of query heads (s, H_q, n, d) on the diagonal of the runs they read."""
+        by_head = gram_by_run(x, HeadGrouping(1, self.activations.query_heads))  # (H_q, d, d)
+        shared = by_head.unflatten(0, (self.grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
         return block_diagonal(shared, self.grouping)
 
     def closed_form(self, rank: int) -> Basis:

@@ -16,7 +16,6 @@ from manifoldkv.decoder import (
     mixed_values,
     project_mixed_values,
     select_head_rows,
-    select_rows,
     whole,
 )
 from manifoldkv.objectives.base import Objective, Problem, register_objective
@@ -41,7 +40,7 @@ class LayerOutputProblem(Problem):
             mixed = select_head_rows(self._mixed_values, batch).to(self.activations.device)
             attention = project_mixed_values(mixed, basis)
         output = layer_output(self.activations, attention, batch)
-        exact = select_rows(self.activations.outputs, batch).to(self.activations.device)
+        exact = self.activations.outputs_of(batch)
         error = torch.linalg.vector_norm(output - exact, dim=(1, 2))  # (b,)
         rows = self.activations.length if batch.rows is None else len(batch.rows)
         scale = (self.activations.length / rows) ** 0.5
@@ -49,13 +48,17 @@ class LayerOutputProblem(Problem):
 
     def initial(self, rank: int) -> Basis:
         """EigenAttention's basis."""
-        start = EigenAttention().problem(self.activations, self.site, self.grouping, self.rotary)
-        return start.initial(rank)
+        return self._start.initial(rank)
+
+    @cached_property
+    def _start(self) -> Problem:
+        return EigenAttention().problem(self.activations, self.site, self.grouping, self.rotary)
 
     @cached_property
     def _output_norms(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self.activations.outputs, dim=(1, 2))  # (S,)
-        return norms.to(self.activations.device)
+        one_by_one = whole(self.activations).sequences.split(1)
+        outputs = (self.activations.outputs_of(Batch(one)) for one in one_by_one)
+        return torch.stack([torch.linalg.vector_norm(x) for x in outputs])  # (S,)
 
     @cached_property
     def _mixed_values(self) -> Tensor:
@@ -63,8 +66,8 @@ class LayerOutputProblem(Problem):
         known = self.activations
         features = self.grouping.width * known.head_dim
         shape = (known.sequences, known.query_heads, known.length, features)
-        nbytes = math.prod(shape) * known.keys.itemsize
-        mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.keys.dtype)
+        nbytes = math.prod(shape) * known.dtype.itemsize
+        mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.dtype)
         with torch.no_grad():
             for sequence in whole(known).sequences.split(1):
                 of_one = mixed_values(known, self.grouping, Batch(sequence))

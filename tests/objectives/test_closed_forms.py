@@ -1,15 +1,20 @@
 """Closed forms against NumPy's SVD, which shares no code with ours."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from manifoldkv.activations import Site
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.errors import RankError, UnsolvableError
+from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
+from manifoldkv.placement import Placement
 from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 
 RANK = 3
@@ -58,7 +63,7 @@ def test_eigen_attention_is_the_svd_of_keys_and_queries_stacked(rotary):
     activations = tiny_activations()
     problem = EigenAttention().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary)
     keys = tokens_by_head(activations.keys_in(rotary))
-    queries = tokens_by_head(activations.queries_in(rotary))
+    queries = tokens_by_head(activations.projections(rotary).queries)
     expected = [
         leading_projector(np.concatenate([keys[0], queries[0], queries[1]]), RANK),
         leading_projector(np.concatenate([keys[1], queries[2], queries[3]]), RANK),
@@ -69,7 +74,10 @@ def test_eigen_attention_is_the_svd_of_keys_and_queries_stacked(rotary):
 def test_shared_eigen_attention_stacks_all_heads():
     activations = tiny_activations()
     problem = EigenAttention().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
-    heads = [*tokens_by_head(activations.keys), *tokens_by_head(activations.queries)]
+    heads = [
+        *tokens_by_head(activations.keys),
+        *tokens_by_head(activations.projections("pre").queries),
+    ]
     expected = leading_projector(np.concatenate(heads), RANK)
     assert_projectors(problem.closed_form(RANK), [expected])
 
@@ -90,7 +98,7 @@ def test_kq_svd_of_keys_is_the_truncated_svd_of_the_scores(rotary):
     activations = tiny_activations()
     basis = KQSVD().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary).closed_form(RANK)
     keys = tokens_by_head(activations.keys_in(rotary))
-    queries = tokens_by_head(activations.queries_in(rotary))
+    queries = tokens_by_head(activations.projections(rotary).queries)
     for head in range(KV_HEADS):
         stacked = np.concatenate([queries[2 * head], queries[2 * head + 1]])
         u, s, v = np.linalg.svd(stacked @ keys[head].T, full_matrices=False)
@@ -144,3 +152,22 @@ def test_impossible_rank_is_refused(rank):
     problem = KSVD().problem(tiny_activations(), "key", HeadGrouping(1, KV_HEADS))
     with pytest.raises(RankError, match=f"rank {rank} is not between 1 and head_dim {HEAD_DIM}"):
         problem.closed_form(rank)
+
+
+@pytest.mark.parametrize("name", ["k-svd", "eigen-attention", "kq-svd"])
+@pytest.mark.parametrize("site", ["key", "value"])
+def test_no_matrix_of_all_tokens_is_kept(
+    name: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activations = replace(tiny_activations())  # nothing kept
+
+    def refuse(*ignored: object) -> None:
+        raise AssertionError("room for all tokens was asked for")
+
+    monkeypatch.setattr(Placement, "empty", refuse)
+    problem = OBJECTIVES.get(name)().problem(activations, site, HeadGrouping(1, KV_HEADS))
+    for found in (problem.closed_form(RANK), problem.initial(RANK)):
+        assert problem.loss(found).isfinite()
+    assert problem.statistics().isfinite().all()
+    with pytest.raises(AssertionError, match="room"):
+        activations.keys  # noqa: B018

@@ -20,6 +20,11 @@ def study(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def measured(out: Path, solver: str) -> pd.DataFrame:
+    results = pd.read_csv(out / "results.csv")
+    return results[results["solver"] == solver].reset_index()
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scale")
@@ -29,22 +34,35 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_operations_are_those_of_the_layer(out: Path) -> None:
-    results = pd.read_csv(out / "results.csv")
+    results = measured(out, "riemannian-adam")
     weights = 4096 * 4096 + 3 * 4096 * 14336  # W_O and MLP: forward, and back to their inputs
-    lowest = 2 * 2 * weights * 32
-    for site in ("key", "value"):
+    projections = 4096 * (4096 + 2 * 1024)  # forward, for the queries of steps on keys
+    for site, again in (("key", projections), ("value", 0)):
+        lowest = 2 * (2 * weights + again) * 32
         flops = results[f"{site}_flops_per_sequence"]
         assert ((flops > lowest) & (flops < 1.1 * lowest)).all()
         fast = results[f"{site}_fast_flops_per_step"]  # four sequences, each with all of its rows
         assert ((fast > 4 * lowest) & (fast < 1.1 * 4 * lowest)).all()
 
 
+def test_operations_of_closed_forms_are_their_gram_matrices(out: Path) -> None:
+    """Each once for keys, queries and values, of which the layer makes its inputs once more."""
+    results = measured(out, "closed-form")
+    projections = 2 * 4096 * (4096 + 2 * 1024)
+    together, by_query_head = 2 * 1024**2, 2 * 32 * 128**2
+    keys = results["key_closed_flops_per_token"]
+    values = results["value_closed_flops_per_token"]
+    assert keys.item() == pytest.approx(projections + together + by_query_head, rel=0.01)
+    reader = 2 * 32 * 128**2 * 4096  # of W_O, whatever the tokens
+    assert values.item() == pytest.approx(projections + together + reader / 32, rel=0.01)
+
+
 def test_memory_does_not_grow_with_the_layers(out: Path) -> None:
-    results = pd.read_csv(out / "results.csv")
+    results = measured(out, "riemannian-adam")
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert (results["layer_weights"] == layer).all()
     assert (results["layer_bytes"] == 2 * layer).all()
-    one, three = results["peak_bytes"][:2]
+    one, three = results["peak_bytes"]
     assert three < one + 0.25 * results["layer_bytes"][0]  # not two layers more
     assert one > results["imported_bytes"][0] + results["layer_bytes"][0]
 
