@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from manifoldkv.objectives import OBJECTIVES, Problem
 from manifoldkv.plan import plain
 from manifoldkv.recipes import Recipe
 from manifoldkv.solvers import SOLVERS
-from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
+from manifoldkv.steps import Kept
 from manifoldkv.surfaces import LayerBases
 
 Place = tuple[int, Site, int]
@@ -89,48 +87,6 @@ class Find:
         return latest[2]
 
 
-class KeptBases:
-    """Bases in a folder, each known by all that it depends on.
-
-    Parameters
-    ----------
-    folder : Path
-        Made if need be.
-    model, tokens
-        As in `compress`, tokens as ids.
-    find : Find
-        How bases are found.
-    threads : int
-        On how many.
-    """
-
-    def __init__(
-        self, folder: Path, model: PreTrainedModel, tokens: Tensor, find: Find, threads: int
-    ) -> None:
-        self.folder = folder
-        self._steps = Steps(folder)
-        self._heads = model.config.get_text_config().num_key_value_heads
-        self._groupings = find.groupings
-        self._settings: dict[str, Any] = find.settings | {
-            "model": digest_of_model(model),
-            "tokens": digest_of_tokens(tokens),
-            "threads": threads,
-            "versions": versions(),
-        }
-
-    def read(self, place: Place) -> Basis | None:
-        known = self._steps.read_bases(*self._described(place), self._heads)
-        return None if known is None else known["basis"]
-
-    def write(self, place: Place, basis: Basis) -> None:
-        self._steps.write_bases(*self._described(place), {"basis": basis})
-
-    def _described(self, place: Place) -> tuple[str, dict[str, Any]]:
-        layer, site, rank = place
-        settings = self._settings | {"grouping": self._groupings[site], "place": place}
-        return f"layer-{layer}-{site}-{rank}", settings
-
-
 def find_bases(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -138,13 +94,13 @@ def find_bases(
     ranks: tuple[Sequence[int], Sequence[int]],
     executor: Executor,
     threads: int,
-    kept: KeptBases | None,
+    kept: Kept,
 ) -> list[LayerBases]:
     """Bases of all layers at all ranks for keys and for values, those that are kept and new ones.
 
     Every new one is kept before the next is waited for.
     """
-    folder = None if kept is None else kept.folder
+    heads = model.config.get_text_config().num_key_value_heads
     layers = len(decoder_layers(model))
     found = [LayerBases({}, {}) for _ in range(layers)]
     total = layers * sum(map(len, ranks))
@@ -157,13 +113,19 @@ def find_bases(
             of_site[rank] = basis
             bar.update()
 
+        def kept_at(place: Place) -> tuple[Kept, str]:
+            layer, site, rank = place
+            settings = find.settings | {"grouping": find.groupings[site], "place": place}
+            return kept.under(**settings), f"layer-{layer}-{site}-{rank}"
+
         def tasks() -> Iterator[Task[Place]]:
-            for activations in capture(model, tokens, folder=folder):
+            for activations in capture(model, tokens, folder=kept.folder):
                 sites: tuple[Site, Site] = ("key", "value")
                 for site, of_site in zip(sites, ranks, strict=True):
                     for rank in of_site:
                         place = (activations.layer, site, rank)
-                        known = None if kept is None else kept.read(place)
+                        of_place, name = kept_at(place)
+                        known = of_place.read_basis(name, heads)
                         if known is None:
                             yield Task(place, activations, (site, rank))
                         else:
@@ -172,8 +134,8 @@ def find_bases(
                 del activations  # before those of the next layer come
 
         for place, basis in executor.run(find, tasks(), threads):
-            if kept is not None:
-                kept.write(place, basis)
+            of_place, name = kept_at(place)
+            of_place.write_basis(name, basis)
             settle(place, basis)
     return found
 

@@ -94,7 +94,7 @@ def compress(
         int | None, typer.Option(min=1, help="The same seed gives the same plan on as many.")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Keep every basis here; a killed run goes on from it.")
+        Path | None, typer.Option(help="Keep what is finished here; a killed run goes on from it.")
     ] = None,
     executor: Annotated[
         Literal["local", "ray"], typer.Option(help="Where bases are found.")

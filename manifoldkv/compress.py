@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.activations import Rotary
-from manifoldkv.bases import Find, KeptBases, find_bases, versions
+from manifoldkv.bases import Find, find_bases, versions
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError
 from manifoldkv.executors import Executor, executor_named
@@ -29,13 +29,15 @@ from manifoldkv.plan import (
 )
 from manifoldkv.quantize import quantize
 from manifoldkv.rank_selection import (
+    Ranks,
     budget_from_ratio,
     candidate_ranks,
     check_budget,
     optimal,
 )
 from manifoldkv.recipes import RankRule, Recipe, recipe_named
-from manifoldkv.surfaces import divergences, sequential_ranks, threshold_ranks
+from manifoldkv.steps import Kept, digest_of_model, digest_of_tokens
+from manifoldkv.surfaces import LayerBases, divergences, sequential_ranks, threshold_ranks
 from manifoldkv.tuning import tune
 
 RATIO_TOLERANCE = 1e-9
@@ -88,9 +90,10 @@ def compress(
         How much of a text is read: so many windows of so many tokens; 64 of 512, or of what the
         model can take, if omitted.
     folder : str or Path, optional
-        Where every basis is kept as soon as it is found. A run that was interrupted, by whatever,
-        goes on there when it is started again, and ends in the same plan; other settings in the
-        same folder share what they have in common. One run at a time.
+        Where every basis is kept as soon as it is found, then what ranks cost, and the state of
+        the tuning every few steps. A run that was interrupted, by whatever, goes on there when it
+        is started again, and ends in the same plan; other settings in the same folder share what
+        they have in common. One run at a time.
     executor : {"local", "ray"} or Executor
         Where bases are found, and what their ranks cost under the threshold and the optimal rule;
         the plan is the same. The sequential rule, tuning and rounding run in this process.
@@ -127,43 +130,32 @@ def compress(
         sequences=sequences,
         length=length,
     )
-    recipe, find, tokens = settled.recipe, settled.find, settled.tokens
-    windows, recent, budget = settled.windows, settled.recent, settled.budget
+    recipe, tokens = settled.recipe, settled.tokens
     threads = torch.get_num_threads()
     with nullcontext() if folder is None else only_run(Path(folder)):
-        kept = None if folder is None else KeptBases(Path(folder), model, tokens, find, threads)
-        table = find_bases(model, tokens, find, settled.ranks, executor, threads, kept)
-    if recipe.ranks == "uniform":
-        key_ranks, value_ranks = settled.ranks
-        chosen = [(key_ranks[0], value_ranks[0])] * len(windows)
-    elif recipe.ranks == "sequential":
-        chosen, _ = sequential_ranks(model, tokens, table, budget, rotary=rotary)
-    elif recipe.ranks == "threshold":
-        chosen = threshold_ranks(model, tokens, table, budget, rotary=rotary, executor=executor)
-    elif recipe.ranks == "optimal":
-        costs = divergences(model, tokens, table, rotary=rotary, recent=recent, executor=executor)
-        chosen = optimal(costs, budget, settled.head_dim)
-    layers = [
-        LayerPlan(bases.keys[key], bases.values[value], window)
-        for bases, (key, value), window in zip(table, chosen, windows, strict=True)
-    ]
-    provenance = Provenance(
-        model=model.config._name_or_path,
-        text=settled.text,
-        sequences=tokens.shape[0],
-        length=tokens.shape[1],
-        objective=recipe.objective,
-        solver=recipe.solver,
-        seed=seed,
-        requested_ratio=ratio,
-        threads=threads,
-        versions=versions(),
-    )
-    plan = CompressionPlan(
-        tuple(layers), rotary, config_hash(model.config), provenance, recent=recent
-    )
-    plan = tune(model, plan, tokens, steps=recipe.tuning_steps, seed=seed)
-    return plan if quantization is None else quantize(plan, model, tokens, quantization)
+        kept = _kept(folder, model, tokens, threads)
+        table = find_bases(model, tokens, settled.find, settled.ranks, executor, threads, kept)
+        chosen = _chosen_ranks(model, settled, table, executor, kept)
+        layers = [
+            LayerPlan(bases.keys[key], bases.values[value], window)
+            for bases, (key, value), window in zip(table, chosen, settled.windows, strict=True)
+        ]
+        provenance = Provenance(
+            model=model.config._name_or_path,
+            text=settled.text,
+            sequences=tokens.shape[0],
+            length=tokens.shape[1],
+            objective=recipe.objective,
+            solver=recipe.solver,
+            seed=seed,
+            requested_ratio=ratio,
+            threads=threads,
+            versions=versions(),
+        )
+        digest, recent = config_hash(model.config), settled.recent
+        plan = CompressionPlan(tuple(layers), rotary, digest, provenance, recent=recent)
+        plan = tune(model, plan, tokens, steps=recipe.tuning_steps, seed=seed, kept=kept)
+        return plan if quantization is None else quantize(plan, model, tokens, quantization)
 
 
 @dataclass(frozen=True)
@@ -176,6 +168,8 @@ class Settled:
         With the rank rule of the run.
     find : Find
         How bases are found.
+    rotary : {"pre", "post"}
+        Where keys are projected.
     windows : list
         Sliding window of every layer, or None.
     head_dim : int
@@ -194,6 +188,7 @@ class Settled:
 
     recipe: Recipe
     find: Find
+    rotary: Rotary
     windows: list[int | None]
     head_dim: int
     text: str
@@ -239,7 +234,47 @@ def settle(
         candidates = list(candidate_ranks(head_dim))
         check_budget(budget, [2 * candidates[0]] * len(windows), head_dim)
         of_both = candidates, candidates
-    return Settled(recipe, find, windows, head_dim, text, tokens, recent, budget, of_both)
+    return Settled(recipe, find, rotary, windows, head_dim, text, tokens, recent, budget, of_both)
+
+
+def _kept(folder: str | Path | None, model: PreTrainedModel, tokens: Tensor, threads: int) -> Kept:
+    """What is known of all that depends on these."""
+    if folder is None:
+        return Kept()
+    settings = {
+        "model": digest_of_model(model),
+        "tokens": digest_of_tokens(tokens),
+        "threads": threads,
+        "versions": versions(),
+    }
+    return Kept(Path(folder), settings)
+
+
+def _chosen_ranks(
+    model: PreTrainedModel,
+    settled: Settled,
+    table: Sequence[LayerBases],
+    executor: Executor,
+    kept: Kept,
+) -> list[Ranks]:
+    """Of all layers, by the rule of the recipe."""
+    rule, tokens, rotary = settled.recipe.ranks, settled.tokens, settled.rotary
+    budget, find = settled.budget, settled.find
+    if rule == "uniform":
+        key_ranks, value_ranks = settled.ranks
+        return [(key_ranks[0], value_ranks[0])] * len(settled.windows)
+    kept = kept.under(**find.settings, groupings=find.groupings, ranks=settled.ranks)
+    if rule == "sequential":
+        return sequential_ranks(model, tokens, table, budget, rotary=rotary, kept=kept)[0]
+    if rule == "threshold":
+        return threshold_ranks(
+            model, tokens, table, budget, rotary=rotary, executor=executor, kept=kept
+        )
+    recent = settled.recent
+    costs = divergences(
+        model, tokens, table, rotary=rotary, recent=recent, executor=executor, kept=kept
+    )
+    return optimal(costs, budget, settled.head_dim)
 
 
 def ratio_from_bytes(model: PreTrainedModel, nbytes: float, *, tokens: int = 1) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -23,6 +24,8 @@ from manifoldkv.offloading import named_weights
 from manifoldkv.output import write_whole
 
 DESCRIPTION = "manifoldkv"
+
+T = TypeVar("T")
 
 
 class Steps:
@@ -79,19 +82,34 @@ class Steps:
         OutputError
             If the file is damaged; it is named, and computed again once it is deleted.
         """
+        return self._read(name, settings, partial(_bases_from_bytes, heads=heads))
+
+    def write_bases(self, name: str, settings: dict[str, Any], bases: dict[str, Basis]) -> None:
+        self._write(name, settings, _bases_to_bytes(bases))
+
+    def read_tensors(self, name: str, settings: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Named tensors that are kept, as `read_bases` bases."""
+        return self._read(name, settings, lambda content: _tensors_from_bytes(content)[0])
+
+    def write_tensors(
+        self, name: str, settings: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> None:
+        self._write(name, settings, _tensors_to_bytes(tensors, {}))
+
+    def _read(self, name: str, settings: dict[str, Any], parse: Callable[[bytes], T]) -> T | None:
         path = self._path(name, settings, "safetensors")
         if self._is_missing(path):
             return None
         try:
-            return _bases_from_bytes(path.read_bytes(), heads)
+            return parse(path.read_bytes())
         except (SafetensorError, KeyError, ValueError, OSError, ManifoldKVError) as error:
             raise OutputError(
                 f"{path} is damaged ({error}); delete it to compute it again"
             ) from error
 
-    def write_bases(self, name: str, settings: dict[str, Any], bases: dict[str, Basis]) -> None:
+    def _write(self, name: str, settings: dict[str, Any], content: bytes) -> None:
         path = self._path(name, settings, "safetensors")
-        write_whole(path, _bases_to_bytes(bases))
+        write_whole(path, content)
         self._computed.add(path)
 
     def _is_missing(self, path: Path) -> bool:
@@ -100,6 +118,57 @@ class Steps:
     def _path(self, name: str, settings: dict[str, Any], suffix: str) -> Path:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         return self._folder / f"{name}-{digest[:16]}.{suffix}"
+
+
+class Kept:
+    """What a run has finished: in a folder, under all that it depends on, or nowhere.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        Made if need be; nothing is kept if omitted.
+    settings : dict, optional
+        What everything that is kept depends on.
+    """
+
+    def __init__(self, folder: Path | None = None, settings: dict[str, Any] | None = None) -> None:
+        self.folder = folder
+        self._steps = None if folder is None else Steps(folder)
+        self._settings = settings or {}
+
+    def under(self, **settings: Any) -> Kept:
+        """The same folder for what depends on further settings."""
+        return Kept(self.folder, self._settings | settings)
+
+    def read(self, name: str) -> dict[str, Tensor] | None:
+        """Named tensors; None if they are not kept. Raises what `Steps.read_bases` does."""
+        return None if self._steps is None else self._steps.read_tensors(name, self._settings)
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        if self._steps is not None:
+            self._steps.write_tensors(name, self._settings, tensors)
+
+    def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Read, or computed and written."""
+        known = self.read(name)
+        if known is None:
+            known = compute()
+            self.write(name, known)
+        return known
+
+    def read_basis(self, name: str, heads: int) -> Basis | None:
+        """A basis over `heads` KV heads, likewise."""
+        if self._steps is None:
+            return None
+        known = self._steps.read_bases(name, self._settings, heads)
+        return None if known is None else known["basis"]
+
+    def write_basis(self, name: str, basis: Basis) -> None:
+        if self._steps is not None:
+            self._steps.write_bases(name, self._settings, {"basis": basis})
+
+
+NOWHERE = Kept()
 
 
 def digest_of_model(model: PreTrainedModel) -> str:
@@ -126,23 +195,32 @@ def _bases_to_bytes(bases: dict[str, Basis]) -> bytes:
         if not basis.orthonormal:
             tensors[f"{name}.up"] = basis.up.contiguous()
         described[name] = str(basis.grouping.name)
-    # One entry: with several, their order in the file is another in every process.
-    description = {"groupings": described, "sha256": _digest(tensors)}
-    return save_tensors(tensors, metadata={DESCRIPTION: json.dumps(description)})
+    return _tensors_to_bytes(tensors, {"groupings": described})
 
 
 def _bases_from_bytes(content: bytes, heads: int) -> dict[str, Basis]:
-    tensors = load_tensors(content)
-    size = int.from_bytes(content[:8], "little")
-    description = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][DESCRIPTION])
-    if description["sha256"] != _digest(tensors):
-        raise ValueError("its numbers have changed")
+    tensors, description = _tensors_from_bytes(content)
     found = {}
     for name, grouping in description["groupings"].items():
         down = tensors[f"{name}.down"]
         up = tensors.get(f"{name}.up", down)
         found[name] = Basis(down, up, HeadGrouping(parse_grouping(grouping), heads))
     return found
+
+
+def _tensors_to_bytes(tensors: dict[str, Tensor], description: dict[str, Any]) -> bytes:
+    # One entry: with several, their order in the file is another in every process.
+    text = json.dumps(description | {"sha256": _digest(tensors)})
+    return save_tensors(tensors, metadata={DESCRIPTION: text})
+
+
+def _tensors_from_bytes(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = load_tensors(content)
+    size = int.from_bytes(content[:8], "little")
+    description = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][DESCRIPTION])
+    if description["sha256"] != _digest(tensors):
+        raise ValueError("its numbers have changed")
+    return tensors, description
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

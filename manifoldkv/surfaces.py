@@ -27,6 +27,7 @@ from manifoldkv.executors import LOCAL, Executor, Task
 from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.projection import Bases, divergence, log_probabilities, projected
 from manifoldkv.rank_selection import ErrorSurface, Ranks, Sequential, threshold
+from manifoldkv.steps import NOWHERE, Kept
 
 SEQUENCES = 16
 ROWS = 64
@@ -117,6 +118,7 @@ def sequential_ranks(
     budget: int,
     *,
     rotary: Rotary = "pre",
+    kept: Kept = NOWHERE,
 ) -> tuple[list[Ranks], list[ErrorSurface]]:
     """Ranks by the paper's rule, and the surfaces it saw (Alg. error_surface).
 
@@ -133,8 +135,10 @@ def sequential_ranks(
         As in `rank_selection`.
     rotary : {"pre", "post"}
         What the bases are for.
+    kept : Kept, optional
+        Under all that the bases depend on: where the surface of every layer is kept.
     """
-    tokens = tokens[:SEQUENCES]
+    tokens, kept = tokens[:SEQUENCES], kept.under(budget=budget)
     rule, surfaces = Sequential(len(table), budget), []
 
     def propagate(activations: LayerActivations) -> Tensor:
@@ -145,7 +149,8 @@ def sequential_ranks(
 
     layers = capture(model, tokens, propagate=propagate)
     for activations in follow(layers, len(table)):
-        surfaces.append(_surface(activations, table[activations.layer], rotary))
+        measure = partial(_surface_tensors, activations, table[activations.layer], rotary)
+        surfaces.append(_surface_of(kept.tensors(f"surface-{activations.layer}", measure)))
         rule.select(surfaces[-1])
     return rule.ranks, surfaces
 
@@ -158,6 +163,7 @@ def threshold_ranks(
     *,
     rotary: Rotary = "pre",
     executor: Executor = LOCAL,
+    kept: Kept = NOWHERE,
 ) -> list[Ranks]:
     """Ranks by EigenAttention's rule, at the smallest error per layer that keeps a budget.
 
@@ -170,36 +176,52 @@ def threshold_ranks(
     RankError
         If no error is large enough.
     """
-    tasks = (Task(a.layer, a, (table[a.layer], rotary)) for a in capture(model, tokens[:SEQUENCES]))
-    running = executor.run(_threshold_search, tasks, torch.get_num_threads())
-    found = dict(tqdm(running, total=len(table), desc="layers", disable=None, leave=False))
-    searches = [found[layer] for layer in range(len(table))]
+    found: dict[int, dict[str, Tensor]] = {}
+
+    def tasks() -> Iterator[Task[int]]:
+        for activations in capture(model, tokens[:SEQUENCES]):
+            layer = activations.layer
+            known = kept.read(f"threshold-{layer}")
+            if known is None:
+                yield Task(layer, activations, (table[layer], rotary))
+            else:
+                found[layer] = known
+            del activations  # before those of the next layer come
+
+    running = executor.run(_threshold_search, tasks(), torch.get_num_threads())
+    for layer, tensors in tqdm(running, total=len(table), desc="layers", disable=None, leave=False):
+        kept.write(f"threshold-{layer}", tensors)
+        found[layer] = tensors
+    searches = [
+        (_surface_of(tensors), tensors["keys"], tensors["values"])
+        for _, tensors in sorted(found.items())
+    ]
     head_dim = next(iter(table[0].keys.values())).head_dim
 
     def chosen(error: float) -> list[Ranks]:
         return [_threshold_on(surface, keys, values, error) for surface, keys, values in searches]
 
     errors = sorted({float(e) for surface, *_ in searches for e in surface.errors.flatten()})
-    kept = bisect_left(errors, True, key=lambda error: sum(map(sum, chosen(error))) <= budget)
-    if kept == len(errors):
+    smallest = bisect_left(errors, True, key=lambda error: sum(map(sum, chosen(error))) <= budget)
+    if smallest == len(errors):
         least = sum(map(sum, chosen(errors[-1]))) / (2 * head_dim * len(table))
         raise RankError(
             f"the threshold rule cannot keep {budget / (2 * head_dim * len(table)):.3g} of the "
             f"cache; the smallest ratio it reaches is {least:.4g}"
         )
-    return chosen(errors[kept])
+    return chosen(errors[smallest])
 
 
 def _threshold_search(
     activations: LayerActivations, bases: LayerBases, rotary: Rotary
-) -> tuple[ErrorSurface, Tensor, Tensor]:
+) -> dict[str, Tensor]:
     """What the rule looks at in a layer: errors, and singular values of keys and of values."""
     key_grouping, value_grouping = (
         next(iter(of_site.values())).grouping for of_site in (bases.keys, bases.values)
     )
     keys = singular_values(activations, "key", key_grouping, rotary)
     values = singular_values(activations, "value", value_grouping, rotary)
-    return _surface(activations, bases, rotary), keys, values
+    return _surface_tensors(activations, bases, rotary) | {"keys": keys, "values": values}
 
 
 def _threshold_on(surface: ErrorSurface, keys: Tensor, values: Tensor, error: float) -> Ranks:
@@ -224,6 +246,7 @@ def divergences(
     rotary: Rotary = "pre",
     recent: int = 0,
     executor: Executor = LOCAL,
+    kept: Kept = NOWHERE,
 ) -> list[ErrorSurface]:
     """What every pair of ranks costs the model's predictions, to be summed over layers.
 
@@ -232,7 +255,8 @@ def divergences(
     sites. Measured on the first `DIVERGENCE_SEQUENCES` sequences. Sums of these predict the damage
     to the model better than sums of layer-output errors or of their squares.
 
-    Parameters as in `threshold_ranks`, and `recent`, the newest tokens that stay exact.
+    Parameters as in `threshold_ranks`, and `recent`, the newest tokens that stay exact; what is
+    measured on a sequence is kept.
     """
     variants = [
         (index, site, rank, (basis, None) if site == "key" else (None, basis))
@@ -243,20 +267,35 @@ def divergences(
     ]
     sequences = tokens[:DIVERGENCE_SEQUENCES].to(model.device).split(1)
 
-    def tasks() -> Iterator[Task[tuple[int, int, str, int]]]:
-        for number, sequence in enumerate(sequences):
-            data = sequence, log_probabilities(model, sequence)
-            for index, site, rank, bases in variants:
-                yield Task((number, index, site, rank), data, ({index: bases},))
-
     measure = partial(_divergence_of, model, rotary, recent)
-    running = executor.run(measure, tasks(), torch.get_num_threads())
-    total = len(sequences) * len(variants)
-    found = dict(tqdm(running, total=total, desc="ranks", disable=None, leave=False))
-    costs: dict[tuple[int, str, int], float] = defaultdict(float)
+    kept = kept.under(recent=recent)
+    nats: dict[int, Tensor] = {}  # by sequence, of all variants
+    parts: dict[int, dict[int, float]] = defaultdict(dict)  # of sequences that are not finished
+
+    with tqdm(total=len(sequences) * len(variants), desc="ranks", disable=None, leave=False) as bar:
+
+        def tasks() -> Iterator[Task[tuple[int, int]]]:
+            for number, sequence in enumerate(sequences):
+                known = kept.read(f"divergences-{number}")
+                if known is not None:
+                    nats[number] = known["nats"]
+                    bar.update(len(variants))
+                    continue
+                data = sequence, log_probabilities(model, sequence)
+                for place, (index, _, _, bases) in enumerate(variants):
+                    yield Task((number, place), data, ({index: bases},))
+
+        for (number, place), lost in executor.run(measure, tasks(), torch.get_num_threads()):
+            parts[number][place] = lost
+            bar.update()
+            if len(parts[number]) == len(variants):
+                of_one = [lost for _, lost in sorted(parts.pop(number).items())]
+                nats[number] = torch.tensor(of_one, dtype=torch.float64)
+                kept.write(f"divergences-{number}", {"nats": nats[number]})
     # In one order, whatever was finished first: sums depend on it.
-    for (_, index, site, rank), lost in sorted(found.items()):
-        costs[index, site, rank] += lost / len(sequences)
+    nothing = torch.zeros(len(variants), dtype=torch.float64)
+    mean = (sum((nats[number] for number in sorted(nats)), nothing) / len(sequences)).tolist()
+    costs = {variant[:3]: lost for variant, lost in zip(variants, mean, strict=True)}
     return [_summed(costs, index, bases) for index, bases in enumerate(table)]
 
 
@@ -285,17 +324,27 @@ def _summed(
     return ErrorSurface(keys, values, key.unsqueeze(1) + value)
 
 
-def _surface(activations: LayerActivations, bases: LayerBases, rotary: Rotary) -> ErrorSurface:
+def _surface_tensors(
+    activations: LayerActivations, bases: LayerBases, rotary: Rotary
+) -> dict[str, Tensor]:
     rows = torch.linspace(0, activations.length - 1, min(ROWS, activations.length))
     x = activations.cos
     exact: dict[int, Basis | None] = {activations.head_dim: None}
-    return error_surface(
+    surface = error_surface(
         activations,
         {rank: basis.like(x) for rank, basis in bases.keys.items()} | exact,
         {rank: basis.like(x) for rank, basis in bases.values.items()} | exact,
         rotary=rotary,
         rows=rows.round().long(),
     )
+    ranks = {"key_ranks": surface.key_ranks, "value_ranks": surface.value_ranks}
+    return {"errors": surface.errors} | {k: torch.tensor(v) for k, v in ranks.items()}
+
+
+def _surface_of(tensors: Mapping[str, Tensor]) -> ErrorSurface:
+    """Inverse of `_surface_tensors`."""
+    keys, values = (tuple(tensors[f"{site}_ranks"].tolist()) for site in ("key", "value"))
+    return ErrorSurface(keys, values, tensors["errors"])
 
 
 def follow(layers: Iterator[LayerActivations], total: int) -> Iterator[LayerActivations]:

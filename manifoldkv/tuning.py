@@ -24,8 +24,10 @@ from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.solvers.base import random_sequences
+from manifoldkv.steps import NOWHERE, Kept
 
 BETAS = (0.9, 0.95)
+STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
 
 
@@ -38,6 +40,7 @@ def tune(
     learning_rate: float = 0.1,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
+    kept: Kept = NOWHERE,
 ) -> CompressionPlan:
     """Minimise the divergence of the predictions of the compressed model from the model's own.
 
@@ -60,6 +63,9 @@ def tune(
         is computed again for the gradient.
     seed : int
         Of the order of the sequences.
+    kept : Kept, optional
+        Under all that numbers depend on beside these arguments: where the state is kept every
+        `STEPS_BETWEEN_WRITES` steps. Tuning goes on from what is there, to the same plan.
 
     Raises
     ------
@@ -79,13 +85,20 @@ def tune(
     if not bases.parameters() or steps < 1:
         return plan
     generator = torch.Generator().manual_seed(seed)
-    optimizer = geoopt.optim.RiemannianAdam(
-        bases.parameters(), lr=learning_rate, betas=BETAS, stabilize=10
+    batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
+    optimizer = geoopt.optim.RiemannianAdam(bases.parameters(), betas=BETAS, stabilize=10)
+    kept = kept.under(
+        plan=plan.digest(),
+        tuning=[steps, learning_rate, sequences_per_step, seed],
     )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    with _frozen(model), tqdm(range(steps), desc="tuning", disable=None) as bar:
+    done = _restore(optimizer, kept.read("tuning"))
+    with (
+        _frozen(model),
+        tqdm(range(done, steps), "tuning", steps, initial=done, disable=None) as bar,
+    ):
         for step in bar:
-            chosen = random_sequences(len(tokens), sequences_per_step, generator)
+            optimizer.param_groups[0]["lr"] = learning_rate * _cosine(step / steps)
+            chosen = batches[step]
             optimizer.zero_grad(set_to_none=True)
             lost = bases.differentiate(model, tokens[chosen.to(tokens.device)], plan)
             if not math.isfinite(lost):
@@ -94,10 +107,41 @@ def tune(
                     "try a smaller learning rate"
                 )
             optimizer.step()
-            schedule.step()
             bar.set_postfix_str(f"{lost:.4f} nats")
+            due = (step + 1) % STEPS_BETWEEN_WRITES == 0 or step + 1 == steps
+            if due and kept.folder is not None:
+                kept.write("tuning", _state(optimizer))
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
+
+
+def _cosine(share: float) -> float:
+    """From 1 to 0 as the share of the steps goes from 0 to 1."""
+    return (1 + math.cos(math.pi * share)) / 2
+
+
+def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
+    """Points, and all that the optimiser knows of them."""
+    found = {}
+    for index, point in enumerate(optimizer.param_groups[0]["params"]):
+        for name, value in ({"point": point.detach()} | optimizer.state[point]).items():
+            found[f"{index}.{name}"] = torch.as_tensor(value).cpu().contiguous()
+    return found
+
+
+def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | None) -> int:
+    """Inverse of `_state`; how many steps are done."""
+    if known is None:
+        return 0
+    for index, point in enumerate(optimizer.param_groups[0]["params"]):
+        point.data.copy_(known[f"{index}.point"])
+        # Strides like those of the point, as before: products may depend on them in the last bit.
+        averages = {
+            name: torch.zeros_like(point.data).copy_(known[f"{index}.{name}"])
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        optimizer.state[point] = averages | {"step": int(known[f"{index}.step"])}
+    return int(known["0.step"])
 
 
 class MovingBases:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from manifoldkv import (
 from manifoldkv.models import decoder_layers
 from manifoldkv.plan import config_hash
 from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.steps import Kept
 from manifoldkv.tuning import MovingBases
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
@@ -81,6 +84,29 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     model, start = tiny_model("llama"), random_plan(tiny_model("llama"))
     first, second = (tune(model, start, tiny_tokens(), steps=3, seed=5) for _ in range(2))
     assert first.digest() == second.digest() != start.digest()
+
+
+def test_an_interrupted_tuning_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, start, tokens = tiny_model("llama"), random_plan(tiny_model("llama")), tiny_tokens()
+    differentiate, calls = MovingBases.differentiate, []
+
+    def interrupted(*arguments: object) -> float:
+        calls.append(arguments)
+        if len(calls) == 15:
+            raise KeyboardInterrupt
+        return differentiate(*arguments)
+
+    expected = tune(model, start, tokens, steps=25)
+    monkeypatch.setattr(MovingBases, "differentiate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, start, tokens, steps=25, kept=Kept(tmp_path))
+    assert tune(model, start, tokens, steps=25, kept=Kept(tmp_path)).digest() == expected.digest()
+    assert len(calls) == 15 + 15  # ten of the first 14 steps were kept
+    assert tune(model, start, tokens, steps=25, kept=Kept(tmp_path)).digest() == expected.digest()
+    assert len(calls) == 30
+    other = tune(model, start, tokens, steps=24, kept=Kept(tmp_path))
+    assert other.digest() != expected.digest()
+    assert len(calls) == 54
 
 
 def test_impossible_starts_are_refused() -> None:

@@ -91,8 +91,11 @@ class Problem(ABC):
         """Sum of what is computed from a few sequences at a time, of some sequences or all."""
         if sequences is None:
             sequences = torch.arange(self.activations.sequences)
-        parts = [compute(part) for part in sequences.split(SEQUENCES_AT_A_TIME)]
-        return torch.stack(parts).sum(dim=0)
+        first, *others = sequences.split(SEQUENCES_AT_A_TIME)
+        total = compute(first)
+        for part in others:
+            total = total + compute(part)
+        return total
 
     def statistics(self) -> Tensor:
         """Mean and variance of every feature, [μ; σ²], Eq. (dkv_stats): (groups, 2·width·d)."""

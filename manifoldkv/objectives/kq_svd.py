@@ -27,17 +27,18 @@ class InteractionProblem(GramProblem):
             gram, weight = self.summed(self._of_keys, sequences)
             return gram, weight
         gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping), sequences)
-        reader = self.activations.output_weight().unsqueeze(0).mT  # (1, H_q, hidden, d)
-        return gram, self._by_run(reader)
+        readers = self.activations.output_weight()  # (H_q, d, hidden)
+        one_by_one = (reader.double() for reader in readers)  # a copy of all would be large
+        return gram, self._by_run(torch.stack([reader @ reader.mT for reader in one_by_one]))
 
     def _of_keys(self, sequences: Tensor) -> Tensor:
         """Gram matrices of keys and, shaped likewise, of the queries that read them."""
         made = self.activations.projections(self.rotary, Batch(sequences))
-        return torch.stack([gram_by_run(made.keys, self.grouping), self._by_run(made.queries)])
+        queries = gram_by_run(made.queries, HeadGrouping(1, self.activations.query_heads))
+        return torch.stack([gram_by_run(made.keys, self.grouping), self._by_run(queries)])
 
-    def _by_run(self, x: Tensor) -> Tensor:
-        """Gram matrices of query heads (s, H_q, n, d) on the diagonal of the runs they read."""
-        by_head = gram_by_run(x, HeadGrouping(1, self.activations.query_heads))  # (H_q, d, d)
+    def _by_run(self, by_head: Tensor) -> Tensor:
+        """Matrices of query heads, (H_q, d, d), on the diagonal of the runs they read."""
         shared = by_head.unflatten(0, (self.grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
         return block_diagonal(shared, self.grouping)
 
