@@ -81,7 +81,7 @@ tokens = torch.randint(1000, (96, 512), generator=torch.Generator().manual_seed(
 if sys.argv[3] == "files":
     placement.free_bytes = lambda device: 0
 held = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (held + 220 * 2**20,) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (held + 190 * 2**20,) * 2)
 for activations in capture(model, tokens, [0, 1], folder=Path(sys.argv[2])):
     problem = OBJECTIVES.get("layer-output")().problem(
         activations, "value", HeadGrouping(1, activations.kv_heads)
@@ -92,7 +92,7 @@ for activations in capture(model, tokens, [0, 1], folder=Path(sys.argv[2])):
 
 
 def test_files_need_less_memory(tmp_path: Path) -> None:
-    """Activations of 49,152 tokens are 240 MiB a layer; 220 MiB are allowed beyond the model."""
+    """Of a layer 168 MiB are kept for 49,152 tokens; 190 are allowed for them and all work."""
     folder = Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama"
 
     def run(where: str) -> subprocess.CompletedProcess:
