@@ -24,8 +24,9 @@ BLOCKS = re.findall(
 )
 
 
-@pytest.fixture(scope="module")
-def late_keys():
+@pytest.fixture
+def late_keys(monkeypatch):
+    monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
     exec(OWN_OBJECTIVE, {})
     return OBJECTIVES.get("late-keys")()
 
