@@ -103,7 +103,7 @@ def forecast(
     stock = 2 * layers * activations.kv_heads * head_dim * model.dtype.itemsize
     seconds = {
         "capture": forward + layers * per_layer,
-        "bases": layers * _solving(activations, settled, rotary),
+        "bases": layers * _solving(activations, settled),
         "ranks": _choosing(activations, settled, forward),
         "tuning": settled.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
     }
@@ -116,7 +116,7 @@ def forecast(
     )
 
 
-def _solving(activations: LayerActivations, settled: Settled, rotary: Rotary) -> float:
+def _solving(activations: LayerActivations, settled: Settled) -> float:
     """Seconds for all bases of a layer; activations are of a few sequences."""
     recipe, share = settled.recipe, activations.sequences / len(settled.tokens)
     objective = OBJECTIVES.get(recipe.objective)()
@@ -124,7 +124,7 @@ def _solving(activations: LayerActivations, settled: Settled, rotary: Rotary) ->
     total = 0.0
     for (site, width), ranks in zip(settled.find.groupings.items(), settled.ranks, strict=True):
         grouping = HeadGrouping(width, activations.kv_heads)
-        problem = objective.problem(activations, site, grouping, rotary)
+        problem = objective.problem(activations, site, grouping, settled.rotary)
         solved = [rank for rank in ranks if rank < settled.head_dim]  # all numbers: nothing to do
         if solved:
             seconds, _ = _timed(partial(solver.solve, problem, solved[len(solved) // 2]))
