@@ -16,7 +16,7 @@ from manifoldkv.activations import Rotary
 from manifoldkv.bases import Find, find_bases, versions
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError
-from manifoldkv.executors import Executor, executor_named
+from manifoldkv.executors import Executor, executor_named, on_threads
 from manifoldkv.models import attention_of, check_supported, decoder_layers
 from manifoldkv.output import only_run
 from manifoldkv.plan import (
@@ -132,7 +132,8 @@ def compress(
     )
     recipe, tokens = settled.recipe, settled.tokens
     threads = torch.get_num_threads()
-    with nullcontext() if folder is None else only_run(Path(folder)):
+    alone = nullcontext() if folder is None else only_run(Path(folder))
+    with alone, on_threads(threads):  # all of it, also what is no task
         kept = _kept(folder, model, tokens, threads)
         table = find_bases(model, tokens, settled.find, settled.ranks, executor, threads, kept)
         chosen = _chosen_ranks(model, settled, table, executor, kept)

@@ -146,7 +146,11 @@ class RayExecutor(Executor):
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Let torch compute on so many threads inside the block."""
+    """Let torch compute on so many threads inside the block.
+
+    Until a number is set, though it be the one in use, MKL takes fewer where it likes, and sums in
+    another order: a run that finds everything kept would end in other bytes than the first.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

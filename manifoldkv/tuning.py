@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
+from manifoldkv.executors import on_threads
 from manifoldkv.models import decoder_layers
 from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
@@ -94,6 +95,7 @@ def tune(
     done = _restore(optimizer, kept.read("tuning"))
     with (
         _frozen(model),
+        on_threads(torch.get_num_threads()),
         tqdm(range(done, steps), "tuning", steps, initial=done, disable=None) as bar,
     ):
         for step in bar:

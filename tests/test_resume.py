@@ -129,6 +129,22 @@ def test_a_damaged_basis_is_named_and_made_again_on_request(solved: Path) -> Non
     assert path.read_bytes() == whole
 
 
+def test_the_number_of_threads_is_set_though_nothing_is_solved(
+    solved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MKL sums otherwise where nobody has set it, and a tuned plan would get other bytes."""
+    events: list[object] = []
+    compress_module = import_module("manifoldkv.compress")
+    tune = compress_module.tune
+    monkeypatch.setattr(torch, "set_num_threads", events.append)
+    monkeypatch.setattr(
+        compress_module, "tune", lambda *a, **k: (events.append("tune"), tune(*a, **k))[1]
+    )
+    again(solved)
+    count = torch.get_num_threads()
+    assert events[:2] == [count, "tune"]
+
+
 def test_a_second_run_is_refused(solved: Path) -> None:
     with only_run(solved), pytest.raises(OutputError, match=f"another run is at work in {solved}"):
         again(solved)
