@@ -103,6 +103,7 @@ def zero_shot(
     plan: CompressionPlan | None = None,
     *,
     data: Path | None = None,
+    task_files: Path | None = None,
     limit: int | None = None,
     batch_size: int = 16,
 ) -> pd.DataFrame:
@@ -113,12 +114,14 @@ def zero_shot(
     model, tokenizer
         From `load_model`.
     tasks : sequence of str
-        Names of the harness; with `data`, of `LOCAL_TASKS` or of ``DIR/<task>.jsonl`` as
-        `write_continuation_task` makes it.
+        Names of tasks or groups of the harness; with `data`, of `LOCAL_TASKS` or of
+        ``DIR/<task>.jsonl`` as `write_continuation_task` makes it.
     plan : CompressionPlan, optional
         The uncompressed model is measured without one.
     data : Path, optional
         Folder of local documents; without it the harness downloads its own.
+    task_files : Path, optional
+        Folder of the harness's YAML files for tasks and groups of one's own.
     limit : int, optional
         Documents of each task, the first ones; all if omitted.
     batch_size : int
@@ -127,7 +130,7 @@ def zero_shot(
     Returns
     -------
     DataFrame
-        ``task, metric, accuracy, standard_error, items``, one row per task.
+        ``task, metric, accuracy, standard_error, items``, one row per task or group.
 
     Raises
     ------
@@ -135,7 +138,8 @@ def zero_shot(
         If a local file is missing.
     """
     wanted = [task if data is None else local_task(task, data) for task in tasks]
-    manager = TaskManager(include_defaults=data is None)
+    own = None if task_files is None else str(task_files)
+    manager = TaskManager(include_path=own, include_defaults=data is None and own is None)
     with nullcontext() if plan is None else compressed(model, plan):
         client = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         found = simple_evaluate(
@@ -156,10 +160,17 @@ def zero_shot(
                 "metric": metric,
                 "accuracy": scores[f"{metric},none"],
                 "standard_error": scores[f"{metric}_stderr,none"],
-                "items": found["n-samples"][task]["effective"],
+                "items": _items(found, task),
             }
         )
     return pd.DataFrame(rows)
+
+
+def _items(found: dict[str, Any], task: str) -> int:
+    """Return how many documents were asked of a task, or of all tasks of a group."""
+    if task in found["n-samples"]:
+        return int(found["n-samples"][task]["effective"])
+    return sum(_items(found, subtask) for subtask in found["group_subtasks"][task])
 
 
 def local_task(task: str, data: Path) -> dict[str, Any]:

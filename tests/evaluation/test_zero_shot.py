@@ -73,7 +73,7 @@ def test_accuracy_is_that_of_the_likeliest_choice(model: Model, data: Path) -> N
 
 def test_requests_run_on_the_compressed_cache(model: Model, data: Path) -> None:
     tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, ratio=0.1)
+    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.1)
     found = zero_shot(*model, ["continuation"], plan, data=data).iloc[0]
     with compressed(model[0], plan):
         expected = accuracy_by_hand(model, data)
@@ -88,6 +88,22 @@ def test_all_local_tasks(model: Model, data: Path) -> None:
     assert found["accuracy"].between(0, 1).all()
 
 
+def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -> None:
+    """As mmlu is one: tasks in groups in a group, which the harness counts leaf by leaf."""
+    metric = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
+    inner = {"group": "inner", "task": ["first", "second"]} | metric
+    outer = {"group": "outer", "task": ["inner", "third"]} | metric
+    files = {
+        name: local_task("mmlu", data) | {"task": name} for name in ("first", "second", "third")
+    }
+    for name, content in (files | {"inner": inner, "outer": outer}).items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
+    found = zero_shot(*model, ["outer", "third"], task_files=tmp_path, limit=4)
+    assert list(found["items"]) == [12, 4]
+    assert list(found["metric"]) == ["acc", "acc"]
+    assert found["accuracy"][0] == pytest.approx(found["accuracy"][1])  # three times the same
+
+
 def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
     with pytest.raises(TextError, match=r"no documents for task piqa: .*validation\.jsonl"):
         zero_shot(*model, ["piqa"], data=tmp_path)
@@ -95,7 +111,7 @@ def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
 
 def test_the_registered_model_is_compressed_until_closed(model: Model, data: Path) -> None:
     tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, ratio=0.25)
+    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.25)
     plain = model[0](input_ids=tokens).logits
     with compressed(model[0], plan):
         expected = model[0](input_ids=tokens).logits
@@ -107,7 +123,7 @@ def test_the_registered_model_is_compressed_until_closed(model: Model, data: Pat
 
 def test_the_harness_finds_the_model_by_name(model: Model, data: Path, tmp_path: Path) -> None:
     tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    compress(model[0], tokens, ratio=0.25).save(tmp_path / "plan")
+    compress(model[0], tokens, recipe="eigen-attention", ratio=0.25).save(tmp_path / "plan")
     (tmp_path / "tasks").mkdir()
     task = local_task("continuation", data)
     (tmp_path / "tasks" / "continuation.yaml").write_text(json.dumps(task))  # JSON is YAML
