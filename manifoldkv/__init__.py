@@ -11,11 +11,7 @@ from manifoldkv.basis import (
 )
 from manifoldkv.cache import CompressedCache, compressed
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
-from manifoldkv.compress import (
-    compress,
-    ratio_from_bytes,
-    uniform_ranks,
-)
+from manifoldkv.compress import CompressionConfig, compress, ratio_from_bytes
 from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
     CacheError,
@@ -31,17 +27,46 @@ from manifoldkv.errors import (
     UnsolvableError,
     UnsupportedModelError,
 )
-from manifoldkv.executors import Executor, LocalExecutor, RayExecutor
 from manifoldkv.loading import load_model
 from manifoldkv.models import check_supported
-from manifoldkv.objectives import OBJECTIVES, Objective, Problem, register_objective
+from manifoldkv.objectives import (
+    KQSVD,
+    KSVD,
+    OBJECTIVES,
+    EigenAttention,
+    LayerOutput,
+    Objective,
+    Problem,
+    register_objective,
+)
 from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
 from manifoldkv.quantize import quantize
-from manifoldkv.recipes import RANK_RULES, RECIPES, Recipe
-from manifoldkv.solvers import SOLVERS, Solution, Solver, register_solver
+from manifoldkv.ranks import (
+    RANK_RULES,
+    GivenRanks,
+    Optimal,
+    RankRule,
+    Sequential,
+    Threshold,
+    Uniform,
+    register_rank_rule,
+)
+from manifoldkv.recipes import RECIPES, Recipe
+from manifoldkv.runs.executors import Executor, LocalExecutor, RayExecutor
+from manifoldkv.solvers import (
+    SOLVERS,
+    ClosedForm,
+    Predictor,
+    RiemannianAdam,
+    Solution,
+    Solver,
+    register_solver,
+)
 from manifoldkv.tuning import tune
 
 __all__ = [
+    "KQSVD",
+    "KSVD",
     "OBJECTIVES",
     "RANK_RULES",
     "RECIPES",
@@ -49,31 +74,43 @@ __all__ = [
     "Basis",
     "Batch",
     "CacheError",
+    "ClosedForm",
     "CompressedCache",
+    "CompressionConfig",
     "CompressionPlan",
     "DivergenceError",
+    "EigenAttention",
     "Executor",
     "ExecutorError",
+    "GivenRanks",
     "HeadGrouping",
     "LayerActivations",
     "LayerErrors",
+    "LayerOutput",
     "LayerPlan",
     "LocalExecutor",
     "ManifoldKVError",
     "ModelError",
     "Objective",
+    "Optimal",
     "OutputError",
     "PlanError",
+    "Predictor",
     "Problem",
     "Provenance",
     "Quantization",
     "RankError",
+    "RankRule",
     "RayExecutor",
     "Recipe",
+    "RiemannianAdam",
+    "Sequential",
     "Solution",
     "Solver",
     "TextError",
     "TextSource",
+    "Threshold",
+    "Uniform",
     "UnknownNameError",
     "UnsolvableError",
     "UnsupportedModelError",
@@ -92,8 +129,8 @@ __all__ = [
     "rank_from_ratio",
     "ratio_from_bytes",
     "register_objective",
+    "register_rank_rule",
     "register_solver",
     "sample_tokens",
     "tune",
-    "uniform_ranks",
 ]

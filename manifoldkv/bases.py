@@ -1,9 +1,8 @@
-"""The bases of all layers: found by an executor, kept in a folder as they come."""
+"""The bases of all layers at all candidate ranks: found by an executor, stored as they come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -13,21 +12,20 @@ from transformers import PreTrainedModel
 from manifoldkv.activations import LayerActivations, Rotary, Site, capture
 from manifoldkv.basis import Basis, HeadGrouping, identity_basis
 from manifoldkv.errors import UnsolvableError
-from manifoldkv.executors import Executor, Task
-from manifoldkv.models import decoder_layers
-from manifoldkv.objectives import OBJECTIVES, Problem
 from manifoldkv.plan import plain
+from manifoldkv.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.recipes import Recipe
-from manifoldkv.solvers import SOLVERS
-from manifoldkv.steps import Kept
-from manifoldkv.surfaces import LayerBases
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.executors import Executor, Task
 
-Place = tuple[int, Site, int]
-"""Layer, site and rank."""
+SITES: tuple[Site, Site] = ("key", "value")
+
+Place = tuple[int, Site]
+"""Layer and site."""
 
 
-class Find:
-    """Finds the basis for a site of a layer at a rank, as a plan keeps it.
+class BasisFinder:
+    """Finds the bases of a site of a layer at some ranks, as a plan stores them.
 
     Parameters
     ----------
@@ -40,106 +38,106 @@ class Find:
 
     Raises
     ------
-    UnknownNameError, UnsolvableError
-        If the objective or solver does not exist, or the two do not go together.
+    UnsolvableError
+        If the objective and the solver do not go together.
     """
 
     def __init__(self, recipe: Recipe, rotary: Rotary, seed: int) -> None:
-        self.settings = {
-            "objective": recipe.objective,
-            "solver": recipe.solver,
-            "rotary": rotary,
-            "seed": seed,
-        }
-        self.groupings: dict[Site, str | int] = {
-            "key": recipe.key_grouping,
-            "value": recipe.value_grouping,
-        }
-        self._objective = OBJECTIVES.get(recipe.objective)()
-        self._solver = SOLVERS.get(recipe.solver)()
+        self._recipe = recipe
         self._rotary: Rotary = rotary
         self._seed = seed
-        self._latest: tuple[LayerActivations, Site, Problem] | None = None
-        for site, grouping in self.groupings.items():
-            possible, reason = self._solver.accepts(self._objective, site, grouping)
-            if not possible:
+        for site in SITES:
+            accepted, reason = recipe.solver.accepts(recipe.objective, site, recipe.grouping(site))
+            if not accepted:
                 raise UnsolvableError(reason)
 
-    def __call__(self, activations: LayerActivations, site: Site, rank: int) -> Basis:
-        grouping = HeadGrouping(self.groupings[site], activations.kv_heads)
-        if rank == activations.head_dim:
-            return identity_basis(grouping, rank).like(torch.empty(0, dtype=activations.dtype))
-        basis = self._solver.solve(self._problem(activations, site), rank, self._seed).basis
-        down = plain(basis.down)
-        return Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
+    def __call__(
+        self, activations: LayerActivations, site: Site, ranks: Sequence[int]
+    ) -> Iterator[tuple[int, Basis]]:
+        """Yield every rank with its basis."""
+        grouping = HeadGrouping(self._recipe.grouping(site), activations.kv_heads)
+        problem = self._recipe.objective.problem(activations, site, grouping, self._rotary)
+        for rank in ranks:
+            if rank == activations.head_dim:
+                like = torch.empty(0, dtype=activations.dtype)
+                yield rank, identity_basis(grouping, rank).like(like)
+                continue
+            basis = self._recipe.solver.solve(problem, rank, self._seed).basis
+            down = plain(basis.down)
+            yield rank, Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
 
-    def forget(self) -> None:
-        """Let go of the activations it has seen last."""
-        self._latest = None
-
-    def _problem(self, activations: LayerActivations, site: Site) -> Problem:
-        """The same for all ranks in a row, with what it has computed once."""
-        latest = self._latest
-        if latest is None or latest[0] is not activations or latest[1] != site:
-            grouping = HeadGrouping(self.groupings[site], activations.kv_heads)
-            problem = self._objective.problem(activations, site, grouping, self._rotary)
-            latest = self._latest = (activations, site, problem)
-        return latest[2]
+    def checkpoints(self, checkpoints: Checkpoints, site: Site) -> Checkpoints:
+        """Return the checkpoints for what the bases of a site depend on: all fields, and code."""
+        recipe = self._recipe
+        made = checkpoints.made_by(type(self), type(recipe.objective), type(recipe.solver))
+        return made.keyed(
+            objective=recipe.describe()["objective"],
+            solver=recipe.describe()["solver"],
+            grouping=recipe.grouping(site),
+            rotary=self._rotary,
+            seed=self._seed,
+        )
 
 
 def find_bases(
     model: PreTrainedModel,
     tokens: Tensor,
-    find: Find,
-    ranks: tuple[Sequence[int], Sequence[int]],
+    finder: BasisFinder,
+    candidates: Sequence[CandidateRanks],
     executor: Executor,
     threads: int,
-    kept: Kept,
+    checkpoints: Checkpoints,
 ) -> list[LayerBases]:
-    """Bases of all layers at all ranks for keys and for values, those that are kept and new ones.
+    """Return the bases of all layers at their candidate ranks, stored ones and new ones.
 
-    Every new one is kept before the next is waited for.
+    Every new one is stored before the next is waited for.
+
+    Parameters
+    ----------
+    model, tokens
+        As in `capture`.
+    finder : BasisFinder
+        Finds the missing ones.
+    candidates : sequence of CandidateRanks
+        Of every layer.
+    executor, threads
+        Where bases are found, and on how many threads each.
+    checkpoints : Checkpoints
+        Under the model, the tokens and the number of threads.
     """
     heads = model.config.get_text_config().num_key_value_heads
-    layers = len(decoder_layers(model))
-    found = [LayerBases({}, {}) for _ in range(layers)]
-    total = layers * sum(map(len, ranks))
+    stored = {site: finder.checkpoints(checkpoints, site) for site in SITES}
+    found: list[LayerBases] = []
+    missing: dict[Place, list[int]] = {}
+    for layer, of_layer in enumerate(candidates):
+        found.append(LayerBases({}, {}))
+        for site, ranks in zip(SITES, of_layer, strict=True):
+            for rank in ranks:
+                known = stored[site].read_basis(_name(layer, site, rank), heads)
+                if known is None:
+                    missing.setdefault((layer, site), []).append(rank)
+                else:
+                    found[layer].of(site)[rank] = known
 
+    def tasks() -> Iterator[Task[Place]]:
+        layers = sorted({layer for layer, _ in missing})
+        if not layers:
+            return
+        for activations in capture(model, tokens, layers, folder=checkpoints.folder):
+            for site in SITES:
+                place = (activations.layer, site)
+                if place in missing:
+                    yield Task(place, activations, (site, missing[place]))
+            del activations  # before those of the next layer come
+
+    total = sum(map(len, missing.values()))
     with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
-
-        def settle(place: Place, basis: Basis) -> None:
-            layer, site, rank = place
-            of_site = found[layer].keys if site == "key" else found[layer].values
-            of_site[rank] = basis
+        for (layer, site), (rank, basis) in executor.run(finder, tasks(), threads):
+            stored[site].write_basis(_name(layer, site, rank), basis)
+            found[layer].of(site)[rank] = basis
             bar.update()
-
-        def kept_at(place: Place) -> tuple[Kept, str]:
-            layer, site, rank = place
-            settings = find.settings | {"grouping": find.groupings[site], "place": place}
-            return kept.under(**settings), f"layer-{layer}-{site}-{rank}"
-
-        def tasks() -> Iterator[Task[Place]]:
-            for activations in capture(model, tokens, folder=kept.folder):
-                sites: tuple[Site, Site] = ("key", "value")
-                for site, of_site in zip(sites, ranks, strict=True):
-                    for rank in of_site:
-                        place = (activations.layer, site, rank)
-                        of_place, name = kept_at(place)
-                        known = of_place.read_basis(name, heads)
-                        if known is None:
-                            yield Task(place, activations, (site, rank))
-                        else:
-                            settle(place, known)
-                find.forget()
-                del activations  # before those of the next layer come
-
-        for place, basis in executor.run(find, tasks(), threads):
-            of_place, name = kept_at(place)
-            of_place.write_basis(name, basis)
-            settle(place, basis)
-    return found
+    return [LayerBases(*(dict(sorted(b.of(site).items())) for site in SITES)) for b in found]
 
 
-def versions() -> dict[str, str]:
-    """Of the packages the numbers of a plan depend on."""
-    return {name: version(name) for name in ("manifoldkv", "torch", "transformers", "geoopt")}
+def _name(layer: int, site: Site, rank: int) -> str:
+    return f"layer-{layer}-{site}-{rank}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def sample_tokens(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    sequences: int,
+    sequences: int | None,
     length: int,
     split: Split | None = None,
 ) -> Tensor:
@@ -109,8 +110,10 @@ def sample_tokens(
         From `open_text`.
     tokenizer : PreTrainedTokenizerBase
         The model's.
-    sequences, length : int
-        How many windows, and tokens in each.
+    sequences : int or None
+        How many windows; None for all that the text has.
+    length : int
+        Tokens in each.
     split : {"calibration", "held-out"}, optional
         The whole text if omitted.
 
@@ -124,7 +127,7 @@ def sample_tokens(
     TextError
         If the text is empty or too short; the message says how much there is.
     """
-    wanted = sequences * length
+    wanted = math.inf if sequences is None else sequences * length
     needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
     end = [tokenizer.eos_token_id] if needs_end else []
     ids: list[int] = []
@@ -132,13 +135,16 @@ def sample_tokens(
         if document.strip():
             ids += tokenizer(document, verbose=False)["input_ids"] + end
         if len(ids) >= wanted:
-            return torch.tensor(ids[:wanted]).view(sequences, length)
+            return torch.tensor(ids[: int(wanted)]).view(-1, length)
+    if sequences is None and len(ids) >= length:
+        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     part = f"{split} part of " if split else ""
     if not ids:
         raise TextError(f"the {part}text {source.name} is empty")
     raise TextError(
-        f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences} sequences "
-        f"of {length}: ask for at most {len(ids) // length} sequences, or for shorter ones"
+        f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences or 1} "
+        f"sequences of {length}: ask for at most {len(ids) // length} sequences, or for shorter "
+        "ones"
     )
 
 

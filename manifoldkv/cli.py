@@ -21,15 +21,16 @@ from manifoldkv.diagnostics import diagnose as measure_layers
 from manifoldkv.errors import ExecutorError, ManifoldKVError, OutputError
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.executors import RayExecutor
 from manifoldkv.forecast import Forecast, forecast
 from manifoldkv.loading import load_model
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.output import check_writable
 from manifoldkv.plan import BITS, CompressionPlan, Quantization
-from manifoldkv.recipes import RECIPES, RankRule
+from manifoldkv.ranks import RANK_RULES
+from manifoldkv.recipes import DEFAULT_RECIPE, RECIPES
 from manifoldkv.registry import Registry
 from manifoldkv.report import template, write_report
+from manifoldkv.runs.executors import RayExecutor
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.study_report import write_study_report
 
@@ -74,10 +75,14 @@ def compress(
     ] = 0.5,
     recipe: Annotated[
         str, typer.Option(help=f"One of {', '.join(RECIPES)}; see `manifoldkv recipes`.")
-    ] = "best",
+    ] = DEFAULT_RECIPE,
     out: Annotated[Path, typer.Option(help="Folder of the plan.")] = Path("plan"),
     ranks: Annotated[
-        RankRule | None, typer.Option(help="How ranks are spread, if not as the recipe says.")
+        str | None,
+        typer.Option(
+            help="How ranks are chosen, if not as the recipe says: "
+            f"{', '.join(RANK_RULES.names())}."
+        ),
     ] = None,
     rotary: Annotated[
         Rotary, typer.Option(help="Keys stored before rotation (better) or after it (faster).")
@@ -312,11 +317,19 @@ def solvers(as_json: JsonOption = False) -> None:
 @app.command()
 def recipes(as_json: JsonOption = False) -> None:
     """List the recipes and what they are made of."""
-    facts = {name: asdict(recipe) for name, recipe in RECIPES.items()}
+    facts = {name: recipe.describe() for name, recipe in RECIPES.items()}
     lines = []
     for name, parts in facts.items():
-        lines += [name, *(f"  {part:15} {value}" for part, value in parts.items())]
+        lines += [name, *(f"  {part:15} {_part(value)}" for part, value in parts.items())]
     _print(facts, lines, as_json)
+
+
+def _part(value: Any) -> str:
+    """Return a field of a recipe as a line shows it: a method by its name and its fields."""
+    if not isinstance(value, dict):
+        return str(value)
+    fields = ", ".join(f"{name}={field}" for name, field in value.items() if name != "name")
+    return f"{value['name']}({fields})" if fields else str(value["name"])
 
 
 def main() -> None:
@@ -418,9 +431,10 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
     return [
         f"model   {said.model}",
-        f"bases   {said.objective} by {said.solver} on {said.sequences} × {said.length} tokens of "
-        f"{said.text}, seed {said.seed}, {said.threads} threads, {said.tuning_steps} steps tuned",
-        f"cache   ratio {plan.ratio:.4g} at {said.length} tokens, "
+        f"bases   {said.method('objective')} by {said.method('solver')} on {said.sequences} × "
+        f"{said.length} tokens of {said.text}, seed {said.seed}, {said.threads} threads, "
+        f"{said.tuning_steps} steps tuned",
+        f"cache   ratio {plan.ratio:.4g} at {said.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
         f"        {kept}keys {plan.rotary}-rotation",
         f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, capture
+from manifoldkv.activations import LayerActivations, capture
+from manifoldkv.bases import SITES
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.calibration import TextSource
-from manifoldkv.compress import Settled, settle
+from manifoldkv.compress import CompressionConfig, PreparedRun, prepare
 from manifoldkv.models import decoder_layers
-from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.offloading import is_offloaded
 from manifoldkv.projection import log_probabilities
-from manifoldkv.recipes import RankRule, Recipe
-from manifoldkv.solvers import SOLVERS
-from manifoldkv.surfaces import DIVERGENCE_SEQUENCES, ROWS, SEQUENCES
+from manifoldkv.ranks import Rehearsal
+from manifoldkv.solvers import ClosedForm
 from manifoldkv.tuning import SEQUENCES_PER_STEP
 
 T = TypeVar("T")
@@ -63,15 +62,10 @@ class Forecast:
 def forecast(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
-    *,
-    ratio: float = 0.5,
-    recipe: str | Recipe = "eigen-attention",
-    ranks: RankRule | None = None,
-    rotary: Rotary = "pre",
-    sequences: int | None = None,
-    length: int | None = None,
+    config: CompressionConfig | None = None,
+    **settings: Any,
 ) -> Forecast:
-    """Foretell a run of `compress`, whose parameters these are, on this machine.
+    """Estimate a run of `compress`, whose parameters these are, on this machine.
 
     The first layer is captured on a few sequences, and a part of the work is done on it.
 
@@ -80,19 +74,8 @@ def forecast(
     ManifoldKVError
         What `compress` would raise before any long work.
     """
-    settled = settle(
-        model,
-        tokens,
-        ratio=ratio,
-        recipe=recipe,
-        ranks=ranks,
-        rotary=rotary,
-        quantization=None,
-        seed=0,
-        sequences=sequences,
-        length=length,
-    )
-    tokens, layers, head_dim = settled.tokens, len(settled.windows), settled.head_dim
+    run = prepare(model, tokens, replace(config or CompressionConfig(), **settings))
+    tokens, layers, head_dim = run.tokens, run.budget.layers, run.budget.head_dim
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)
     with torch.no_grad():
         log_probabilities(model, few[:1])  # the first call is slower than all others
@@ -103,60 +86,47 @@ def forecast(
     stock = 2 * layers * activations.kv_heads * head_dim * model.dtype.itemsize
     seconds = {
         "capture": forward + layers * per_layer,
-        "bases": layers * _solving(activations, settled),
-        "ranks": _choosing(activations, settled, forward),
-        "tuning": settled.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
+        "bases": _solving(activations, run),
+        "ranks": run.recipe.ranks.estimated_seconds(_rehearsal(activations, run, forward)),
+        "tuning": run.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
     }
     return Forecast(
         seconds,
         weight_bytes=_weight_bytes(model),
-        activation_bytes=tokens.numel() * _bytes_per_token(activations, settled),
-        cache_bytes=ratio * stock,
+        activation_bytes=tokens.numel() * _bytes_per_token(activations, run),
+        cache_bytes=run.budget.ratio * stock,
         stock_bytes=stock,
     )
 
 
-def _solving(activations: LayerActivations, settled: Settled) -> float:
-    """Seconds for all bases of a layer; activations are of a few sequences."""
-    recipe, share = settled.recipe, activations.sequences / len(settled.tokens)
-    objective = OBJECTIVES.get(recipe.objective)()
-    solver, longer = SOLVERS.get(recipe.solver)().rehearsal(share)
+def _solving(activations: LayerActivations, run: PreparedRun) -> float:
+    """Return the seconds for the bases of all layers; activations are of a few sequences."""
+    recipe, share = run.recipe, activations.sequences / len(run.tokens)
+    solver, longer = recipe.solver.rehearsal(share)
     total = 0.0
-    for (site, width), ranks in zip(settled.find.groupings.items(), settled.ranks, strict=True):
-        grouping = HeadGrouping(width, activations.kv_heads)
-        problem = objective.problem(activations, site, grouping, settled.rotary)
-        solved = [rank for rank in ranks if rank < settled.head_dim]  # all numbers: nothing to do
-        if solved:
-            seconds, _ = _timed(partial(solver.solve, problem, solved[len(solved) // 2]))
+    for site, ranks_of in zip(SITES, zip(*run.candidates, strict=True), strict=True):
+        grouping = HeadGrouping(recipe.grouping(site), activations.kv_heads)
+        problem = recipe.objective.problem(activations, site, grouping, run.config.rotary)
+        solved = [r for ranks in ranks_of for r in ranks if r < run.budget.head_dim]
+        if solved:  # full rank is the identity
+            seconds, _ = _timed(partial(solver.solve, problem, sorted(solved)[len(solved) // 2]))
             total += len(solved) * longer * seconds
     return total
 
 
-def _bytes_per_token(activations: LayerActivations, settled: Settled) -> int:
-    """Of inputs and outputs; then of keys, values, and what attention makes of grouped values."""
+def _rehearsal(activations: LayerActivations, run: PreparedRun, forward: float) -> Rehearsal:
+    candidates = max(len(ranks) for of_layer in run.candidates for ranks in of_layer)
+    return Rehearsal(activations, forward, len(run.tokens), run.budget.layers, candidates)
+
+
+def _bytes_per_token(activations: LayerActivations, run: PreparedRun) -> int:
+    """Return those of inputs and outputs; then of keys, values, and mixtures of grouped values."""
     nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
-    if settled.recipe.solver != "closed-form":
-        width = HeadGrouping(settled.recipe.value_grouping, activations.kv_heads).width
+    if not isinstance(run.recipe.solver, ClosedForm):
+        width = HeadGrouping(run.recipe.value_grouping, activations.kv_heads).width
         heads = 2 * activations.kv_heads + width * activations.query_heads
         nbytes += heads * activations.head_dim * activations.dtype.itemsize
     return nbytes
-
-
-def _choosing(activations: LayerActivations, settled: Settled, forward: float) -> float:
-    """Seconds for the rank rule; a forward pass of a sequence takes `forward`."""
-    candidates, layers = len(settled.ranks[0]), len(settled.windows)
-    sequences = len(settled.tokens)
-    if settled.recipe.ranks == "uniform":
-        return 0.0
-    if settled.recipe.ranks == "optimal":
-        variants = 2 * layers * (candidates - 1)
-        return min(DIVERGENCE_SEQUENCES, sequences) * forward * (1 + variants)
-    grouping = HeadGrouping("shared", activations.kv_heads)
-    problem = OBJECTIVES.get("layer-output")().problem(activations, "key", grouping)
-    basis = problem.initial(activations.head_dim // 2)
-    batch = Batch(torch.arange(1), torch.arange(min(ROWS, activations.length)))
-    seconds, _ = _timed(lambda: problem.loss(basis, batch))
-    return layers * min(SEQUENCES, sequences) * candidates**2 * seconds
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.errors import UnsupportedModelError
 
@@ -28,6 +29,17 @@ def attention_of(layer: nn.Module) -> Any:
 def modeling_module(layer: nn.Module) -> Any:
     """The transformers module that defines a layer's attention, and how it rotates."""
     return sys.modules[type(attention_of(layer)).__module__]
+
+
+def sliding_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the sliding window of every layer, in tokens."""
+    _, keywords = get_layer_types_and_kwargs(config.get_text_config())
+    return tuple(layer.get("sliding_window") for layer in keywords)
+
+
+def cached_tokens(tokens: int, window: int | None) -> int:
+    """Return how many of `tokens` tokens seen a layer caches."""
+    return tokens if window is None else min(tokens, window - 1)
 
 
 def check_supported(model: PreTrainedModel) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,9 +22,10 @@ from manifoldkv.activations import Rotary, Site
 from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
 from manifoldkv.hub import OnHub
+from manifoldkv.models import cached_tokens
 from manifoldkv.output import write_whole
 
-FORMAT = 2
+FORMAT = 3
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 BITS = (2, 3, 4, 8)
@@ -123,7 +123,7 @@ class LayerPlan:
 
     def cached_tokens(self, tokens: int) -> int:
         """How many of `tokens` tokens seen the layer keeps."""
-        return tokens if self.window is None else min(tokens, self.window - 1)
+        return cached_tokens(tokens, self.window)
 
     def exact_tokens(self, tokens: int, recent: int) -> int:
         """How many of these are among the `recent` newest, which are not projected."""
@@ -148,8 +148,11 @@ class Provenance:
         Calibration text.
     sequences, length : int
         Its size.
-    objective, solver : str
-        Registered names.
+    context : int
+        Tokens of the text that the requested ratio is kept for.
+    recipe : dict
+        All fields of the recipe; objective, solver and rank rule by their names and fields
+        (`Recipe.describe`).
     seed : int
         Of everything random.
     requested_ratio : float
@@ -166,13 +169,17 @@ class Provenance:
     text: str
     sequences: int
     length: int
-    objective: str
-    solver: str
+    context: int
+    recipe: dict[str, Any]
     seed: int
     requested_ratio: float
     versions: dict[str, str]
     threads: int
     tuning_steps: int = 0
+
+    def method(self, part: Literal["objective", "solver", "ranks"]) -> str:
+        """Return the name of a part of the recipe."""
+        return str(self.recipe[part]["name"])
 
 
 @dataclass(frozen=True)
@@ -218,8 +225,8 @@ class CompressionPlan(OnHub):
             raise PlanError("a plan needs at least one layer")
         if self.recent < 0:
             raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
-        if self.provenance.length < 1:
-            raise PlanError("a plan needs calibration sequences of one token at least")
+        if min(self.provenance.length, self.provenance.context) < 1:
+            raise PlanError("calibration sequences and the context have one token at least")
         if self.rotary not in ("pre", "post"):
             raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
         for index, layer in enumerate(self.layers):
@@ -252,23 +259,17 @@ class CompressionPlan(OnHub):
 
     @property
     def ratio(self) -> float:
-        """Cached numbers over those of the uncompressed model (Eq. cache ratio).
+        """Cached elements over those of the uncompressed model (Eq. cache ratio).
 
-        With `recent` tokens, at the length of the calibration sequences: less for a longer text,
-        more for a shorter one (`ratio_at`).
+        At the context length that the ratio was asked for. With tokens that stay exact, or with
+        sliding windows, another length has another ratio (`ratio_at`).
         """
-        return self.ratio_at(self.provenance.length)
+        return self.ratio_at(self.provenance.context)
 
     def ratio_at(self, tokens: int) -> float:
-        """Cached numbers of a text of `tokens` tokens over those of the uncompressed model.
-
-        Layers count alike, whatever their windows.
-        """
-        shares = []
-        for layer in self.layers:
-            full = layer.cached_tokens(tokens) * 2 * layer.key.grouping.heads * layer.key.head_dim
-            shares.append(Fraction(layer.numbers(tokens, self.recent), full))
-        return float(sum(shares) / len(shares))
+        """Return the cached elements of a text of some tokens over the uncompressed model's."""
+        cached = sum(layer.numbers(tokens, self.recent) for layer in self.layers)
+        return cached / sum(layer.numbers(tokens, recent=tokens) for layer in self.layers)
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
         """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
@@ -384,7 +385,9 @@ class CompressionPlan(OnHub):
             repository=json.dumps(repo_id),
             model=json.dumps(said.model),
             ratio=self.ratio,
-            length=said.length,
+            length=said.context,
+            objective=said.method("objective"),
+            solver=said.method("solver"),
             rest=f"{bits}{recent}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
@@ -556,8 +559,11 @@ def _plan(
 
 
 def _provenance(said: dict[str, Any]) -> Provenance:
-    numbers = ("sequences", "length", "threads", "tuning_steps")
-    return Provenance(**said | {name: _integer(said, name) for name in numbers})
+    numbers = ("sequences", "length", "context", "threads", "tuning_steps")
+    found = Provenance(**said | {name: _integer(said, name) for name in numbers})
+    for part in ("objective", "solver", "ranks"):
+        found.method(part)
+    return found
 
 
 def _quantization(said: dict[str, Any] | None) -> Quantization | None:

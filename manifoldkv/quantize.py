@@ -16,7 +16,7 @@ from manifoldkv.cache.quantization import group_ranges
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import PlanError, UnknownNameError
 from manifoldkv.plan import CompressionPlan, Quantization, plain
-from manifoldkv.surfaces import follow
+from manifoldkv.runs.progress import follow
 
 Rotation = Literal["none", "pca", "hadamard"]
 ROTATIONS = get_args(Rotation)

@@ -2,79 +2,104 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from manifoldkv.activations import Site
+from manifoldkv.basis import parse_grouping
 from manifoldkv.errors import RankError, UnknownNameError
-
-RankRule = Literal["uniform", "sequential", "threshold", "optimal"]
-RANK_RULES: tuple[RankRule, ...] = get_args(RankRule)
+from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
+from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform
+from manifoldkv.solvers import SOLVERS, ClosedForm, Predictor, RiemannianAdam, Solver
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a plan is made.
 
+    Objective, solver and rank rule may be given by their registered names, which stand for objects
+    with default fields.
+
     Parameters
     ----------
-    objective, solver : str
-        Registered names.
+    objective : Objective
+        What a good basis keeps.
+    solver : Solver
+        How it is found.
     key_grouping, value_grouping : str or int
         Which heads share a basis.
-    ranks : {"uniform", "sequential", "threshold", "optimal"}
-        The rank rule, if `compress` is not given another.
+    ranks : RankRule
+        How the ranks of all layers are chosen.
     recent_share : float
-        Share of the cached numbers that is spent on the newest tokens, kept as they are, at the
-        length of the calibration sequences. In [0, 1).
+        Share of the cached bytes that is spent on the newest tokens, which stay exact, at the
+        context length of the budget. In [0, 1).
     tuning_steps : int
         Of `tune`, at the end; 0 leaves bases as the solver found them.
 
     Raises
     ------
     UnknownNameError
-        If there is no such rank rule.
+        If a name is not registered.
     RankError
-        If the share of the newest tokens is not in [0, 1).
+        If the share of the newest tokens is not in [0, 1), or a grouping is none.
     """
 
-    objective: str
-    solver: str
+    objective: Objective
+    solver: Solver
     key_grouping: str | int = "shared"
     value_grouping: str | int = 1
-    ranks: RankRule = "uniform"
+    ranks: RankRule = field(default_factory=Uniform)
     recent_share: float = 0.0
     tuning_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranks not in RANK_RULES:
-            raise UnknownNameError(
-                f"unknown rank rule {self.ranks!r}; known: {', '.join(RANK_RULES)}"
-            )
+        for name, registry in _REGISTRIES.items():
+            object.__setattr__(self, name, registry.resolve(getattr(self, name)))
+        for name in ("key_grouping", "value_grouping"):
+            object.__setattr__(self, name, parse_grouping(getattr(self, name)))
         if not 0 <= self.recent_share < 1:
             raise RankError(
                 f"the newest tokens can take a share in [0, 1) of the cache, not "
                 f"{self.recent_share:g}"
             )
 
+    def grouping(self, site: Site) -> str | int:
+        """Return which heads share a basis at a site."""
+        return self.key_grouping if site == "key" else self.value_grouping
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields, methods by their names and fields, as a plan's provenance has them."""
+        methods = {
+            name: registry.describe(getattr(self, name)) for name, registry in _REGISTRIES.items()
+        }
+        return asdict(self) | methods
+
+
+_REGISTRIES: dict[str, Any] = {"objective": OBJECTIVES, "solver": SOLVERS, "ranks": RANK_RULES}
 
 RECIPES = {
-    "eigen-attention": Recipe("eigen-attention", "closed-form"),
-    "paper": Recipe("layer-output", "predictor"),
-    "fast": Recipe("layer-output", "riemannian-adam"),
+    "eigen-attention": Recipe(EigenAttention(), ClosedForm()),
+    "paper": Recipe(
+        LayerOutput(),
+        Predictor(),
+        ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
+    ),
+    "fast": Recipe(LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
     "best": Recipe(
-        "kq-svd",
-        "closed-form",
+        KQSVD(),
+        ClosedForm(),
         key_grouping="all",
         value_grouping="all",
-        ranks="optimal",
+        ranks=Optimal(),
         recent_share=0.25,
         tuning_steps=200,
     ),
 }
+DEFAULT_RECIPE = "best"
 
 
 def recipe_named(recipe: str | Recipe) -> Recipe:
-    """A recipe by its name, or itself.
+    """Return a recipe by its name, or itself.
 
     Raises
     ------

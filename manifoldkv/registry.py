@@ -1,10 +1,11 @@
-"""Names for pluggable classes: a decorator for one's own code, entry points for other packages."""
+"""Names for pluggable methods: a decorator for one's own code, entry points for other packages."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from importlib.metadata import EntryPoints, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from manifoldkv.errors import UnknownNameError
 
@@ -45,7 +46,7 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self) -> list[str]:
-        """All known names: registered ones in order of registration, then entry points."""
+        """Return all known names: registered ones in order of registration, then entry points."""
         return list(dict.fromkeys([*self._classes, *(e.name for e in self._entry_points())]))
 
     def get(self, name: str) -> type[T]:
@@ -65,5 +66,30 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"unknown {self._kind} {name!r}; known: {known}")
         return self._classes[name]
 
+    def resolve(self, method: str | T) -> T:
+        """Return a method as it is, or the one called so with its default fields.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is none of this name.
+        """
+        return self.get(method)() if isinstance(method, str) else method
+
+    def describe(self, method: T) -> dict[str, Any]:
+        """Return the name of a method, or that of its class if it has none, and its fields."""
+        cls = type(method)
+        named = {known: name for name, known in self._classes.items()}
+        name = named.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+        fields = _fields(method)
+        return {"name": name} | fields
+
     def _entry_points(self) -> EntryPoints:
         return entry_points(group=self._group)
+
+
+def _fields(method: object) -> dict[str, Any]:
+    """Return the fields of a dataclass; nothing of any other class."""
+    if dataclasses.is_dataclass(method) and not isinstance(method, type):
+        return dataclasses.asdict(method)
+    return {}

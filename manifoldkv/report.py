@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations import LayerActivations, capture
-from manifoldkv.basis import Basis
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.errors import OutputError
 from manifoldkv.evaluation.perplexity import compare
-from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.objectives import EigenAttention
 from manifoldkv.output import write_whole
 from manifoldkv.plan import CompressionPlan, LayerPlan
-from manifoldkv.rank_selection import ErrorSurface, candidate_ranks
-from manifoldkv.surfaces import ROWS, error_surface
+from manifoldkv.ranks.base import LayerBases
+from manifoldkv.ranks.budget import candidate_ranks
+from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
@@ -124,19 +123,12 @@ def _surface(
     activations: LayerActivations, layer: LayerPlan, plan: CompressionPlan
 ) -> ErrorSurface:
     """What other ranks would cost, with EigenAttention's bases in the grouping of the plan."""
-    bases: dict[str, dict[int, Basis | None]] = {}
+    bases = LayerBases({}, {})
     for site, basis in layer.sites:
-        problem = OBJECTIVES.get("eigen-attention")().problem(
-            activations, site, basis.grouping, plan.rotary
-        )
-        ranks = candidate_ranks(activations.head_dim)
-        bases[site] = {
-            rank: None if rank == activations.head_dim else problem.closed_form(rank)
-            for rank in ranks
-        }
-    length = activations.length
-    rows = torch.linspace(0, length - 1, min(ROWS, length)).round().long()
-    return error_surface(activations, bases["key"], bases["value"], rotary=plan.rotary, rows=rows)
+        problem = EigenAttention().problem(activations, site, basis.grouping, plan.rotary)
+        for rank in candidate_ranks(activations.head_dim):
+            bases.of(site)[rank] = problem.closed_form(rank)
+    return layer_surface(activations, bases, plan.rotary, ROWS)
 
 
 class _Drawing:

@@ -5,51 +5,99 @@
     class TestMine(ObjectiveConformance):
         objective = MyObjective()
 
-pytest collects the inherited tests. They run on a tiny random Llama in float64, in seconds.
+pytest collects the inherited tests. They run on tiny random models in float64, in seconds.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from manifoldkv.activations import Batch, LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
+from manifoldkv.basis import Basis, HeadGrouping, identity_basis, orthonormal_basis
 from manifoldkv.errors import DivergenceError, RankError, UnsolvableError
-from manifoldkv.objectives.base import Objective, Problem
-from manifoldkv.objectives.k_svd import KSVD
-from manifoldkv.solvers.base import Solver
+from manifoldkv.models import sliding_windows
+from manifoldkv.objectives import KSVD, OBJECTIVES, Objective, Problem
+from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule
+from manifoldkv.ranks.base import CandidateRanks
+from manifoldkv.solvers import SOLVERS, Solver
 
 HEAD_DIM = 8
 KV_HEADS = 2
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # attention that looks somewhere
+}
+
+
 @cache
 def tiny_activations(dtype: torch.dtype = torch.float64) -> LayerActivations:
-    """Layer 1 of a random Llama with 4 query heads and 2 KV heads of 8, 6 sequences of 16."""
+    """Return layer 1 of a random Llama with 4 query and 2 KV heads of 8, 6 sequences of 16."""
+    return next(iter(capture(_tiny_llama(dtype), tiny_tokens(), [1])))
+
+
+@cache
+def tiny_tokens() -> Tensor:
+    """Return token ids of 6 sequences of 16."""
+    return torch.randint(64, (6, 16), generator=torch.Generator().manual_seed(0))
+
+
+@cache
+def _tiny_llama(dtype: torch.dtype) -> PreTrainedModel:
+    return _random_model(LlamaConfig(**SHAPE), dtype)
+
+
+@cache
+def _tiny_gemma() -> PreTrainedModel:
+    """Return a model with a layer that has a sliding window and one that has none."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=kinds)
+    return _random_model(config, torch.float64)
+
+
+def _random_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=64,
-            initializer_range=0.3,  # attention that looks somewhere
-        )
-        model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
-        tokens = torch.randint(64, (6, 16))
-    return next(iter(capture(model, tokens, [1])))
+        model = AutoModelForCausalLM.from_config(config)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def _random_bases(candidates: Sequence[CandidateRanks]) -> list[LayerBases]:
+    """Return random bases at all candidate ranks; full rank leaves everything as it is."""
+
+    def basis(rank: int, grouping: HeadGrouping) -> Basis:
+        if rank < HEAD_DIM:
+            return random_basis(rank, grouping, rank)
+        return identity_basis(grouping, rank).like(torch.empty(0, dtype=torch.float64))
+
+    shared, apart = HeadGrouping("shared", KV_HEADS), HeadGrouping(1, KV_HEADS)
+    return [
+        LayerBases({r: basis(r, shared) for r in keys}, {r: basis(r, apart) for r in values})
+        for keys, values in candidates
+    ]
 
 
 def random_basis(rank: int, grouping: HeadGrouping, seed: int) -> Basis:
@@ -142,6 +190,9 @@ class ObjectiveConformance:
                 assert best <= problem.loss(random_basis(3, problem.grouping, seed)).item() + 1e-12
             assert best <= problem.loss(problem.initial(3)).item() + 1e-12
 
+    def test_provenance_can_name_it(self) -> None:
+        assert_describable(OBJECTIVES.describe(self.objective))
+
     def test_closed_form_improves_with_rank(self) -> None:
         for problem in self.problems():
             if self.objective.has_closed_form(problem.site, problem.grouping.name)[0]:
@@ -196,6 +247,9 @@ class SolverConformance:
             assert torch.equal(first.down, second.down)
             assert torch.equal(first.up, second.up)
 
+    def test_provenance_can_name_it(self) -> None:
+        assert_describable(SOLVERS.describe(self.solver))
+
     def test_global_random_state_is_left_alone(self) -> None:
         for problem in self.problems():
             before = torch.get_rng_state()
@@ -216,7 +270,7 @@ class SolverConformance:
         for problem in self.problems():
             if not self.solver.solve(problem, 3).history:
                 continue  # a solver that never asks for the loss
-            broken = _Broken(problem)
+            broken = _Broken().problem(problem.activations, problem.site, problem.grouping)
             try:
                 self.solver.solve(broken, 3)
             except DivergenceError as error:
@@ -227,13 +281,70 @@ class SolverConformance:
                 raise AssertionError("a basis is returned although the loss is not a number")
 
 
-class _Broken(Problem):
-    """A problem whose loss is not a number."""
+class RankRuleConformance:
+    """Inherit and set `rule`; narrow `ratios` to what its candidates can keep."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.activations, problem.site, problem.grouping, problem.rotary)
+    rule: RankRule
+    ratios: ClassVar[tuple[float, ...]] = (0.5, 0.7, 1.0)
 
-    def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
+    def budgets(self) -> Iterator[tuple[PreTrainedModel, Budget]]:
+        for model in (_tiny_llama(torch.float64), _tiny_gemma()):
+            windows = sliding_windows(model.config)
+            for ratio, recent_share in product(self.ratios, (0.0, 0.2)):
+                yield model, Budget(ratio, HEAD_DIM, windows, context=16, recent_share=recent_share)
+
+    def problems(self) -> Iterator[RankProblem]:
+        for model, budget in self.budgets():
+            try:
+                candidates = self.rule.candidate_ranks(budget)
+            except RankError:
+                assert budget.recent  # what is left for latents may be too little
+                continue
+            yield RankProblem(model, tiny_tokens(), _random_bases(candidates), budget)
+
+    def test_candidates_are_ranks(self) -> None:
+        for problem in self.problems():
+            candidates = self.rule.candidate_ranks(problem.budget)
+            assert len(candidates) == problem.budget.layers
+            for ranks in (ranks for of_layer in candidates for ranks in of_layer):
+                assert ranks == tuple(sorted(set(ranks)))
+                assert 1 <= ranks[0] <= ranks[-1] <= HEAD_DIM
+
+    def test_choice_is_among_the_candidates_and_within_the_budget(self) -> None:
+        for problem in self.problems():
+            ranks = self.rule.choose(problem)
+            assert problem.budget.cost(ranks) <= problem.budget.latent_elements
+            for (key, value), bases in zip(ranks, problem.bases, strict=True):
+                assert key in bases.keys
+                assert value in bases.values
+
+    def test_choice_is_the_same_again(self) -> None:
+        for problem in self.problems():
+            assert self.rule.choose(problem) == self.rule.choose(problem)
+
+    def test_too_small_a_ratio_is_refused_before_any_work(self) -> None:
+        budget = Budget(0.01, HEAD_DIM, (None, None), context=16)
+        try:
+            self.rule.candidate_ranks(budget)
+        except RankError as error:
+            assert "0.01" in str(error) or "layers" in str(error)
+        else:
+            raise AssertionError("a ratio of 0.01 is accepted")
+
+    def test_provenance_can_name_it(self) -> None:
+        assert_describable(RANK_RULES.describe(self.rule))
+
+
+def assert_describable(description: dict[str, Any]) -> None:
+    """Fail unless a method's name and fields survive JSON, as a plan stores them."""
+    assert isinstance(description["name"], str)
+    assert list(json.loads(json.dumps(description))) == list(description)
+
+
+class _Broken(Objective):
+    """An objective whose loss is not a number."""
+
+    def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
         return basis.down.sum() * float("nan")
 
 

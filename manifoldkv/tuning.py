@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
-from manifoldkv.executors import on_threads
 from manifoldkv.models import decoder_layers
 from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.executors import on_threads
 from manifoldkv.solvers.base import random_sequences
-from manifoldkv.steps import NOWHERE, Kept
 
 BETAS = (0.9, 0.95)
 STEPS_BETWEEN_WRITES = 10
@@ -41,7 +41,7 @@ def tune(
     learning_rate: float = 0.1,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
-    kept: Kept = NOWHERE,
+    checkpoints: Checkpoints | None = None,
 ) -> CompressionPlan:
     """Minimise the divergence of the predictions of the compressed model from the model's own.
 
@@ -64,9 +64,9 @@ def tune(
         is computed again for the gradient.
     seed : int
         Of the order of the sequences.
-    kept : Kept, optional
-        Under all that numbers depend on beside these arguments: where the state is kept every
-        `STEPS_BETWEEN_WRITES` steps. Tuning goes on from what is there, to the same plan.
+    checkpoints : Checkpoints, optional
+        Where the state is stored every `STEPS_BETWEEN_WRITES` steps, under all that the result
+        depends on beside these arguments. Tuning goes on from what is there, to the same plan.
 
     Raises
     ------
@@ -88,11 +88,15 @@ def tune(
     generator = torch.Generator().manual_seed(seed)
     batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
     optimizer = geoopt.optim.RiemannianAdam(bases.parameters(), betas=BETAS, stabilize=10)
-    kept = kept.under(
-        plan=plan.digest(),
-        tuning=[steps, learning_rate, sequences_per_step, seed],
+    checkpoints = (
+        (checkpoints or Checkpoints())
+        .made_by(MovingBases)
+        .keyed(
+            plan=plan.digest(),
+            tuning=[steps, learning_rate, sequences_per_step, seed],
+        )
     )
-    done = _restore(optimizer, kept.read("tuning"))
+    done = _restore(optimizer, checkpoints.read_tensors("tuning"))
     with (
         _frozen(model),
         on_threads(torch.get_num_threads()),
@@ -111,8 +115,8 @@ def tune(
             optimizer.step()
             bar.set_postfix_str(f"{lost:.4f} nats")
             due = (step + 1) % STEPS_BETWEEN_WRITES == 0 or step + 1 == steps
-            if due and kept.folder is not None:
-                kept.write("tuning", _state(optimizer))
+            if due:
+                checkpoints.write_tensors("tuning", _state(optimizer))
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 

@@ -17,11 +17,11 @@ from manifoldkv import (
     Provenance,
     Quantization,
 )
-from manifoldkv.compress import sliding_windows
-from manifoldkv.models import attention_of, decoder_layers, modeling_module
+from manifoldkv.models import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan import config_hash
 
-PROVENANCE = Provenance("tiny", "tokens", 4, 12, "none", "random", 0, 1.0, {"manifoldkv": "0"}, 1)
+RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
+PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)
 
 
 def any_basis(

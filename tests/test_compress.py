@@ -1,26 +1,30 @@
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manifoldkv import (
+    RECIPES,
+    CompressionConfig,
     CompressionPlan,
+    GivenRanks,
     HeadGrouping,
     LayerActivations,
+    LayerOutput,
     PlanError,
+    Predictor,
     Quantization,
     RankError,
     Recipe,
+    RiemannianAdam,
     TextError,
+    Uniform,
     UnknownNameError,
     UnsolvableError,
     UnsupportedModelError,
-    calibration,
     capture,
     compress,
     compressed,
@@ -28,58 +32,25 @@ from manifoldkv import (
     load_model,
     projector_distance,
     quantize,
-    ratio_from_bytes,
-    uniform_ranks,
 )
-from manifoldkv.bases import Find
-from manifoldkv.compress import recent_tokens
+from manifoldkv.bases import BasisFinder
 from manifoldkv.decoder import compressed_output
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.projection import divergence, log_probabilities
-from manifoldkv.rank_selection import candidate_ranks
+from manifoldkv.ranks import PAPER_CANDIDATES, candidate_ranks
 from tests.families import tiny_model, tiny_tokens
-
-
-@given(st.integers(1, 300), st.floats(1e-3, 1))
-def test_uniform_ranks_never_exceed_the_ratio(head_dim: int, ratio: float) -> None:
-    if ratio < 1 / head_dim:
-        with pytest.raises(RankError):
-            uniform_ranks(ratio, head_dim)
-        return
-    key, value = uniform_ranks(ratio, head_dim)
-    assert 1 <= key <= value <= min(key + 1, head_dim)
-    assert key + value <= ratio * 2 * head_dim + 1e-6
-    assert key + value + 1 > ratio * 2 * head_dim - 1e-6
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 1.5, float("nan")])
 def test_impossible_ratios_are_refused(ratio: float) -> None:
-    with pytest.raises(RankError, match="is not"):
+    with pytest.raises(RankError, match=r"not in|too small"):
         compress(tiny_model("llama"), tiny_tokens(), ratio=ratio)
-
-
-@given(st.floats(0.2, 1.2), st.integers(1, 100_000))
-def test_a_budget_in_bytes_is_kept(share: float, tokens: int) -> None:
-    model = tiny_model("llama")
-    stock = 2 * len(model.model.layers) * 2 * 8 * model.dtype.itemsize
-    nbytes = share * stock * tokens
-    ratio = ratio_from_bytes(model, nbytes, tokens=tokens)
-    assert ratio == pytest.approx(min(1, share))
-    key, value = uniform_ranks(ratio, 8)
-    assert (key + value) / 16 * stock * tokens <= nbytes * (1 + 1e-9)
-
-
-def test_no_bytes_are_no_budget() -> None:
-    with pytest.raises(RankError, match="leave room for nothing"):
-        ratio_from_bytes(tiny_model("llama"), 0)
-    with pytest.raises(RankError, match="for 0 tokens"):
-        ratio_from_bytes(tiny_model("llama"), 1000, tokens=0)
 
 
 @pytest.mark.parametrize("rotary", ["pre", "post"])
 def test_eigen_attention_is_its_closed_form(rotary: str) -> None:
     model, tokens = tiny_model("qwen3"), tiny_tokens()
-    plan = compress(model, tokens, ratio=0.5, rotary=rotary)
+    plan = compress(model, tokens, recipe="eigen-attention", ratio=0.5, rotary=rotary)
     assert plan.ratio == 0.5
     for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
         objective = OBJECTIVES.get("eigen-attention")()
@@ -90,13 +61,61 @@ def test_eigen_attention_is_its_closed_form(rotary: str) -> None:
 
 
 def test_the_recipe_of_the_paper() -> None:
+    """Its objective, solver, rank rule and candidates, all in the plan's provenance."""
     model, tokens = tiny_model("llama", num_hidden_layers=1), tiny_tokens(2, 6)
-    plan = compress(model, tokens, ratio=0.6, recipe="paper")
-    assert (plan.provenance.objective, plan.provenance.solver) == ("layer-output", "predictor")
-    assert (plan.layers[0].key.rank, plan.layers[0].value.rank) == (4, 5)
-    assert plan.ratio <= 0.6
-    again = compress(model, tokens, ratio=0.6, recipe="paper")
-    assert torch.equal(plan.layers[0].key.down, again.layers[0].key.down)
+    plan = compress(model, tokens, ratio=0.7, recipe="paper")
+    found = plan.provenance
+    assert found.method("objective") == "layer-output"
+    assert found.recipe["solver"] == {"name": "predictor"} | asdict(Predictor())
+    assert found.recipe["ranks"] == {
+        "name": "sequential",
+        "candidates": PAPER_CANDIDATES,
+        "multiple": 1,
+        "sequences": None,
+        "rows": None,
+    }
+    layer = plan.layers[0]
+    assert {layer.key.rank, layer.value.rank} <= set(candidate_ranks(8, PAPER_CANDIDATES))
+    assert plan.ratio <= 0.7
+    again = compress(model, tokens, ratio=0.7, recipe="paper")
+    assert torch.equal(layer.key.down, again.layers[0].key.down)
+    with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.5"):
+        compress(model, tokens, ratio=0.49, recipe="paper")
+
+
+def test_fields_of_a_method_are_taken() -> None:
+    """An object stands wherever a name may, and other fields are another plan."""
+    model, tokens = tiny_model("llama"), tiny_tokens(4, 12)
+    recipe = Recipe(LayerOutput(), RiemannianAdam(steps=3), ranks=Uniform(multiple=2))
+    plan = compress(model, tokens, recipe=recipe, ratio=0.7)
+    assert plan.provenance.recipe["solver"]["steps"] == 3
+    assert all(basis.rank % 2 == 0 for layer in plan.layers for _, basis in layer.sites)
+    longer = replace(recipe, solver=RiemannianAdam(steps=30))
+    assert compress(model, tokens, recipe=longer, ratio=0.7).digest() != plan.digest()
+
+
+def test_a_config_and_its_fields_are_the_same() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    config = CompressionConfig(ratio=0.6, recipe="eigen-attention", rotary="post", seed=3)
+    given = compress(model, tokens, config)
+    apart = compress(model, tokens, ratio=0.6, recipe="eigen-attention", rotary="post", seed=3)
+    assert given.digest() == apart.digest()
+    assert compress(model, tokens, config, ratio=0.8).ratio == 0.75
+    with pytest.raises(TypeError, match="ration"):
+        compress(model, tokens, ration=0.5)
+
+
+def test_ranks_can_be_given() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    ranks = ((2, 5), (3, 4), (8, 1))
+    plan = compress(
+        model, tokens, recipe="eigen-attention", ratio=0.6, ranks=GivenRanks(ranks=ranks)
+    )
+    assert tuple((layer.key.rank, layer.value.rank) for layer in plan.layers) == ranks
+    with pytest.raises(RankError, match="too small"):
+        compress(model, tokens, ratio=0.4, ranks=GivenRanks(ranks=ranks))
+    with pytest.raises(RankError, match="of 1 layers for 3"):
+        compress(model, tokens, ranks=GivenRanks(ranks=((2, 2),)))
 
 
 def test_an_oblique_recipe_runs() -> None:
@@ -110,7 +129,7 @@ def test_an_oblique_recipe_runs() -> None:
 
 def test_nothing_is_lost_at_ratio_one() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    plan = compress(model, tokens, ratio=1.0)
+    plan = compress(model, tokens, recipe="eigen-attention", ratio=1.0)
     with compressed(model, plan):
         found = model(input_ids=tokens).logits
     assert float((found - model(input_ids=tokens).logits).abs().max()) < 1e-6
@@ -118,7 +137,7 @@ def test_nothing_is_lost_at_ratio_one() -> None:
 
 def test_a_plan_survives_a_file_and_compresses_the_same(tmp_path: Path) -> None:
     model, tokens = tiny_model("mistral"), tiny_tokens()
-    plan = compress(model, tokens)
+    plan = compress(model, tokens, recipe="eigen-attention")
     plan.save(tmp_path)
     logits = []
     for each in (plan, CompressionPlan.load(tmp_path)):
@@ -131,10 +150,10 @@ class TestText:
     def test_a_text_is_read_with_the_models_own_tokenizer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(calibration, "SEQUENCES", 2)
-        monkeypatch.setattr(calibration, "LENGTH", 32)
+        monkeypatch.setattr(import_module("manifoldkv.calibration"), "SEQUENCES", 2)
+        monkeypatch.setattr(import_module("manifoldkv.calibration"), "LENGTH", 32)
         model, _ = load_model("studies/reference_models/reference-llama")
-        plan = compress(model, "pydoc-topics")
+        plan = compress(model, "pydoc-topics", recipe="eigen-attention")
         found = plan.provenance
         assert (found.text, found.sequences, found.length) == ("pydoc-topics", 2, 32)
 
@@ -173,7 +192,12 @@ class TestRefusedBeforeAnyWork:
         # The name of the function hides that of its module.
         monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
         with pytest.raises(PlanError, match="sliding window"):
-            compress(tiny_model("mistral"), tiny_tokens(), quantization=Quantization(4, "kivi"))
+            compress(
+                tiny_model("mistral"),
+                tiny_tokens(),
+                recipe="eigen-attention",
+                quantization=Quantization(4, "kivi"),
+            )
 
     def test_an_unsupported_model(self) -> None:
         model = tiny_model("llama")
@@ -198,7 +222,9 @@ class TestQuantize:
 
     def test_pca_sorts_by_variance(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = quantize(compress(model, tokens), model, tokens, Quantization(8), "pca")
+        plan = quantize(
+            compress(model, tokens, recipe="eigen-attention"), model, tokens, Quantization(8), "pca"
+        )
         for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
             latents = activations.values @ layer.value.down.to(activations.values)
             covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
@@ -207,7 +233,9 @@ class TestQuantize:
 
     def test_static_ranges_hold_the_calibration_data(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(model, tokens, quantization=Quantization(4, group_size=3))
+        plan = compress(
+            model, tokens, recipe="eigen-attention", quantization=Quantization(4, group_size=3)
+        )
         for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
             latents = activations.keys @ layer.key.down.to(activations.keys)
             low, high = layer.key_range.to(latents).unbind(-1)  # (runs, groups)
@@ -218,14 +246,22 @@ class TestQuantize:
 
     def test_twice_is_refused(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(model, tokens, quantization=Quantization(4, "kivi"))
+        plan = compress(
+            model, tokens, recipe="eigen-attention", quantization=Quantization(4, "kivi")
+        )
         with pytest.raises(PlanError, match="quantised already"):
             quantize(plan, model, tokens, Quantization(4))
 
     def test_an_unknown_rotation_is_refused(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(UnknownNameError, match="unknown rotation"):
-            quantize(compress(model, tokens), model, tokens, Quantization(4), "spin")
+            quantize(
+                compress(model, tokens, recipe="eigen-attention"),
+                model,
+                tokens,
+                Quantization(4),
+                "spin",
+            )
 
 
 class TestRankRules:
@@ -234,7 +270,8 @@ class TestRankRules:
     @pytest.mark.parametrize("ratio", [0.26, 0.5, 0.77, 1.0])
     def test_the_ratio_is_never_exceeded(self, rule: str, rotary: str, ratio: float) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(model, tokens, ratio=ratio, ranks=rule, rotary=rotary)
+        recipe = replace(RECIPES["eigen-attention"], ranks=rule)
+        plan = compress(model, tokens, ratio=ratio, recipe=recipe, rotary=rotary)
         assert 0.125 <= plan.ratio <= ratio
         with compressed(model, plan):
             assert model(input_ids=tokens).logits.isfinite().all()
@@ -244,39 +281,39 @@ class TestRankRules:
     ) -> None:
         monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
         with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.125"):
-            compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, ranks="optimal")
+            compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, recipe="best")
 
     @pytest.mark.parametrize("grouping", ["shared", "all"])
     def test_threshold_takes_the_least_error_that_keeps_the_budget(
         self, grouping: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every pair comes from one threshold; a smaller error for all layers costs too much."""
+        """Every pair comes from one error; a smaller error for all layers costs too much."""
         model, tokens = tiny_model("llama"), tiny_tokens()
         recipe = Recipe("eigen-attention", "closed-form", grouping, grouping, ranks="threshold")
-        surfaces_module = import_module("manifoldkv.surfaces")
-        seen = []
-        rule = surfaces_module._threshold_on
-        monkeypatch.setattr(
-            surfaces_module,
-            "_threshold_on",
-            lambda *given: seen.append((given[3], rule(*given))) or seen[-1][1],
-        )
+        module = import_module("manifoldkv.ranks.threshold")
+        search, calls = module._search_on_candidates, []
+
+        def watched(*given: object) -> tuple[int, int]:
+            calls.append((given[3], search(*given)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(module, "_search_on_candidates", watched)
         plan = compress(model, tokens, ratio=0.6, recipe=recipe)
-        totals: dict[float, int] = {}
-        for error, pair in seen:
-            totals[error] = totals.get(error, 0) + sum(pair)
+        cost = {
+            calls[i][0]: sum(sum(p) for _, p in calls[i : i + 3]) for i in range(0, len(calls), 3)
+        }
         chosen = [(layer.key.rank, layer.value.rank) for layer in plan.layers]
-        error = seen[-1][0]
-        assert [pair for _, pair in seen[-3:]] == chosen
-        times_asked = sum(e == error for e, _ in seen) // 3
-        assert totals[error] / times_asked <= 0.6 * 3 * 16
-        assert all(totals[e] > 0.6 * 3 * 16 for e in totals if e < error)
+        assert chosen == [pair for _, pair in calls[-3:]]
+        error = calls[-1][0]
+        assert cost[error] <= 0.6 * 3 * 16
+        assert len(cost) > 2
+        assert all(cost[e] > 0.6 * 3 * 16 for e in cost if e < error)
 
     def test_sequential_follows_its_own_surfaces(self) -> None:
         """Alg. error_surface written out: measure, select, propagate."""
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(model, tokens, ratio=0.6, ranks="sequential")
-        find = Find(Recipe("eigen-attention", "closed-form"), "pre", 0)
+        plan = compress(model, tokens, recipe="eigen-attention", ratio=0.6, ranks="sequential")
+        find = BasisFinder(RECIPES["eigen-attention"], "pre", 0)
         clean = list(capture(model, tokens))
         left = int(0.6 * 3 * 16)
 
@@ -291,7 +328,7 @@ class TestRankRules:
             for key, value in itertools.product(candidate_ranks(8), repeat=2):
                 if key + value <= share:
                     bases = [
-                        find(clean[index], site, rank)
+                        dict(find(clean[index], site, [rank]))[rank]
                         for site, rank in (("key", key), ("value", value))
                     ]
                     errors[key, value] = layer_errors(activations, *bases).layer_output_error
@@ -303,29 +340,13 @@ class TestRankRules:
 class TestRecent:
     RECIPE = Recipe("kq-svd", "closed-form", "all", "all", ranks="optimal", recent_share=0.25)
 
-    @given(
-        st.floats(0.05, 1),
-        st.floats(0, 0.9),
-        st.integers(2, 5000),
-        st.lists(st.none() | st.integers(2, 3000), min_size=1, max_size=4),
-    )
-    def test_recent_tokens_and_the_rest_are_the_ratio(
-        self, ratio: float, share: float, length: int, windows: list[int | None]
-    ) -> None:
-        recipe = Recipe("k-svd", "closed-form", recent_share=share)
-        recent, rest = recent_tokens(recipe, ratio, length, windows)
-        for window in windows:
-            held = length if window is None else min(length, window - 1)
-            assert 0 <= recent <= share * ratio * held * (1 + 1e-9) or window is None
-            assert recent / held + (1 - recent / held) * rest <= ratio + 1e-9
-
     @pytest.mark.parametrize("rule", ["uniform", "optimal"])
     @pytest.mark.parametrize("family", ["llama", "gemma2"])
     def test_the_ratio_holds_at_the_calibration_length(self, family: str, rule: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, 20)
         recipe = replace(self.RECIPE, recent_share=0.5, ranks=rule)
         plan = compress(model, tokens, ratio=0.6, recipe=recipe)
-        assert plan.recent == int(0.5 * 0.6 * (20 if family == "llama" else 5))
+        assert plan.recent == (6 if family == "llama" else 2)
         assert plan.ratio == plan.ratio_at(20) <= 0.6
         assert plan.ratio_at(1000) <= plan.ratio < plan.ratio_at(1)
         with compressed(model, plan):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from manifoldkv import RECIPES, CacheError, ModelError, compress, compressed, load_model
 from manifoldkv.models import decoder_layers
 from manifoldkv.offloading import device_of, load_offloaded, named_weights, resident
-from manifoldkv.steps import digest_of_model
+from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
 

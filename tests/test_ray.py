@@ -18,7 +18,7 @@ from manifoldkv import (
     UnknownNameError,
     compress,
 )
-from manifoldkv.executors import LocalExecutor, Task
+from manifoldkv.runs.executors import LocalExecutor, Task
 from tests.families import tiny_model, tiny_tokens
 
 ray = pytest.importorskip("ray")
@@ -79,24 +79,24 @@ def test_the_ranks_are_those_of_one_process(executor: RayExecutor, rule: str) ->
     assert plan_by(executor, recipe, ratio=0.6).digest() == expected.digest()
 
 
-def ends_its_process_once(activations: object, number: int, mark: Path) -> int:
+def ends_its_process_once(activations: object, number: int, mark: Path) -> Iterator[int]:
     if number == 2 and not mark.exists():
         mark.write_text("")
         os.kill(os.getpid(), signal.SIGKILL)
-    return number
+    yield number
 
 
-def always_ends_its_process(activations: object, number: int) -> int:
+def always_ends_its_process(activations: object, number: int) -> Iterator[int]:
     os.kill(os.getpid(), signal.SIGKILL)
-    return number
+    yield number
 
 
-def takes_its_time(activations: object, number: int) -> tuple[int, str]:
+def takes_its_time(activations: object, number: int) -> Iterator[tuple[int, str]]:
     time.sleep(0.4)
-    return number, ray.get_runtime_context().get_node_id()
+    yield number, ray.get_runtime_context().get_node_id()
 
 
-def fails(activations: object, number: int) -> int:
+def fails(activations: object, number: int) -> Iterator[int]:
     raise UnknownNameError(f"task {number}")
 
 
@@ -147,5 +147,7 @@ def test_tasks_are_drawn_one_by_one_where_there_is_one_process() -> None:
             drawn.append(task.key)
             yield task
 
-    for number, _ in LocalExecutor().run(lambda activations, number: number, numbered(), 1):
+    found = LocalExecutor().run(lambda activations, number: iter((number, -1)), numbered(), 1)
+    for count, (number, result) in enumerate(found):
         assert drawn == list(range(number + 1))
+        assert result == (-1 if count % 2 else number)  # the first before the second is made

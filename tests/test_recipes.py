@@ -1,8 +1,23 @@
 from dataclasses import replace
 
 import pytest
+import typer
 
-from manifoldkv import RECIPES, RankError, Recipe, UnknownNameError, compress, compressed
+from manifoldkv import (
+    KQSVD,
+    RECIPES,
+    CompressionConfig,
+    Optimal,
+    Predictor,
+    RankError,
+    Recipe,
+    Sequential,
+    UnknownNameError,
+    compress,
+    compressed,
+)
+from manifoldkv.cli import app
+from manifoldkv.ranks import PAPER_CANDIDATES
 from manifoldkv.recipes import recipe_named
 from tests.families import tiny_model, tiny_tokens
 
@@ -19,6 +34,28 @@ def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
+def test_names_stand_for_objects_with_default_fields() -> None:
+    assert Recipe("kq-svd", "predictor", "2", ranks="optimal") == Recipe(
+        KQSVD(), Predictor(), 2, ranks=Optimal()
+    )
+
+
+def test_the_paper_and_its_faster_version_differ_in_speed_only() -> None:
+    """The paper's rank rule and candidates; the fast one takes a sample to measure errors on."""
+    paper, fast = RECIPES["paper"], RECIPES["fast"]
+    assert isinstance(paper.ranks, Sequential)
+    assert paper.ranks.candidates == PAPER_CANDIDATES
+    assert paper.ranks.sequences is paper.ranks.rows is None
+    assert replace(fast, solver=paper.solver, ranks=paper.ranks) == paper
+    assert replace(fast.ranks, sequences=None, rows=None) == paper.ranks
+
+
+def test_python_and_the_command_line_have_the_same_default() -> None:
+    shown = typer.main.get_command(app).commands["compress"].params
+    (recipe,) = [p for p in shown if p.name == "recipe"]
+    assert recipe.default == CompressionConfig().recipe
+
+
 def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
     assert recipe_named("best") is RECIPES["best"]
     own = Recipe("k-svd", "closed-form")
@@ -28,8 +65,10 @@ def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: eigen-attention"):
         recipe_named("nothing")
-    with pytest.raises(UnknownNameError, match="unknown rank rule 'best'; known: uniform"):
+    with pytest.raises(UnknownNameError, match=r"unknown rank rule .best.; known: .*uniform"):
         Recipe("k-svd", "closed-form", ranks="best")
+    with pytest.raises(UnknownNameError, match="unknown solver 'none'"):
+        Recipe("k-svd", "none")
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])

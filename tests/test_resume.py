@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, OutputError, Recipe, compress
+from manifoldkv import CompressionPlan, OutputError, Recipe, RiemannianAdam, compress
 from manifoldkv.output import only_run
 from tests.families import tiny_model, tiny_tokens
 
@@ -70,12 +70,14 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 @pytest.fixture
 def solved(tmp_path: Path) -> Path:
     """A folder in which all bases of a closed form are kept."""
-    compress(tiny_model("llama"), tiny_tokens(), folder=tmp_path)
+    compress(tiny_model("llama"), tiny_tokens(), recipe="eigen-attention", folder=tmp_path)
     return tmp_path
 
 
 def again(folder: Path, **options) -> None:
-    compress(tiny_model("llama"), tiny_tokens(), folder=folder, **options)
+    compress(
+        tiny_model("llama"), tiny_tokens(), folder=folder, **{"recipe": "eigen-attention"} | options
+    )
 
 
 def test_what_is_kept_is_not_solved_again(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +93,14 @@ def test_what_ranks_cost_is_not_measured_again(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(folder: Path | None = tmp_path) -> CompressionPlan:
-        return compress(tiny_model("llama"), tiny_tokens(), ranks=rule, folder=folder)
+        recipe = Recipe("eigen-attention", "closed-form", ranks=rule)
+        return compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=folder)
 
-    surfaces = import_module("manifoldkv.surfaces")
-    name, parts = (
-        ("divergence", 4) if rule == "optimal" else ("layer_output", 3)
+    module, name, parts = (
+        ("divergences", "divergence", 4) if rule == "optimal" else ("surfaces", "layer_output", 3)
     )  # sequences, layers
-    measure, calls, last = getattr(surfaces, name), [], math.inf
+    measuring = import_module(f"manifoldkv.ranks.{module}")
+    measure, calls, last = getattr(measuring, name), [], math.inf
 
     def counted(*arguments: object) -> torch.Tensor:
         calls.append(arguments)
@@ -105,7 +108,7 @@ def test_what_ranks_cost_is_not_measured_again(
             raise KeyboardInterrupt
         return measure(*arguments)
 
-    monkeypatch.setattr(surfaces, name, counted)
+    monkeypatch.setattr(measuring, name, counted)
     expected, whole = run(None).digest(), len(calls)
     last = whole + whole // 2 + 1
     with pytest.raises(KeyboardInterrupt):
@@ -116,6 +119,72 @@ def test_what_ranks_cost_is_not_measured_again(
     calls.clear()
     assert run().digest() == expected
     assert not calls
+
+
+MODULE = """
+from dataclasses import dataclass
+
+import helper
+from manifoldkv import Objective, RiemannianAdam
+
+
+@dataclass(frozen=True)
+class Mine(Objective):
+    power: float = 1.0
+
+    def loss(self, problem, basis, batch=None):
+        keys = problem.data(None if batch is None else batch.sequences)
+        lost = keys - basis.project(keys)
+        return {loss} * lost.square().sum().pow(self.power)
+
+
+class Walk(RiemannianAdam):
+    pass
+"""
+
+
+def test_what_other_code_made_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited loss, an edited helper, another field: each is computed again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    sys_modules = import_module("sys").modules
+
+    def bases(loss: str = "1.0", helper: str = "", power: float = 1.0, steps: int = 3) -> set[str]:
+        (tmp_path / "mine.py").write_text(MODULE.replace("{loss}", loss))
+        (tmp_path / "helper.py").write_text(helper)
+        for name in ("mine", "helper"):
+            sys_modules.pop(name, None)
+        import_module("importlib").invalidate_caches()
+        mine = import_module("mine")
+        recipe = Recipe(mine.Mine(power), mine.Walk(steps=steps))
+        compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=tmp_path / "work")
+        return {path.name for path in (tmp_path / "work").glob("layer-*")}
+
+    known: set[str] = set()
+    for changes in (
+        {},
+        {"loss": "keys.abs().mean() * 1.0"},
+        {"helper": "EXPONENT = 2"},
+        {"power": 2.0},
+        {"steps": 4},
+    ):
+        now = bases(**changes)
+        assert len(now) == len(known) + 6  # three layers, two sites
+        known = now
+    assert bases() == known  # what has been is still there
+
+
+def test_code_without_a_source_is_not_stored(tmp_path: Path) -> None:
+    made = type("Nowhere", (RiemannianAdam,), {"__module__": "__main__"})
+    main = import_module("__main__")
+    file = vars(main).pop("__file__", None)
+    try:
+        recipe = Recipe("layer-output", made(steps=1))
+        with pytest.raises(OutputError, match="the source of Nowhere cannot be read"):
+            compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=tmp_path)
+        compress(tiny_model("llama"), tiny_tokens(), recipe=recipe)
+    finally:
+        if file is not None:
+            main.__file__ = file
 
 
 def test_a_damaged_basis_is_named_and_made_again_on_request(solved: Path) -> None:

@@ -18,7 +18,7 @@ from manifoldkv import (
 from manifoldkv.models import decoder_layers
 from manifoldkv.plan import config_hash
 from manifoldkv.projection import divergence, log_probabilities, projected
-from manifoldkv.steps import Kept
+from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.tuning import MovingBases
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
@@ -99,12 +99,18 @@ def test_an_interrupted_tuning_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     expected = tune(model, start, tokens, steps=25)
     monkeypatch.setattr(MovingBases, "differentiate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tune(model, start, tokens, steps=25, kept=Kept(tmp_path))
-    assert tune(model, start, tokens, steps=25, kept=Kept(tmp_path)).digest() == expected.digest()
+        tune(model, start, tokens, steps=25, checkpoints=Checkpoints(tmp_path))
+    assert (
+        tune(model, start, tokens, steps=25, checkpoints=Checkpoints(tmp_path)).digest()
+        == expected.digest()
+    )
     assert len(calls) == 15 + 15  # ten of the first 14 steps were kept
-    assert tune(model, start, tokens, steps=25, kept=Kept(tmp_path)).digest() == expected.digest()
+    assert (
+        tune(model, start, tokens, steps=25, checkpoints=Checkpoints(tmp_path)).digest()
+        == expected.digest()
+    )
     assert len(calls) == 30
-    other = tune(model, start, tokens, steps=24, kept=Kept(tmp_path))
+    other = tune(model, start, tokens, steps=24, checkpoints=Checkpoints(tmp_path))
     assert other.digest() != expected.digest()
     assert len(calls) == 54
 
@@ -129,7 +135,7 @@ def test_held_out_predictions_of_a_trained_model_come_closer() -> None:
     size = {"sequences": 16, "length": 96}
     calibration = sample_tokens(text, tokenizer, **size, split="calibration")
     held_out = sample_tokens(text, tokenizer, **size, split="held-out")
-    start = compress(model, calibration, ratio=0.5)
+    start = compress(model, calibration, recipe="eigen-attention")
     tuned = tune(model, start, calibration, steps=20)
     assert lost(model, tuned, held_out) < 0.95 * lost(model, start, held_out)
 

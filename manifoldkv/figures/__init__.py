@@ -14,7 +14,7 @@ from manifoldkv.figures.paper import (
     rank_profile,
     table_of_results,
 )
-from manifoldkv.figures.style import COLOURS, colour_of, save_figure
+from manifoldkv.figures.style import COLOURS, colour_of, legend_below, save_figure
 
 __all__ = [
     "COLOURS",
@@ -24,6 +24,7 @@ __all__ = [
     "error_against_rank",
     "error_against_seconds",
     "errors_per_layer",
+    "legend_below",
     "perplexities",
     "policies",
     "quantization",

@@ -68,7 +68,8 @@ def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
 def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Perplexity against bytes, exact and rounded latents: a line per method, a point per width.
 
-    Bytes are those of the cache with its scales over those of an uncompressed 16-bit one.
+    Bytes are those of the cache with its scales over those of an uncompressed 16-bit one. Where
+    latents are rotated before they are rounded, which the paper does not do, lines are dashed.
     """
     part = evaluations[evaluations["measure"] == "perplexity"]
     corpora = list(dict.fromkeys(part["of"]))
@@ -76,10 +77,15 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
     names = list(dict.fromkeys(part["method"]))
     for axes, corpus in zip(panels, corpora, strict=True):
         of_corpus = part[part["of"] == corpus]
-        for method, line in of_corpus.groupby("method", sort=False):
-            name = str(method)
-            _line(axes, line, "bytes_ratio", "bits", METHODS.get(name, name), _style(name, names))
-            if name != names[0]:  # labels of other lines would lie over each other
+        exact = of_corpus[of_corpus["bits"] == EXACT_BITS]
+        for (method, rotation), line in of_corpus.groupby(["method", "rotation"], sort=False):
+            name, label = str(method), METHODS.get(str(method), str(method))
+            style = _style(name, names)
+            if rotation != "none":
+                line = pd.concat([exact[exact["method"] == method], line])
+                label, style = f"{label}, rotated ({rotation})", style | {"linestyle": "--"}
+            _line(axes, line, "bytes_ratio", "bits", label, style)
+            if (name, rotation) != (names[0], "none"):  # other labels would lie over each other
                 continue
             means = line.groupby("bits")[["bytes_ratio", "value"]].mean()
             for bits, (x, y) in means.iterrows():

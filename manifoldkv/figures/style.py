@@ -25,7 +25,9 @@ ERROR_LABELS = {
     "layer_output_error": "layer-output error",
     "cosine_similarity": "cosine similarity",
 }
-TITLE_SIZE, CHARACTERS_PER_INCH = 8, 16
+TITLE_SIZE, CHARACTERS_PER_INCH = 9, 14
+HANDLE_CHARACTERS = 7
+"""The room that the line of a legend's entry takes, in characters."""
 _SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
 
 
@@ -51,12 +53,14 @@ def title_above(figure: Figure, title: str) -> None:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
+    """Draw the legend of one panel below all of them, in as many columns as there is room for."""
     handles, labels = axes.get_legend_handles_labels()
+    column_width = (max(map(len, labels), default=0) + HANDLE_CHARACTERS) / CHARACTERS_PER_INCH
     figure.legend(
         handles,
         labels,
         loc="outside lower center",
-        ncols=max(1, min(len(labels), 7, int(figure.get_figwidth() / 1.3))),
+        ncols=max(1, min(len(labels), int(figure.get_figwidth() / column_width))),
         fontsize=8,
         frameon=False,
     )

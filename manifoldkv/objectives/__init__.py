@@ -1,6 +1,5 @@
-"""Objectives: each turns one layer's activations into a problem over bases."""
+"""Objectives: each states what a good basis keeps."""
 
-from manifoldkv.objectives import eigen_attention, k_svd, kq_svd, layer_output
 from manifoldkv.objectives.base import (
     OBJECTIVES,
     Objective,
@@ -8,15 +7,19 @@ from manifoldkv.objectives.base import (
     Site,
     register_objective,
 )
+from manifoldkv.objectives.eigen_attention import EigenAttention
+from manifoldkv.objectives.k_svd import KSVD
+from manifoldkv.objectives.kq_svd import KQSVD
+from manifoldkv.objectives.layer_output import LayerOutput
 
 __all__ = [
+    "KQSVD",
+    "KSVD",
     "OBJECTIVES",
+    "EigenAttention",
+    "LayerOutput",
     "Objective",
     "Problem",
     "Site",
-    "eigen_attention",
-    "k_svd",
-    "kq_svd",
-    "layer_output",
     "register_objective",
 ]

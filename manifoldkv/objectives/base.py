@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,22 +13,83 @@ from torch import Tensor
 from manifoldkv.activations import Batch, LayerActivations, Rotary, Site
 from manifoldkv.basis import Basis, HeadGrouping, check_rank
 from manifoldkv.errors import UnsolvableError
-from manifoldkv.objectives.linear_algebra import gram_by_run, leading_basis
+from manifoldkv.objectives.linear_algebra import gram_by_group, leading_basis
 from manifoldkv.registry import Registry
 
 __all__ = ["OBJECTIVES", "Batch", "Objective", "Problem", "Rotary", "Site", "register_objective"]
 
-
 SEQUENCES_AT_A_TIME = 8
 
+T = TypeVar("T")
 
-class Problem(ABC):
-    """Minimise a loss over the bases of one site of one layer.
 
-    Subclasses write `loss` and may write `closed_form` and `initial`.
+@dataclass(frozen=True)
+class Objective(ABC):
+    """States what a good basis keeps: a loss over the bases of one site of one layer.
+
+    Subclasses write `loss`, and may write `closed_form` (with `has_closed_form`) and `initial`.
+    Hyper-parameters are fields of a subclass that is a frozen dataclass too. What concerns one
+    layer is in the `Problem` that every method is given.
+    """
+
+    full_batch_is_cheap: ClassVar[bool] = False
+    """Whether the loss over all data costs less than over a sample, because the data enter through
+    sums that are made once (Gram matrices, say). Keys and values are not stored then."""
+
+    @abstractmethod
+    def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
+        """Return the scalar to minimise, differentiable in the basis.
+
+        It may depend on ``down upᵀ`` only, must not be negative, and must vanish where ``down upᵀ``
+        is the identity.
+
+        Parameters
+        ----------
+        problem : Problem
+            The layer, the site, and which heads share a basis.
+        basis : Basis
+            Where the loss is asked for.
+        batch : Batch, optional
+            The sequences and query rows that count; all of the data if omitted.
+        """
+
+    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        """Return whether `closed_form` exists here, and the reason if it does not."""
+        return False, f"{type(self).__name__} has no closed form"
+
+    def closed_form(self, problem: Problem, rank: int) -> Basis:
+        """Return the exact minimiser, where one is known.
+
+        Raises
+        ------
+        UnsolvableError
+            If none is.
+        """
+        raise UnsolvableError(self.has_closed_form(problem.site, problem.grouping.name)[1])
+
+    def initial(self, problem: Problem, rank: int) -> Basis:
+        """Return an orthonormal basis that is cheap and good to start from: here K-SVD's."""
+        gram = problem.summed(lambda part: gram_by_group(problem.data(part), problem.grouping))
+        return leading_basis(gram, rank, problem.grouping, problem.activations.dtype)
+
+    def problem(
+        self,
+        activations: LayerActivations,
+        site: Site,
+        grouping: HeadGrouping,
+        rotary: Rotary = "pre",
+    ) -> Problem:
+        """Return the problem of finding a basis; the parameters are those of `Problem`."""
+        return Problem(self, activations, site, grouping, rotary)
+
+
+class Problem:
+    """An objective on the calibration data of one site of one layer: what a solver minimises.
 
     Parameters
     ----------
+    objective : Objective
+        Whose loss it is.
     activations : LayerActivations
         Calibration data.
     site : {"key", "value"}
@@ -37,58 +100,73 @@ class Problem(ABC):
         Whether keys are projected before or after rotation; without effect on values.
     """
 
-    full_batch_is_cheap = False
-    """Whether the loss over everything costs less than over a sample (it does on Gram matrices)."""
-
     def __init__(
         self,
+        objective: Objective,
         activations: LayerActivations,
         site: Site,
         grouping: HeadGrouping,
         rotary: Rotary = "pre",
     ) -> None:
+        self.objective = objective
         self.activations = activations
         self.site: Site = site
         self.grouping = grouping
         self.rotary: Rotary = rotary
+        self._computed: dict[str, Any] = {}
 
-    @abstractmethod
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
-        """Scalar to minimise, differentiable in the basis; over all the data without a batch.
-
-        The loss may depend on ``down upᵀ`` only, must not be negative, and must vanish where
-        ``down upᵀ`` is the identity.
-        """
+        """Return the objective's loss, see `Objective.loss`."""
+        return self.objective.loss(self, basis, batch)
 
     def closed_form(self, rank: int) -> Basis:
-        """The exact minimiser, where one is known.
+        """Return the exact minimiser, see `Objective.closed_form`.
 
         Raises
         ------
+        RankError
+            If the rank is not between 1 and head_dim.
         UnsolvableError
-            If none is.
+            If no closed form is known.
         """
-        raise UnsolvableError(f"{type(self).__name__} has no closed form")
+        check_rank(rank, self.activations.head_dim)
+        return self.objective.closed_form(self, rank)
 
     def initial(self, rank: int) -> Basis:
-        """An orthonormal basis that is cheap and good to start from: K-SVD's, if not overridden."""
+        """Return the orthonormal basis to start from, see `Objective.initial`.
+
+        Raises
+        ------
+        RankError
+            If the rank is not between 1 and head_dim.
+        """
         check_rank(rank, self.activations.head_dim)
-        gram = self.summed(lambda part: gram_by_run(self.data(part), self.grouping))
-        return leading_basis(gram, rank, self.grouping, self.activations.dtype)
+        return self.objective.initial(self, rank)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
-        """The keys or values a basis projects, of some sequences or all: (s, H_kv, n, d).
+        """Return the keys or values a basis projects, of some sequences or all: (s, H_kv, n, d).
 
-        They are kept for the steps to come.
+        They are stored for the steps to come, unless the objective needs each number only once.
         """
+        if self.objective.full_batch_is_cheap:
+            batch = None if sequences is None else Batch(sequences)
+            made = self.activations.projections(self.rotary, batch)
+            return made.keys if self.site == "key" else made.values
         if self.site == "key":
             return self.activations.keys_in(self.rotary, sequences)
         return self.activations.values_of(sequences)
 
+    def once(self, compute: Callable[[Problem], T]) -> T:
+        """Return what `compute` makes of this problem, computed at the first call only."""
+        name = compute.__qualname__
+        if name not in self._computed:
+            self._computed[name] = compute(self)
+        return self._computed[name]
+
     def summed(
         self, compute: Callable[[Tensor], Tensor], sequences: Tensor | None = None
     ) -> Tensor:
-        """Sum of what is computed from a few sequences at a time, of some sequences or all."""
+        """Return the sum of what is computed from a few sequences at a time, of some or of all."""
         if sequences is None:
             sequences = torch.arange(self.activations.sequences)
         first, *others = sequences.split(SEQUENCES_AT_A_TIME)
@@ -98,41 +176,25 @@ class Problem(ABC):
         return total
 
     def statistics(self) -> Tensor:
-        """Mean and variance of every feature, [μ; σ²], Eq. (dkv_stats): (groups, 2·width·d)."""
+        """Return mean and variance of every feature, [μ; σ²], Eq. (dkv_stats).
+
+        Returns
+        -------
+        Tensor
+            (groups, 2·width·d)
+        """
         known, grouping = self.activations, self.grouping
-        heads = grouping.heads // grouping.width // grouping.groups  # in one group, side by side
+        heads = grouping.heads // grouping.width // grouping.groups  # of one basis, side by side
         count = known.sequences * known.length * heads
 
         def rows(part: Tensor) -> Tensor:
-            runs = grouping.split(self.data(part)).transpose(0, 1)  # (runs, s, n, width·d)
-            return runs.unflatten(0, (grouping.groups, heads)).flatten(1, 3)
+            by_group = grouping.split(self.data(part)).transpose(0, 1)  # (H/width, s, n, width·d)
+            return by_group.unflatten(0, (grouping.groups, heads)).flatten(1, 3)
 
         mean = self.summed(lambda part: rows(part).sum(dim=1)) / count  # (groups, width·d)
-        centred = mean.unsqueeze(1)
-        variance = self.summed(lambda part: (rows(part) - centred).square().sum(dim=1)) / count
+        centre = mean.unsqueeze(1)
+        variance = self.summed(lambda part: (rows(part) - centre).square().sum(dim=1)) / count
         return torch.cat([mean, variance], dim=-1)
-
-
-class Objective(ABC):
-    """Builds problems. Subclass, write `problem`, and register the class under a name.
-
-    Registered names are accepted by every study; an objective with a closed form says so in
-    `has_closed_form`.
-    """
-
-    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
-        """Whether `Problem.closed_form` exists here, and the reason if it does not."""
-        return False, f"{type(self).__name__} has no closed form"
-
-    @abstractmethod
-    def problem(
-        self,
-        activations: LayerActivations,
-        site: Site,
-        grouping: HeadGrouping,
-        rotary: Rotary = "pre",
-    ) -> Problem:
-        """The problem of finding a basis for `site`. Parameters as in `Problem`."""
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective", "manifoldkv.objectives")

@@ -1,19 +1,21 @@
-"""Quadratic problems: losses that depend on the data through Gram matrices alone."""
+"""Quadratic objectives: losses that depend on the data through Gram matrices alone."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cached_property
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, check_rank
-from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.basis import Basis
+from manifoldkv.objectives.base import Batch, Objective, Problem, Site
 from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_form
 
 
-class GramProblem(Problem):
+@dataclass(frozen=True)
+class GramObjective(Objective):
     """Minimise Σ_g tr(Dᵀ G_g D W_g) / Σ_g tr(G_g W_g) with D = I - down upᵀ.
 
     G is the Gram matrix of what is projected, the weight W says how much each direction of the
@@ -21,25 +23,24 @@ class GramProblem(Problem):
     residual ``x - x down upᵀ``, seen through W, relative to that of x itself.
     """
 
-    full_batch_is_cheap = True
+    full_batch_is_cheap: ClassVar[bool] = True
 
     @abstractmethod
-    def matrices(self, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """G and W of some sequences (None: all) by run, both (runs, width·d, width·d), float64."""
+    def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return G and W of some sequences (None: all) by head group.
 
-    def data(self, sequences: Tensor | None = None) -> Tensor:
-        """As in `Problem`, but not kept: a Gram matrix needs each number once."""
-        batch = None if sequences is None else Batch(sequences)
-        made = self.activations.projections(self.rotary, batch)
-        return made.keys if self.site == "key" else made.values
+        Returns
+        -------
+        tuple of Tensor
+            Both (H/width, width·d, width·d), float64.
+        """
 
-    @cached_property
-    def _whole(self) -> tuple[Tensor, Tensor | None]:
-        return self.matrices(None)
-
-    def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
-        gram, weight = self._whole if batch is None else self.matrices(batch.sequences)
-        # The leading axis of `gram` is runs; a shared basis has one group and broadcasts.
+    def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
+        if batch is None:
+            gram, weight = problem.once(self._all_matrices)
+        else:
+            gram, weight = self.matrices(problem, batch.sequences)
+        # The leading axis of `gram` is head groups; a shared basis has one and broadcasts.
         projector = basis.projector().to(gram.dtype)
         residual = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - projector
         if weight is None:
@@ -48,16 +49,21 @@ class GramProblem(Problem):
         lost = ((gram @ residual) * (residual @ weight)).sum()
         return (lost / (gram * weight).sum()).to(basis.down.dtype)
 
-    def closed_form(self, rank: int) -> Basis:
-        """Leading eigenvectors of G; with a weight, the oblique pair of `weighted_closed_form`."""
-        check_rank(rank, self.activations.head_dim)
-        dtype = self.activations.dtype
-        gram, weight = self._whole
-        if weight is None:
-            return leading_basis(gram, rank, self.grouping, dtype)
-        down, up = weighted_closed_form(gram, weight, rank * self.grouping.width)
-        return Basis(down.to(dtype), up.to(dtype), self.grouping)
+    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        return True, ""
 
-    def initial(self, rank: int) -> Basis:
-        check_rank(rank, self.activations.head_dim)
-        return leading_basis(self._whole[0], rank, self.grouping, self.activations.dtype)
+    def closed_form(self, problem: Problem, rank: int) -> Basis:
+        """Return leading eigenvectors of G; with a weight, the pair of `weighted_closed_form`."""
+        gram, weight = problem.once(self._all_matrices)
+        dtype, grouping = problem.activations.dtype, problem.grouping
+        if weight is None:
+            return leading_basis(gram, rank, grouping, dtype)
+        down, up = weighted_closed_form(gram, weight, rank * grouping.width)
+        return Basis(down.to(dtype), up.to(dtype), grouping)
+
+    def initial(self, problem: Problem, rank: int) -> Basis:
+        gram, _ = problem.once(self._all_matrices)
+        return leading_basis(gram, rank, problem.grouping, problem.activations.dtype)
+
+    def _all_matrices(self, problem: Problem) -> tuple[Tensor, Tensor | None]:
+        return self.matrices(problem, None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, Site
-from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.activations import Batch
+from manifoldkv.basis import Basis
 from manifoldkv.decoder import (
     attention_output,
     layer_output,
@@ -18,75 +18,65 @@ from manifoldkv.decoder import (
     select_head_rows,
     whole,
 )
-from manifoldkv.objectives.base import Objective, Problem, register_objective
+from manifoldkv.objectives.base import Objective, Problem, Site, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.placement import Placement
 
 
-class LayerOutputProblem(Problem):
-    """Minimise Δ: the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F.
+@register_objective("layer-output")
+@dataclass(frozen=True)
+class LayerOutput(Objective):
+    """Error at the output of the decoder layer; iterative solvers only.
 
-    Keys are solved with values exact and the other way round. On some query rows only, the error
-    of the rows is scaled to the whole sequence and divided by the norm of the whole output.
+    Minimises Δ: the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F. Keys are solved with
+    values exact and the other way round. On some query rows only, the error of the rows is scaled
+    to the whole sequence and divided by the norm of the whole output. The start is EigenAttention's
+    basis.
     """
 
-    def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
-        batch = batch or whole(self.activations)
-        if self.site == "key":
-            attention = attention_output(
-                self.activations, key_basis=basis, rotary=self.rotary, batch=batch
-            )
+    def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
+        known = problem.activations
+        batch = batch or whole(known)
+        if problem.site == "key":
+            attention = attention_output(known, key_basis=basis, rotary=problem.rotary, batch=batch)
         else:
-            mixed = select_head_rows(self._mixed_values, batch).to(self.activations.device)
+            mixed = select_head_rows(problem.once(_mixed_values), batch).to(known.device)
             attention = project_mixed_values(mixed, basis)
-        output = layer_output(self.activations, attention, batch)
-        exact = self.activations.outputs_of(batch)
+        output = layer_output(known, attention, batch)
+        exact = known.outputs_of(batch)
         error = torch.linalg.vector_norm(output - exact, dim=(1, 2))  # (b,)
-        rows = self.activations.length if batch.rows is None else len(batch.rows)
-        scale = (self.activations.length / rows) ** 0.5
-        return (scale * error / self._output_norms[batch.sequences]).mean()
-
-    def initial(self, rank: int) -> Basis:
-        """EigenAttention's basis."""
-        return self._start.initial(rank)
-
-    @cached_property
-    def _start(self) -> Problem:
-        return EigenAttention().problem(self.activations, self.site, self.grouping, self.rotary)
-
-    @cached_property
-    def _output_norms(self) -> Tensor:
-        one_by_one = whole(self.activations).sequences.split(1)
-        outputs = (self.activations.outputs_of(Batch(one)) for one in one_by_one)
-        return torch.stack([torch.linalg.vector_norm(x) for x in outputs])  # (S,)
-
-    @cached_property
-    def _mixed_values(self) -> Tensor:
-        """Constant while keys are exact: computed once, (S, H_q, n, width·d)."""
-        known = self.activations
-        features = self.grouping.width * known.head_dim
-        shape = (known.sequences, known.query_heads, known.length, features)
-        nbytes = math.prod(shape) * known.dtype.itemsize
-        mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.dtype)
-        with torch.no_grad():
-            for sequence in whole(known).sequences.split(1):
-                of_one = mixed_values(known, self.grouping, Batch(sequence))
-                mixed[sequence] = of_one.to(mixed.device)
-        return mixed
-
-
-@register_objective("layer-output")
-class LayerOutput(Objective):
-    """Error at the output of the decoder layer; iterative solvers only."""
+        rows = known.length if batch.rows is None else len(batch.rows)
+        scale = (known.length / rows) ** 0.5
+        return (scale * error / problem.once(_output_norms)[batch.sequences]).mean()
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
         return False, "layer-output has no closed form: the layer is not linear in its bases"
 
-    def problem(
-        self,
-        activations: LayerActivations,
-        site: Site,
-        grouping: HeadGrouping,
-        rotary: Rotary = "pre",
-    ) -> LayerOutputProblem:
-        return LayerOutputProblem(activations, site, grouping, rotary)
+    def initial(self, problem: Problem, rank: int) -> Basis:
+        return problem.once(_eigen_problem).initial(rank)
+
+
+def _eigen_problem(problem: Problem) -> Problem:
+    return EigenAttention().problem(
+        problem.activations, problem.site, problem.grouping, problem.rotary
+    )
+
+
+def _output_norms(problem: Problem) -> Tensor:
+    """Return the norm of the layer's output by sequence, (S,)."""
+    one_by_one = whole(problem.activations).sequences.split(1)
+    outputs = (problem.activations.outputs_of(Batch(one)) for one in one_by_one)
+    return torch.stack([torch.linalg.vector_norm(x) for x in outputs])
+
+
+def _mixed_values(problem: Problem) -> Tensor:
+    """Return attention-weighted values, constant while keys are exact: (S, H_q, n, width·d)."""
+    known = problem.activations
+    features = problem.grouping.width * known.head_dim
+    shape = (known.sequences, known.query_heads, known.length, features)
+    nbytes = math.prod(shape) * known.dtype.itemsize
+    mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.dtype)
+    with torch.no_grad():
+        for sequence in whole(known).sequences.split(1):
+            mixed[sequence] = mixed_values(known, problem.grouping, Batch(sequence)).to(mixed)
+    return mixed

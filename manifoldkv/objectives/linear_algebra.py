@@ -11,16 +11,16 @@ RELATIVE_FLOOR = 1e-10
 """Eigenvalues of a weight below this share of the largest count as this share."""
 
 
-def gram_by_run(x: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Gram matrices of x (S, H, n, d) in float64, by run of grouped heads, summed over S and n."""
-    runs = grouping.split(x).transpose(0, 1).flatten(1, 2).double()  # (runs, S·n, width·d)
-    return runs.mT @ runs
+def gram_by_group(x: Tensor, grouping: HeadGrouping) -> Tensor:
+    """Gram matrices of x (S, H, n, d) in float64, by head group, summed over S and n."""
+    groups = grouping.split(x).transpose(0, 1).flatten(1, 2).double()  # (H/width, S·n, width·d)
+    return groups.mT @ groups
 
 
 def block_diagonal(blocks: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Per-head blocks (H, d, d) on the diagonal of each run: (runs, width·d, width·d)."""
-    by_run = blocks.unflatten(0, (-1, grouping.width))  # (runs, width, d, d)
-    return torch.stack([torch.block_diag(*run) for run in by_run])
+    """Per-head blocks (H, d, d) on the diagonal of each head group: (groups, width·d, width·d)."""
+    by_group = blocks.unflatten(0, (-1, grouping.width))  # (H/width, width, d, d)
+    return torch.stack([torch.block_diag(*group) for group in by_group])
 
 
 def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
@@ -29,7 +29,7 @@ def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
 
 
 def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.dtype) -> Basis:
-    """The orthonormal basis that keeps most of the trace of Gram matrices given by run."""
+    """The orthonormal basis that keeps most of the trace of Gram matrices given by head group."""
     if grouping.groups == 1:
         gram = gram.sum(dim=0, keepdim=True)
     columns = leading_eigenvectors(gram, rank * grouping.width)
@@ -45,13 +45,13 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     Parameters
     ----------
     gram, weight : Tensor
-        Positive semidefinite, (runs, p, p). Eigenvalues of the weight are kept above
+        Positive semidefinite, (groups, p, p). Eigenvalues of the weight are kept above
         `RELATIVE_FLOOR` of the largest, so that its inverse exists.
 
     Returns
     -------
     tuple of Tensor
-        down and up, (runs, p, count).
+        down and up, (groups, p, count).
     """
     values, vectors = torch.linalg.eigh(weight)
     values = torch.maximum(values, RELATIVE_FLOOR * values[..., -1:])

@@ -1,8 +1,9 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
-The bases of a plan are independent of each other (each is found on the clean activations of its
-layer), and so is what a rank costs under the threshold and the optimal rule: any executor finds the
-same. What depends on the layers below (the sequential rule, tuning) is not given to an executor.
+The bases of a site of a layer are independent of all others (they are found on the clean
+activations of that layer), and so is what a rank costs under the threshold and the optimal rule:
+any executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
+given to an executor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Task(NamedTuple, Generic[Key]):
-    """Something to be computed, ``function(data, *arguments)``, and a name for it."""
+    """What yields some results, ``function(data, *arguments)``, and a name for it."""
 
     key: Key
     data: Any
@@ -34,14 +35,14 @@ class Executor(ABC):
 
     @abstractmethod
     def run(
-        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+        self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
         """Yield keys and results as they are finished; tasks are drawn as there is room for them.
 
         Parameters
         ----------
         function : callable
-            Of the data and the arguments of a task.
+            Of the data and the arguments of a task; an iterator over its results.
         tasks : iterable of Task
             Consecutive ones that need the same data hold the same object: it travels once.
         threads : int
@@ -55,17 +56,17 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """One task after the other, in this process."""
+    """Runs one task after the other in this process, and yields a result as soon as it is there."""
 
     def run(
-        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+        self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
         for task in tasks:
-            with on_threads(threads):
-                found = function(task.data, *task.arguments)
             key = task.key
+            with on_threads(threads):
+                for found in function(task.data, *task.arguments):
+                    yield key, found
             del task  # its data may go before the next come
-            yield key, found
 
 
 LOCAL = LocalExecutor()
@@ -104,7 +105,7 @@ class RayExecutor(Executor):
                 raise ExecutorError(f"no Ray cluster at {address!r}: {error}") from error
 
     def run(
-        self, function: Callable[..., Result], tasks: Iterable[Task[Key]], threads: int
+        self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
         ray = self._ray
         remote = ray.remote(_run_on_threads).options(num_cpus=threads, max_retries=self._retries)
@@ -120,13 +121,15 @@ class RayExecutor(Executor):
             (done,), _ = ray.wait(list(waiting), num_returns=1)
             key = waiting.pop(done)
             try:
-                yield key, ray.get(done)
+                results = ray.get(done)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise ExecutorError(
                     f"task {key} was lost {self._retries + 1} times: {error}"
                 ) from error
+            for found in results:
+                yield key, found
 
     def _as_there_is_room(
         self, tasks: Iterable[Task[Key]], waiting: dict[Any, Key], threads: int
@@ -160,10 +163,10 @@ def on_threads(count: int) -> Iterator[None]:
 
 
 def _run_on_threads(
-    function: Callable[..., Result], threads: int, data: Any, *arguments: Any
-) -> Result:
+    function: Callable[..., Iterator[Result]], threads: int, data: Any, *arguments: Any
+) -> list[Result]:
     with on_threads(threads):
-        return function(data, *arguments)
+        return list(function(data, *arguments))
 
 
 def executor_named(executor: str | Executor) -> Executor:

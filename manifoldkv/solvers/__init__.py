@@ -1,14 +1,16 @@
 """Solvers: each finds a basis that makes the loss of a problem small."""
 
-from manifoldkv.solvers import closed_form, predictor, riemannian_adam
 from manifoldkv.solvers.base import SOLVERS, Solution, Solver, register_solver
+from manifoldkv.solvers.closed_form import ClosedForm
+from manifoldkv.solvers.predictor import Predictor
+from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
 __all__ = [
     "SOLVERS",
+    "ClosedForm",
+    "Predictor",
+    "RiemannianAdam",
     "Solution",
     "Solver",
-    "closed_form",
-    "predictor",
     "register_solver",
-    "riemannian_adam",
 ]

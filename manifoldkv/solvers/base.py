@@ -41,8 +41,9 @@ class Solution:
     status: Status
 
 
+@dataclass(frozen=True)
 class Solver(ABC):
-    """Minimises a problem. Hyper-parameters are fields of the subclass."""
+    """Minimises a problem. Hyper-parameters are fields of a subclass, a frozen dataclass too."""
 
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int

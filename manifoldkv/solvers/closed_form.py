@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from manifoldkv.objectives.base import Objective, Problem
@@ -9,6 +10,7 @@ from manifoldkv.solvers.base import Solution, Solver, register_solver
 
 
 @register_solver("closed-form")
+@dataclass(frozen=True)
 class ClosedForm(Solver):
     """Asks the problem for its closed form."""
 

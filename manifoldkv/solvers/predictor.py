@@ -47,7 +47,7 @@ class Predictor(Solver):
     """Trains one `BasisPredictor` per basis with AdamW under a cosine schedule.
 
     The defaults are the paper's. The history is the mean training loss of each epoch; it is what
-    patience watches.
+    patience watches, and the basis at the end of the epoch with the lowest one is the solution.
 
     Parameters
     ----------
@@ -96,6 +96,7 @@ class Predictor(Solver):
         )
         generator = torch.Generator().manual_seed(seed)
         history: list[float] = []
+        best = torch.empty(0)
         status: Status = "all steps taken"
         for epoch in progress(range(self.epochs), problem):
             total = 0.0
@@ -109,12 +110,13 @@ class Predictor(Solver):
                 optimizer.step()
                 schedule.step()
             history.append(total / sequences)
+            if history[-1] == min(history):
+                with torch.no_grad():
+                    best = self._predict(predictors, statistics, problem).down
             if self._without_improvement(history) >= self.patience:
                 status = "stopped early"
                 break
-        with torch.no_grad():
-            columns = self._predict(predictors, statistics, problem).down
-        return Solution(orthonormal_basis(columns, problem.grouping), history, status)
+        return Solution(orthonormal_basis(best, problem.grouping), history, status)
 
     def _build(self, problem: Problem, statistics: Tensor, rank: int, seed: int) -> nn.ModuleList:
         hidden = self.hidden_per_head_dim * problem.activations.head_dim

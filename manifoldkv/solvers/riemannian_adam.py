@@ -37,8 +37,8 @@ class RiemannianAdam(Solver):
     become the rows that are fitted. Steps are long, and the noise they leave is averaged away: the
     solution is the subspace nearest to those of the second half of the steps (the leading
     eigenvectors of the mean of their projectors), while the learning rate falls to zero along a
-    cosine. A problem whose whole loss is cheap (`Problem.full_batch_is_cheap`) is solved on all its
-    data: there is no noise, and the last point counts. The history is the loss of each step.
+    cosine. Where the whole loss is cheap (`Objective.full_batch_is_cheap`), all data are taken:
+    there is no noise, and the last point counts. The history is the loss of each step.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class RiemannianAdam(Solver):
         steps = self._steps(problem)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
-        averaged = not problem.full_batch_is_cheap
+        averaged = not problem.objective.full_batch_is_cheap
         late_projectors = torch.zeros((), dtype=torch.float64, device=start.device)
         for step in progress(range(steps), problem):
             loss = problem.loss(
@@ -105,7 +105,7 @@ class RiemannianAdam(Solver):
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
 
     def _steps(self, problem: Problem) -> int:
-        if problem.full_batch_is_cheap:
+        if problem.objective.full_batch_is_cheap:
             return self.steps
         enough = self.visits * problem.activations.sequences / self.sequences_per_step
         return max(1, min(self.steps, math.floor(enough)))
@@ -121,7 +121,7 @@ class RiemannianAdam(Solver):
         return torch.linalg.qr(normal).Q.to(problem.activations.cos)
 
     def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
-        if problem.full_batch_is_cheap:
+        if problem.objective.full_batch_is_cheap:
             return None
         activations = problem.activations
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)

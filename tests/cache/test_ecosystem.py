@@ -20,7 +20,7 @@ MODEL = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-
 def written() -> tuple[PreTrainedModel, object, CompressionPlan, str]:
     """A model, its tokenizer, a plan, and what the model writes with it."""
     model, tokenizer = load_model(str(MODEL))
-    plan = compress(model, "docstrings", sequences=4, length=64)
+    plan = compress(model, "docstrings", recipe="eigen-attention", sequences=4, length=64)
     inputs = tokenizer("Return the sum of", return_tensors="pt")
     with compressed(model, plan):
         output = model.generate(**inputs, max_new_tokens=8, do_sample=False)

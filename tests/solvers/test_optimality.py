@@ -40,7 +40,7 @@ def test_riemannian_adam_finds_the_optimum_pymanopt_finds(site, grouping):
     method on the Grassmannian with derivatives written by hand."""
     activations = tiny_activations()
     problem = KQSVD().problem(activations, site, HeadGrouping(grouping, KV_HEADS))
-    gram, weight = (x.numpy() for x in problem.matrices(None))
+    gram, weight = (x.numpy() for x in problem.objective.matrices(problem, None))
     groups = [range(KV_HEADS)] if grouping == "shared" else [[h] for h in range(KV_HEADS)]
     best = sum(grassmann_optimum(gram[list(g)], weight[list(g)]) for g in groups)
     best /= np.einsum("hij,hij->", gram, weight)

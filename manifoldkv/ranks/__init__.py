@@ -1,0 +1,35 @@
+"""Which ranks every layer gets: what measures their cost, and the rules that choose."""
+
+from manifoldkv.ranks.base import (
+    RANK_RULES,
+    LayerBases,
+    RankProblem,
+    RankRule,
+    Rehearsal,
+    register_rank_rule,
+)
+from manifoldkv.ranks.budget import CANDIDATES, PAPER_CANDIDATES, Budget, Ranks, candidate_ranks
+from manifoldkv.ranks.given import GivenRanks
+from manifoldkv.ranks.optimal import Optimal
+from manifoldkv.ranks.sequential import Sequential
+from manifoldkv.ranks.threshold import Threshold
+from manifoldkv.ranks.uniform import Uniform
+
+__all__ = [
+    "CANDIDATES",
+    "PAPER_CANDIDATES",
+    "RANK_RULES",
+    "Budget",
+    "GivenRanks",
+    "LayerBases",
+    "Optimal",
+    "RankProblem",
+    "RankRule",
+    "Ranks",
+    "Rehearsal",
+    "Sequential",
+    "Threshold",
+    "Uniform",
+    "candidate_ranks",
+    "register_rank_rule",
+]

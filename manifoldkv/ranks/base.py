@@ -1,0 +1,144 @@
+"""What a rank rule is given, and what it promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import LayerActivations, Rotary, Site
+from manifoldkv.basis import Basis
+from manifoldkv.ranks.budget import CANDIDATES, Budget, Ranks, candidate_ranks
+from manifoldkv.registry import Registry
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.executors import LOCAL, Executor
+
+CandidateRanks = tuple[tuple[int, ...], tuple[int, ...]]
+"""Key ranks and value ranks of a layer, each ascending."""
+
+
+@dataclass(frozen=True)
+class LayerBases:
+    """Bases of one layer at several ranks.
+
+    Parameters
+    ----------
+    keys, values : dict
+        Rank to Basis.
+    """
+
+    keys: dict[int, Basis]
+    values: dict[int, Basis]
+
+    def of(self, site: Site) -> dict[int, Basis]:
+        """Return those of a site."""
+        return self.keys if site == "key" else self.values
+
+
+@dataclass(frozen=True)
+class RankProblem:
+    """What a rank rule chooses from.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The uncompressed model.
+    tokens : Tensor
+        Calibration token ids, (sequences, length).
+    bases : sequence of LayerBases
+        Of every layer, at the candidate ranks of the rule.
+    budget : Budget
+        What the cache may take.
+    rotary : {"pre", "post"}
+        Whether keys are projected before or after rotation.
+    executor : Executor
+        Where independent measurements may run.
+    checkpoints : Checkpoints
+        Where measurements are stored, under all that the bases depend on.
+    """
+
+    model: PreTrainedModel
+    tokens: Tensor
+    bases: Sequence[LayerBases]
+    budget: Budget
+    rotary: Rotary = "pre"
+    executor: Executor = LOCAL
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A small part of a run, from which the time of all of it is estimated.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        Of the first layer, on a few sequences.
+    forward_seconds : float
+        Of a forward pass of the model on one sequence.
+    sequences, layers, candidates : int
+        Calibration sequences, layers, and candidate ranks of a site.
+    """
+
+    activations: LayerActivations
+    forward_seconds: float
+    sequences: int
+    layers: int
+    candidates: int
+
+
+@dataclass(frozen=True)
+class RankRule(ABC):
+    """Chooses the key rank and the value rank of every layer. Subclasses write `choose`.
+
+    Parameters
+    ----------
+    candidates : tuple of float
+        Shares of head_dim that are tried for keys and for values, in (0, 1].
+    multiple : int
+        Ranks are multiples of this (and head_dim); 16 makes decoding fastest.
+    """
+
+    candidates: tuple[float, ...] = CANDIDATES
+    multiple: int = 1
+
+    def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
+        """Return, for every layer, the ranks that `choose` wants bases at.
+
+        Raises
+        ------
+        RankError
+            If no choice of them is within the budget.
+        """
+        ranks = candidate_ranks(budget.head_dim, self.candidates, self.multiple)
+        if not ranks:
+            budget.check([(budget.head_dim, budget.head_dim)] * budget.layers)
+            ranks = (budget.head_dim,)
+        budget.check([(ranks[0], ranks[0])] * budget.layers)
+        return [(ranks, ranks)] * budget.layers
+
+    @abstractmethod
+    def choose(self, problem: RankProblem) -> list[Ranks]:
+        """Return the ranks of every layer, among its candidates and within the budget.
+
+        Parameters
+        ----------
+        problem : RankProblem
+            Bases at the candidate ranks, and what to measure them on.
+
+        Raises
+        ------
+        RankError
+            If the budget cannot be kept.
+        """
+
+    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
+        """Return about how long `choose` will take."""
+        return 0.0
+
+
+RANK_RULES: Registry[RankRule] = Registry("rank rule", "manifoldkv.rank_rules")
+register_rank_rule = RANK_RULES.register

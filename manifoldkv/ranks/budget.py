@@ -1,0 +1,136 @@
+"""How much of the cache the ranks of all layers may take, and which ranks are tried."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from manifoldkv.errors import RankError
+from manifoldkv.models import cached_tokens
+
+CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+"""Shares of head_dim that are tried for keys and for values: of 128, nearly all multiples of 16."""
+PAPER_CANDIDATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""The paper's five trained ranks, and the full one."""
+TOLERANCE = 1e-9
+
+Ranks = tuple[int, int]
+"""Key rank and value rank of a layer, per KV head."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The elements that all layers together may cache of a text of `context` tokens.
+
+    Elements are counted per KV head: all layers have the same number of heads and the same
+    head_dim, so that their sum is proportional to the bytes of the cache. Layers with a sliding
+    window cache fewer tokens, and count for less.
+
+    Parameters
+    ----------
+    ratio : float
+        Largest share of the elements of the uncompressed cache, in (0, 1].
+    head_dim : int
+        d, of every head.
+    windows : tuple of (int or None)
+        Sliding window of every layer, in tokens.
+    context : int
+        Tokens of the text that the budget is stated for.
+    recent_share : float
+        Share of the elements that is spent on the newest tokens, which stay exact; in [0, 1).
+
+    Raises
+    ------
+    RankError
+        If the ratio is not in (0, 1], or the context is not positive.
+    """
+
+    ratio: float
+    head_dim: int
+    windows: tuple[int | None, ...]
+    context: int
+    recent_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise RankError(f"ratio {self.ratio:g} is not in (0, 1]")
+        if self.context < 1:
+            raise RankError(f"a budget for a context of {self.context} tokens: one is the least")
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def full(self) -> int:
+        """Elements of the uncompressed cache."""
+        return 2 * self.head_dim * sum(self._cached)
+
+    @cached_property
+    def recent(self) -> int:
+        """How many of the newest tokens stay exact."""
+        allowed = self.recent_share * self.ratio * self.full + TOLERANCE
+        return bisect_right(range(self.context + 1), allowed, key=self._exact_elements) - 1
+
+    @cached_property
+    def latent_tokens(self) -> tuple[int, ...]:
+        """How many tokens every layer caches as latents."""
+        return tuple(cached - min(cached, self.recent) for cached in self._cached)
+
+    @cached_property
+    def latent_elements(self) -> int:
+        """What is left for latents, after the tokens that stay exact."""
+        return int(self.ratio * self.full + TOLERANCE) - self._exact_elements(self.recent)
+
+    def cost(self, ranks: Sequence[Ranks]) -> int:
+        """Return the elements of all latents at some ranks of every layer."""
+        pairs = zip(self.latent_tokens, ranks, strict=True)
+        return sum(tokens * (key + value) for tokens, (key, value) in pairs)
+
+    def check(self, cheapest: Sequence[Ranks]) -> None:
+        """Raise `RankError` if not even the cheapest ranks of every layer fit."""
+        needed = self.cost(cheapest)
+        if needed > self.latent_elements:
+            smallest = (self._exact_elements(self.recent) + needed) / self.full
+            raise RankError(
+                f"ratio {self.ratio:.3g} is too small for the candidate ranks; the smallest "
+                f"feasible ratio is {smallest:.4g}"
+            )
+
+    @cached_property
+    def _cached(self) -> tuple[int, ...]:
+        return tuple(cached_tokens(self.context, window) for window in self.windows)
+
+    def _exact_elements(self, recent: int) -> int:
+        return 2 * self.head_dim * sum(min(cached, recent) for cached in self._cached)
+
+
+def candidate_ranks(
+    head_dim: int, ratios: Sequence[float] = CANDIDATES, multiple: int = 1
+) -> tuple[int, ...]:
+    """Return the ranks nearest to shares of head_dim, ascending and without repetition.
+
+    Parameters
+    ----------
+    head_dim : int
+        The largest possible rank.
+    ratios : sequence of float
+        In (0, 1].
+    multiple : int
+        Ranks are multiples of this (and head_dim); 16 makes decoding fastest.
+
+    Raises
+    ------
+    RankError
+        If a ratio is not in (0, 1], or the multiple is not positive.
+    """
+    for ratio in ratios:
+        if not 0 < ratio <= 1:
+            raise RankError(f"candidate ratio {ratio:g} is not in (0, 1]")
+    if multiple < 1:
+        raise RankError(f"ranks cannot be multiples of {multiple}")
+    rounded = {round(ratio * head_dim / multiple) * multiple for ratio in ratios if ratio < 1}
+    full = {head_dim} if 1 in ratios else set()
+    return tuple(sorted({r for r in rounded if 0 < r < head_dim} | full))

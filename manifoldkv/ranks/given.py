@@ -1,0 +1,35 @@
+"""Ranks of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manifoldkv.basis import check_rank
+from manifoldkv.errors import RankError
+from manifoldkv.ranks.base import CandidateRanks, RankProblem, RankRule
+from manifoldkv.ranks.budget import Budget, Ranks
+
+
+@dataclass(frozen=True)
+class GivenRanks(RankRule):
+    """Ranks that are known already: another plan's, say, to compare bases at equal ranks.
+
+    Parameters
+    ----------
+    ranks : tuple of tuple of int
+        Key rank and value rank of every layer.
+    """
+
+    ranks: tuple[Ranks, ...] = ()
+
+    def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
+        if len(self.ranks) != budget.layers:
+            raise RankError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
+        for pair in self.ranks:
+            for rank in pair:
+                check_rank(rank, budget.head_dim)
+        budget.check(self.ranks)
+        return [((key,), (value,)) for key, value in self.ranks]
+
+    def choose(self, problem: RankProblem) -> list[Ranks]:
+        return list(self.ranks)

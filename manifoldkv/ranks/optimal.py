@@ -1,0 +1,96 @@
+"""Ranks over all layers at once, by what they cost the model's predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.budget import Budget, Ranks
+from manifoldkv.ranks.divergences import divergences
+from manifoldkv.ranks.surfaces import ErrorSurface
+
+
+@register_rank_rule("optimal")
+@dataclass(frozen=True)
+class Optimal(RankRule):
+    """The allocation with the smallest sum of divergences over layers and sites.
+
+    The divergence of the model's predictions is measured for every layer, site and candidate rank
+    by itself (`divergences`); the allocation under the budget is exact (`allocate`).
+
+    Parameters
+    ----------
+    candidates, multiple
+        As in `RankRule`.
+    sequences : int
+        Calibration sequences that predictions are compared on, the first ones.
+    """
+
+    sequences: int = 8
+
+    def choose(self, problem: RankProblem) -> list[Ranks]:
+        return allocate(divergences(problem, self.sequences), problem.budget)
+
+    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
+        variants = 2 * rehearsal.layers * (rehearsal.candidates - 1)
+        sequences = min(self.sequences, rehearsal.sequences)
+        return sequences * rehearsal.forward_seconds * (1 + variants)
+
+
+def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
+    """Return the pairs of ranks with the smallest sum of costs: a multiple-choice knapsack.
+
+    Exact, by dynamic programming over the allocations that no other beats in both elements and
+    cost. Of equal sums the one with fewer elements wins.
+
+    Parameters
+    ----------
+    costs : sequence of ErrorSurface
+        What each pair of each layer costs in quality. The sum should predict the damage to the
+        model.
+    budget : Budget
+        For all layers.
+
+    Raises
+    ------
+    RankError
+        If not even the cheapest pairs fit.
+    """
+    budget.check([(min(c.key_ranks), min(c.value_ranks)) for c in costs])
+    elements, sums = np.zeros(1, dtype=np.int64), np.zeros(1)  # of the best allocations so far
+    choices: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    tables = [surface.pairs() for surface in costs]
+    for tokens, pairs in zip(budget.latent_tokens, tables, strict=True):
+        prices = np.array([tokens * (key + value) for _, key, value in pairs])
+        errors = np.array([error for error, _, _ in pairs])
+        all_elements = (elements[:, None] + prices).ravel()
+        all_sums = (sums[:, None] + errors).ravel()
+        best = _undominated(all_elements, all_sums, budget.latent_elements)
+        choices.append((best // len(pairs), best % len(pairs)))
+        elements, sums = all_elements[best], all_sums[best]
+    ranks: list[Ranks] = []
+    state = len(sums) - 1  # the smallest sum
+    for pairs, (before, chosen) in zip(reversed(tables), reversed(choices), strict=True):
+        _, key, value = pairs[int(chosen[state])]
+        ranks.append((key, value))
+        state = int(before[state])
+    return ranks[::-1]
+
+
+def _undominated(
+    elements: NDArray[np.int64], sums: NDArray[np.float64], most: int
+) -> NDArray[np.int64]:
+    """Return the indices of allocations that none with as few elements beats, by rising elements.
+
+    Allocations of more than `most` elements are left out.
+    """
+    order = np.lexsort((sums, elements))
+    order = order[elements[order] <= most]
+    least_before = np.minimum.accumulate(sums[order])
+    improves = np.ones(len(order), dtype=bool)
+    improves[1:] = sums[order][1:] < least_before[:-1]
+    return order[improves]

@@ -1,0 +1,153 @@
+"""The paper's rule: layer by layer, on what the compressed layers below leave of the inputs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from manifoldkv.activations import LayerActivations, capture
+from manifoldkv.decoder import compressed_output
+from manifoldkv.errors import RankError
+from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.budget import Budget, Ranks
+from manifoldkv.ranks.surfaces import (
+    ROWS,
+    SEQUENCES,
+    ErrorSurface,
+    layer_surface,
+    seconds_of_an_error,
+    surface_from_tensors,
+    surface_to_tensors,
+)
+from manifoldkv.runs.progress import follow
+
+logger = logging.getLogger(__name__)
+
+
+@register_rank_rule("sequential")
+@dataclass(frozen=True)
+class Sequential(RankRule):
+    """The paper's greedy rule (Alg. error_surface), one layer after the other.
+
+    A layer takes the pair with the lowest layer-output error among those that cost at most the
+    average of what is left, τ = B / (tokens left to cache); what it does not spend is left to later
+    layers. Errors are measured on inputs that have passed the compressed layers below. Surfaces on
+    which a larger rank has a larger error, as every rank is a solution of its own, are reported by
+    a warning.
+
+    Parameters
+    ----------
+    candidates, multiple
+        As in `RankRule`.
+    sequences : int or None
+        Calibration sequences that errors are measured on, the first ones; None for all of them
+        (the paper).
+    rows : int or None
+        Query rows of each, spread evenly; None for all of them (the paper).
+    """
+
+    sequences: int | None = SEQUENCES
+    rows: int | None = ROWS
+
+    def choose(self, problem: RankProblem) -> list[Ranks]:
+        return sequential_ranks(problem, self.sequences, self.rows)[0]
+
+    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
+        of_one = seconds_of_an_error(rehearsal.activations, self.rows)
+        sequences = min(self.sequences or rehearsal.sequences, rehearsal.sequences)
+        return rehearsal.layers * sequences * rehearsal.candidates**2 * of_one
+
+
+def sequential_ranks(
+    problem: RankProblem, sequences: int | None = None, rows: int | None = None
+) -> tuple[list[Ranks], list[ErrorSurface]]:
+    """Return the ranks of the paper's rule, and the surfaces it saw (Alg. error_surface).
+
+    Parameters
+    ----------
+    problem : RankProblem
+        What the rule chooses from.
+    sequences, rows : int or None
+        As in `Sequential`.
+    """
+    tokens = problem.tokens[:sequences]
+    checkpoints = problem.checkpoints.keyed(
+        ranks="sequential", budget=asdict(problem.budget), sequences=len(tokens), rows=rows
+    )
+    selection = Selection(problem.budget)
+    surfaces: list[ErrorSurface] = []
+
+    def take(surface: ErrorSurface) -> None:
+        rising = surface.rising_steps()
+        if rising:
+            index = len(surfaces)
+            logger.warning("layer %d: %d steps to a larger rank raise the error", index, rising)
+        surfaces.append(surface)
+        selection.select(surface)
+
+    known = [checkpoints.read_tensors(f"surface-{i}") for i in range(len(problem.bases))]
+    if None not in known:
+        for tensors in known:
+            assert tensors is not None
+            take(surface_from_tensors(tensors))
+        return selection.ranks, surfaces
+
+    def propagate(activations: LayerActivations) -> Tensor:
+        bases, (key, value) = problem.bases[activations.layer], selection.ranks[activations.layer]
+        x = activations.cos
+        key_basis, value_basis = bases.keys[key].like(x), bases.values[value].like(x)
+        return compressed_output(activations, key_basis, value_basis, rotary=problem.rotary)
+
+    layers = capture(problem.model, tokens, propagate=propagate)
+    for activations in follow(layers, len(problem.bases)):
+        index = activations.layer
+        tensors = known[index]
+        if tensors is None:
+            surface = layer_surface(activations, problem.bases[index], problem.rotary, rows)
+            checkpoints.write_tensors(f"surface-{index}", surface_to_tensors(surface))
+        else:
+            surface = surface_from_tensors(tensors)
+        take(surface)
+    return selection.ranks, surfaces
+
+
+class Selection:
+    """The greedy choice itself.
+
+    Parameters
+    ----------
+    budget : Budget
+        For all layers.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._tokens = budget.latent_tokens
+        self._elements_left = budget.latent_elements
+        self.ranks: list[Ranks] = []
+
+    @property
+    def share(self) -> float:
+        """What r_K + r_V of the next layer may be: the average of what is left."""
+        tokens_left = sum(self._tokens[len(self.ranks) :])
+        return self._elements_left / tokens_left if tokens_left else float("inf")
+
+    def select(self, surface: ErrorSurface) -> Ranks:
+        """Return the ranks of the next layer.
+
+        Raises
+        ------
+        RankError
+            If no candidate fits.
+        """
+        pair = surface.best(self.share)
+        if pair is None:
+            raise RankError(
+                f"no candidate pair of layer {len(self.ranks)} fits its share of the budget, "
+                f"r_K + r_V = {self.share:.4g}; the cheapest is "
+                f"{min(surface.key_ranks) + min(surface.value_ranks)}"
+            )
+        self._elements_left -= self._tokens[len(self.ranks)] * sum(pair)
+        self.ranks.append(pair)
+        return pair

@@ -1,0 +1,166 @@
+"""Error surfaces: the layer-output error of one layer for every pair of candidate ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldkv.activations import Batch, LayerActivations, Rotary
+from manifoldkv.basis import Basis, HeadGrouping, identity_basis
+from manifoldkv.decoder import layer_output, mixed_values, project_mixed_values, whole
+from manifoldkv.objectives.layer_output import LayerOutput
+from manifoldkv.ranks.base import LayerBases
+from manifoldkv.ranks.budget import TOLERANCE, Ranks
+
+SEQUENCES = 16
+ROWS = 64
+"""How much of the calibration data error surfaces are measured on, unless a rule says otherwise."""
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorSurface:
+    """The layer-output error of one layer for every pair of candidate ranks.
+
+    Parameters
+    ----------
+    key_ranks, value_ranks : tuple of int
+        Candidates, ascending.
+    errors : Tensor
+        (key ranks, value ranks), float64: Δ(r_K, r_V), or any other cost of a pair.
+    """
+
+    key_ranks: tuple[int, ...]
+    value_ranks: tuple[int, ...]
+    errors: Tensor
+
+    def pairs(self) -> list[tuple[float, int, int]]:
+        """Return error, key rank and value rank of every pair."""
+        return [
+            (float(self.errors[i, j]), key, value)
+            for i, key in enumerate(self.key_ranks)
+            for j, value in enumerate(self.value_ranks)
+        ]
+
+    def best(self, share: float) -> Ranks | None:
+        """Return the pair with the lowest error among those with r_K + r_V at most `share`.
+
+        Of equal errors the cheaper pair wins, then the one with more rank for values. None if no
+        pair is cheap enough.
+        """
+        affordable = [
+            (error, key + value, key, value)
+            for error, key, value in self.pairs()
+            if key + value <= share + TOLERANCE
+        ]
+        return min(affordable)[2:] if affordable else None
+
+    def rising_steps(self) -> int:
+        """Return how many steps to the next larger rank of a site raise the error."""
+        return sum(int((self.errors.diff(dim=axis) > 0).sum()) for axis in (0, 1))
+
+
+@torch.no_grad()
+def error_surface(
+    activations: LayerActivations,
+    key_bases: Mapping[int, Basis | None],
+    value_bases: Mapping[int, Basis | None],
+    *,
+    rotary: Rotary = "pre",
+    rows: Tensor | None = None,
+) -> ErrorSurface:
+    """Return Δ(r_K, r_V) of one layer on its own inputs, for all pairs of bases.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        Of inputs that have passed the compressed layers below (the paper), or of clean ones.
+    key_bases, value_bases : mapping
+        Rank to basis; None leaves keys or values exact, at rank head_dim.
+    rotary : {"pre", "post"}
+        Where keys are projected.
+    rows : Tensor, optional
+        Query positions to look at; all if omitted. The norms are those of the same rows.
+    """
+    keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
+    shared = HeadGrouping("shared", activations.kv_heads)
+    identity = identity_basis(shared, activations.head_dim).like(activations.cos)
+    bases = [identity if basis is None else basis for _, basis in sorted(value_bases.items())]
+    errors = torch.zeros(len(keys), len(values), dtype=torch.float64)
+    batches = whole(activations).sequences.split(1)
+    for sequences in batches:
+        batch = Batch(sequences, rows)
+        exact = activations.outputs_of(batch)
+        for i, key in enumerate(keys):
+            mixed: dict[HeadGrouping, Tensor] = {}
+            for j, basis in enumerate(bases):
+                if basis.grouping not in mixed:
+                    mixed[basis.grouping] = mixed_values(
+                        activations, basis.grouping, batch, key_bases[key], rotary=rotary
+                    )
+                attention = project_mixed_values(mixed[basis.grouping], basis)
+                difference = layer_output(activations, attention, batch) - exact
+                ratio = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(exact)
+                errors[i, j] += float(ratio) / len(batches)
+    if key_bases[keys[-1]] is None and value_bases[values[-1]] is None:
+        errors[-1, -1] = 0  # by definition, but for rounding
+    return ErrorSurface(keys, values, errors)
+
+
+def layer_surface(
+    activations: LayerActivations, bases: LayerBases, rotary: Rotary, rows: int | None
+) -> ErrorSurface:
+    """Return the surface of a layer over its candidate bases, of which full rank is exact.
+
+    Parameters
+    ----------
+    activations, rotary
+        As in `error_surface`.
+    bases : LayerBases
+        At the candidate ranks.
+    rows : int or None
+        How many query rows to look at, spread evenly; None for all.
+    """
+    keys, values = (
+        {
+            rank: None if rank == basis.head_dim else basis.like(activations.cos)
+            for rank, basis in of_site.items()
+        }
+        for of_site in (bases.keys, bases.values)
+    )
+    return error_surface(
+        activations, keys, values, rotary=rotary, rows=spread_rows(activations.length, rows)
+    )
+
+
+def spread_rows(length: int, count: int | None) -> Tensor | None:
+    """Return `count` positions spread evenly over a length, or None for all of them."""
+    if count is None or count >= length:
+        return None
+    return torch.linspace(0, length - 1, count).round().long()
+
+
+def seconds_of_an_error(activations: LayerActivations, rows: int | None) -> float:
+    """Return how long one layer-output error takes on one sequence."""
+    grouping = HeadGrouping("shared", activations.kv_heads)
+    problem = LayerOutput().problem(activations, "key", grouping)
+    basis = problem.initial(max(1, activations.head_dim // 2))
+    batch = Batch(torch.arange(1), spread_rows(activations.length, rows))
+    start = time.perf_counter()
+    problem.loss(basis, batch)
+    return time.perf_counter() - start
+
+
+def surface_to_tensors(surface: ErrorSurface) -> dict[str, Tensor]:
+    """Return a surface as checkpoints store it."""
+    ranks = {"key_ranks": surface.key_ranks, "value_ranks": surface.value_ranks}
+    return {"errors": surface.errors} | {name: torch.tensor(r) for name, r in ranks.items()}
+
+
+def surface_from_tensors(tensors: Mapping[str, Tensor]) -> ErrorSurface:
+    """Return the surface that `surface_to_tensors` was given."""
+    keys, values = (tuple(tensors[f"{site}_ranks"].tolist()) for site in ("key", "value"))
+    return ErrorSurface(keys, values, tensors["errors"])

@@ -1,0 +1,82 @@
+"""The code a result depends on: a resumed run must never return what other code made."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from functools import cache
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from types import ModuleType
+
+from manifoldkv.errors import OutputError
+
+PACKAGES = ("manifoldkv", "torch", "transformers", "geoopt")
+"""What the numbers of a plan depend on."""
+INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that the numbers of a plan depend on."""
+    return {name: version(name) for name in PACKAGES}
+
+
+def digest_of_code(*classes: type) -> str:
+    """Return the SHA-256 of the code that some classes run.
+
+    That is the source of the modules they come from and of all modules these refer to; of an
+    installed package the version stands for its source.
+
+    Parameters
+    ----------
+    classes : type
+        Of objectives, solvers and rank rules, and of what calls them.
+
+    Raises
+    ------
+    OutputError
+        If the source of a class cannot be read: nothing that it computes can be stored.
+    """
+    described = versions()
+    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
+        module = sys.modules[cls.__module__]
+        if cls.__module__ == "__main__" and not hasattr(module, "__file__"):
+            raise OutputError(
+                f"the source of {cls.__qualname__} cannot be read, so that a later run could not "
+                "tell whether it has changed: define it in a file, or store no checkpoints"
+            )
+        _describe(module, described)
+    return hashlib.sha256(repr(sorted(described.items())).encode()).hexdigest()
+
+
+def _describe(module: ModuleType, described: dict[str, str]) -> None:
+    """Add a module, and the modules it refers to, to what is described."""
+    name = module.__name__
+    file = getattr(module, "__file__", None)
+    if file is None or f"module {name}" in described:
+        return
+    path = Path(file).resolve()
+    if any(path.is_relative_to(folder) for folder in INSTALLED):
+        for distribution in _distributions().get(name.partition(".")[0], []):
+            described[distribution] = version(distribution)
+        return
+    if path.is_relative_to(STANDARD_LIBRARY):
+        return
+    described[f"module {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for value in list(vars(module).values()):
+        owner = value if isinstance(value, ModuleType) else _module_of(value)
+        if owner is not None:
+            _describe(owner, described)
+
+
+def _module_of(value: object) -> ModuleType | None:
+    """Return the module that defines a function or a class, or the class of another value."""
+    name = getattr(value, "__module__", None)
+    return sys.modules.get(name) if isinstance(name, str) else None
+
+
+@cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(packages_distributions())
