@@ -6,27 +6,23 @@
 
 Every objective is solved with every solver that can solve it, per layer, site and rank, on
 calibration text; the bases are then measured on held-out text. Written into --out: results.csv
-(one row per measurement, as they come), summary.md (means over layers) and three figures. A run
-that was interrupted goes on after its last finished layer when the same command is given again.
+(one row per measurement), summary.md (means over layers) and three figures. A run that was
+interrupted goes on after its last finished layer when the same command is given again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import pandas as pd
-import torch
-from embedded import EMBEDDED
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,22 +33,18 @@ from manifoldkv.calibration import HELP as TEXT_HELP
 from manifoldkv.calibration import open_text, sample_tokens
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.docstrings import Split
-from manifoldkv.errors import ManifoldKVError, OutputError, RankError, UnsolvableError
+from manifoldkv.errors import ManifoldKVError, RankError, UnsolvableError
 from manifoldkv.figures import (
     error_against_rank,
     error_against_seconds,
     errors_per_layer,
     save_figure,
 )
-from manifoldkv.loading import load_model
 from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.output import check_writable
-from manifoldkv.solvers import SOLVERS, Solver
-from manifoldkv.solvers.predictor import Predictor
-from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
 
-HERE = Path(__file__).resolve().parent
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"
@@ -80,6 +72,7 @@ class Settings:
     sequence_length: int
     seeds: list[int]
     quick: bool
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -126,24 +119,9 @@ class Solved:
 
 
 def main() -> int:
-    settings, out = parse_arguments()
-    try:
-        return run(settings, out)
-    except ManifoldKVError as error:
-        print(f"compare_objectives: {error}", file=sys.stderr)
-        return 2
-
-
-def parse_arguments() -> tuple[Settings, Path]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.Parser(__doc__)
+    parser.add_model()
     add = parser.add_argument
-    add(
-        "--model",
-        default="reference-llama",
-        help="reference-llama, reference-qwen3, a local folder or a Hub id (%(default)s)",
-    )
     add("--text", default="docstrings", help=f"calibration text: {TEXT_HELP} (%(default)s)")
     add("--eval-text", help="held-out text; without it a fifth of --text is held out")
     add("--objectives", nargs="+", metavar="NAME", help=f"of {', '.join(OBJECTIVES.names())} (all)")
@@ -162,14 +140,50 @@ def parse_arguments() -> tuple[Settings, Path]:
     add("--sequences", type=int, help="sequences of each split (16)")
     add("--sequence-length", type=int, help="tokens per sequence (256)")
     add("--seeds", nargs="+", type=int, default=[0], help="one run of the solvers each (0)")
-    add("--out", type=Path, help="output folder (figures/compare_objectives/<model>)")
     add("--quick", action="store_true", help="a small run with capped solvers, under 90 seconds")
-    given = parser.parse_args()
-    if given.sequences is not None and given.sequences < 1:
-        parser.error("--sequences must be at least 1")
-    if given.sequence_length is not None and given.sequence_length < 2:
-        parser.error("--sequence-length must be at least 2")
-    settings = Settings(
+    parser.add_threads()
+    parser.add_out("figures/compare_objectives/<model>")
+    return common.run_study(parser, study)
+
+
+def study(given: argparse.Namespace) -> None:
+    settings = read_settings(given)
+    pairs, skipped = solvable_pairs(settings)
+    folder = "compare_objectives_quick" if given.quick else "compare_objectives"
+    out = common.output_folder(given, folder, Path(given.model).name)
+    model, tokenizer = common.load(settings.model)
+    layers = check_against_model(settings, model)
+    tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
+    stored = common.stored_in(out, given).keyed(
+        settings=asdict(settings) | {"layers": None},
+        weights=digest_of_model(model),
+        tokens={split: digest_of_tokens(ids) for split, ids in tokens.items()},
+    )
+    stored = stored.made_by(
+        *(OBJECTIVES.get(name) for name in settings.objectives),
+        *(SOLVERS.get(name) for name in settings.solvers),
+    )
+    results = measure_layers(settings, pairs, model, tokens, layers, stored)
+    report(results, settings, skipped, out)
+
+
+def read_settings(given: argparse.Namespace) -> Settings:
+    """Return the settings of a run.
+
+    Raises
+    ------
+    RankError, ManifoldKVError
+        If a grouping or a number is none.
+    """
+    sequences = (8 if given.quick else 16) if given.sequences is None else given.sequences
+    length = (
+        (128 if given.quick else 256) if given.sequence_length is None else given.sequence_length
+    )
+    if sequences < 1:
+        raise ManifoldKVError(f"--sequences must be at least 1, not {sequences}")
+    if length < 2:
+        raise ManifoldKVError(f"--sequence-length must be at least 2, not {length}")
+    return Settings(
         model=given.model,
         text=given.text,
         eval_text=given.eval_text,
@@ -178,42 +192,15 @@ def parse_arguments() -> tuple[Settings, Path]:
         rank_ratios=given.rank_ratios or ([0.5] if given.quick else [0.5, 0.75]),
         layers=given.layers,
         sites=given.sites,
-        key_grouping=given.key_grouping,
-        value_grouping=given.value_grouping,
+        key_grouping=parse_grouping(given.key_grouping),
+        value_grouping=parse_grouping(given.value_grouping),
         rotary=given.rotary,
-        sequences=given.sequences or (8 if given.quick else 16),
-        sequence_length=given.sequence_length or (128 if given.quick else 256),
+        sequences=sequences,
+        sequence_length=length,
         seeds=given.seeds,
         quick=given.quick,
+        threads=given.threads,
     )
-    folder = "compare_objectives_quick" if given.quick else "compare_objectives"
-    default_out = HERE.parent / "figures" / folder / Path(given.model).name
-    return settings, given.out or default_out
-
-
-def run(settings: Settings, out: Path) -> int:
-    settings = dataclasses.replace(
-        settings,
-        key_grouping=parse_grouping(settings.key_grouping),
-        value_grouping=parse_grouping(settings.value_grouping),
-    )
-    pairs, skipped = solvable_pairs(settings)
-    check_writable(out)
-    model, tokenizer = load_model(EMBEDDED.get(settings.model, settings.model))
-    layers = check_against_model(settings, model)
-    tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
-    results = Results(out, settings)
-    pending = [layer for layer in layers if layer not in results.finished_layers]
-    try:
-        measure_layers(settings, pairs, model, tokens, pending, results)
-    except KeyboardInterrupt:
-        kept = f"{len(results.rows)} rows are kept in {results.path}"
-        print(f"\ninterrupted; {kept}; the same command goes on from there", file=sys.stderr)
-        return 130
-    report(results.frame(), settings, skipped, out)
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
-    return 0
 
 
 # Checks, before any long work
@@ -304,86 +291,60 @@ def read_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase, split: S
 # Measuring
 
 
-class Results:
-    """results.csv, row by row, and which layers of an earlier run of these settings it holds."""
-
-    def __init__(self, out: Path, settings: Settings) -> None:
-        self.path = out / "results.csv"
-        self._settings_path = out / "settings.json"
-        self._settings = asdict(settings)
-        self.rows: list[dict[Any, Any]] = []
-        self.finished_layers: list[int] = []
-        if self.path.exists() and self._settings_path.exists():
-            self._take_up()
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns())
-            writer.writeheader()
-            writer.writerows(self.rows)
-
-    def _take_up(self) -> None:
-        state = json.loads(self._settings_path.read_text(encoding="utf-8"))
-        finished = state.pop("finished_layers", [])
-        if state == self._settings:
-            frame = pd.read_csv(self.path)
-            self.rows = frame[frame["layer"].isin(finished)].to_dict("records")
-            self.finished_layers = finished
-            done = ", ".join(map(str, finished))
-            print(f"{self.path} already has layer {done}; delete it to measure afresh")
-
-    def add(self, row: Row) -> None:
-        self.rows.append(asdict(row))
-        try:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns()).writerow(asdict(row))
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def finish_layer(self, layer: int) -> None:
-        self.finished_layers.append(layer)
-        state = self._settings | {"finished_layers": self.finished_layers}
-        self._settings_path.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-
-    def frame(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows, columns=self._columns())
-
-    @staticmethod
-    def _columns() -> list[str]:
-        return [field.name for field in dataclasses.fields(Row)]
-
-
 def measure_layers(
     settings: Settings,
     pairs: list[Pair],
     model: PreTrainedModel,
     tokens: dict[Split, Tensor],
     layers: list[int],
-    results: Results,
-) -> None:
-    if not layers:
-        return
+    stored: Checkpoints,
+) -> pd.DataFrame:
+    """Return the rows of all layers: stored ones, and new ones, stored as they come."""
     jobs = [
         (pair, ratio, seed)
         for pair in pairs
         for ratio in settings.rank_ratios
         for seed in (settings.seeds[:1] if pair.solver == "closed-form" else settings.seeds)
     ]
-    captured = zip(*(capture(model, tokens[split], layers) for split in SPLITS), strict=True)
-    with tqdm(total=len(layers) * len(jobs), unit="solve", disable=None) as bar:
-        for calibration, held_out in captured:
-            activations = {"calibration": calibration, "held-out": held_out}
-            solved: list[Solved] = []
-            for pair, ratio, seed in jobs:
-                bar.set_description(
-                    f"layer {calibration.layer} {pair.site}s {pair.objective} {pair.solver}"
-                )
-                solved.append(solve(settings, pair, ratio, seed, calibration))
-                if pair.site in settings.sites:
-                    measure(settings, [solved[-1]], activations, results)
-                bar.update()
-            if "both" in settings.sites:
-                for couple in couples(solved):
-                    measure(settings, couple, activations, results)
-            results.finish_layer(calibration.layer)
+    missing = [layer for layer in layers if not stored.has_frame(f"layer-{layer}")]
+    if len(missing) < len(layers):
+        print(f"stored already: layers {', '.join(str(x) for x in layers if x not in missing)}")
+    if missing:
+        captured = zip(*(capture(model, tokens[split], missing) for split in SPLITS), strict=True)
+        with tqdm(total=len(missing) * len(jobs), unit="solve", disable=None) as bar:
+            for calibration, held_out in captured:
+                activations: dict[Split, LayerActivations] = {
+                    "calibration": calibration,
+                    "held-out": held_out,
+                }
+                compute = partial(measure_layer, settings, jobs, activations, bar)
+                stored.frame(f"layer-{calibration.layer}", compute)
+    frames = [stored.frame(f"layer-{layer}", pd.DataFrame) for layer in layers]
+    return pd.concat(frames, ignore_index=True)
+
+
+def measure_layer(
+    settings: Settings,
+    jobs: list[tuple[Pair, float, int]],
+    activations: dict[Split, LayerActivations],
+    bar: tqdm[Any],
+) -> pd.DataFrame:
+    """Return the rows of one layer."""
+    calibration = activations["calibration"]
+    solved: list[Solved] = []
+    rows: list[Row] = []
+    for pair, ratio, seed in jobs:
+        bar.set_description(
+            f"layer {calibration.layer} {pair.site}s {pair.objective} {pair.solver}"
+        )
+        solved.append(solve(settings, pair, ratio, seed, calibration))
+        if pair.site in settings.sites:
+            rows += measure(settings, [solved[-1]], activations)
+        bar.update()
+    if "both" in settings.sites:
+        for couple in couples(solved):
+            rows += measure(settings, couple, activations)
+    return pd.DataFrame([asdict(row) for row in rows])
 
 
 def solve(
@@ -416,11 +377,12 @@ def couples(solved: list[Solved]) -> Iterator[list[Solved]]:
 def measure(
     settings: Settings,
     solved: list[Solved],
-    activations: dict[str, LayerActivations],
-    results: Results,
-) -> None:
+    activations: dict[Split, LayerActivations],
+) -> list[Row]:
+    """Return a row for each split."""
     by_site = {s.pair.site: s for s in solved}
     key, value = by_site.get("key"), by_site.get("value")
+    rows = []
     for split, measured in activations.items():
         errors = layer_errors(
             measured,
@@ -428,7 +390,7 @@ def measure(
             value.basis if value else None,
             rotary=settings.rotary,
         )
-        results.add(
+        rows.append(
             Row(
                 model=Path(settings.model).name,
                 layer=measured.layer,
@@ -446,23 +408,22 @@ def measure(
                 **asdict(errors),
             )
         )
+    return rows
 
 
 # Reporting
 
 
 def report(results: pd.DataFrame, settings: Settings, skipped: list[str], out: Path) -> None:
-    try:
-        (out / "summary.md").write_text(summary(results, settings, skipped), encoding="utf-8")
-        save_figure(errors_per_layer(results), out / "errors_per_layer")
-        save_figure(error_against_rank(results), out / "error_against_rank")
-        if set(results["site"]) != {"both"}:
-            save_figure(error_against_seconds(results), out / "error_against_seconds")
-    except OSError as error:
-        raise OutputError(f"cannot write to {out}: {error.strerror}") from error
+    results.to_csv(out / "results.csv", index=False)
+    save_figure(errors_per_layer(results), out / "errors_per_layer")
+    save_figure(error_against_rank(results), out / "error_against_rank")
+    if set(results["site"]) != {"both"}:
+        save_figure(error_against_seconds(results), out / "error_against_seconds")
+    common.write_summary(out, summary(results, settings, skipped))
 
 
-def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> str:
+def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> list[str]:
     held_out = results[results["split"] == "held-out"]
     layers = sorted(set(held_out["layer"]))
     lines = [
@@ -474,8 +435,7 @@ def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> st
         + (f", evaluated on {settings.eval_text}" if settings.eval_text else ", a fifth held out")
         + f"; {settings.sequences} sequences of {settings.sequence_length} tokens in each split, "
         f"sampler `consecutive`. Keys are projected {settings.rotary}-rotation, the other site is "
-        f"exact unless the table says both. Seconds are per layer, on {torch.get_num_threads()} "
-        "threads.",
+        f"exact unless the table says both. Seconds are per layer, on {settings.threads} threads.",
     ]
     if settings.quick:
         lines += ["", "**Quick run:** predictor capped at 5 epochs, riemannian-adam at 60 steps."]
@@ -485,15 +445,14 @@ def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> st
         for rank, part in held_out[held_out["site"] == site].groupby("rank"):
             ratio = part["rank_ratio"].iloc[0]
             title = {"key": "Keys", "value": "Values", "both": "Keys and values"}[site]
-            lines += ["", f"## {title}, rank {rank} (ratio {ratio:.3g})", "", table(part)]
+            lines += ["", f"## {title}, rank {rank} (ratio {ratio:.3g})", "", *table(part)]
             lines += ["", story(part)]
     if skipped:
         lines += ["", "## Not solved", "", *[f"- {line}" for line in skipped]]
-    lines += ["", f"Command: `{command()}`", ""]
-    return "\n".join(lines)
+    return lines
 
 
-def table(part: pd.DataFrame) -> str:
+def table(part: pd.DataFrame) -> list[str]:
     keys = ["objective", "solver", "key_grouping", "value_grouping"]
     by_seed = part.groupby([*keys, "seed"], sort=False)[[*ERRORS, "seconds"]].mean()
     means = by_seed.groupby(level=keys, sort=False).mean()
@@ -506,7 +465,8 @@ def table(part: pd.DataFrame) -> str:
             for mean, std in zip(means[column], spread[column], strict=True)
         ]
     cells["seconds"] = [f"{seconds:.2f}" for seconds in means["seconds"]]
-    return markdown(cells.reset_index().rename(columns=lambda name: name.replace("_", " ")))
+    cells = cells.reset_index().rename(columns=lambda name: name.replace("_", " "))
+    return common.table(list(cells.columns), cells.to_numpy().tolist())
 
 
 def story(part: pd.DataFrame) -> str:
@@ -529,21 +489,8 @@ def story(part: pd.DataFrame) -> str:
     return line
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    rows = [
-        list(frame.columns),
-        ["---"] * len(frame.columns),
-        *frame.astype(str).to_numpy().tolist(),
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
 def bold(text: str, yes: bool) -> str:
     return f"**{text}**" if yes else text
-
-
-def command() -> str:
-    return shlex.join(["python", "studies/compare_objectives.py", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

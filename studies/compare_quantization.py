@@ -1,11 +1,11 @@
 """What do integer latents cost, and how should a subspace be turned before rounding?
 
 The bases of a plan can be rotated within their subspaces without any effect on exact latents. This
-study rounds the latents of one plan to 8, 4, 3 and 2 bits, in the paper's layout ("static": key
-ranges calibrated per head and group, values per token and group) and KIVI's ("kivi": keys per
-feature and run of 64 tokens, a window of exact tokens), behind each rotation, and measures the
-perplexity of held-out text through the quantised cache. Writes results.csv, summary.md and a figure
-into --out.
+study rounds the latents of one plan of every recipe to 8, 4, 3 and 2 bits, in the paper's layout
+("static": key ranges calibrated per head and group, values per token and group) and KIVI's ("kivi":
+keys per feature and run of 64 tokens, a window of exact tokens), behind each rotation, and measures
+the perplexity of held-out text through the quantised cache. Writes results.csv, summary.md and a
+figure into --out; what is measured is stored in --out/steps, and an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -15,157 +15,185 @@ import itertools
 import sys
 from pathlib import Path
 
+import common
 import pandas as pd
-from embedded import EMBEDDED
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from manifoldkv import (
-    RECIPES,
-    ManifoldKVError,
-    Quantization,
-    compress,
-    load_model,
-    open_text,
-    quantize,
-    sample_tokens,
-)
-from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.evaluation import perplexity
+from manifoldkv import RECIPES, Quantization, Uniform, compress, quantize
+from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
-from manifoldkv.output import check_writable
 from manifoldkv.plan import LAYOUTS
 from manifoldkv.quantize import ROTATIONS
+from manifoldkv.runs.checkpoints import digest_of_tokens
 
-HERE = Path(__file__).parent
 BITS = (8, 4, 3, 2)
 COLOURS = {"none": "#999999", "pca": "#E69F00", "hadamard": "#0072B2"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.Parser(__doc__)
+    parser.add_model()
+    parser.add_text()
     add = parser.add_argument
-    add("--model", default="reference-llama", help="as in compare_objectives (%(default)s)")
-    add("--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)")
-    add("--recipe", choices=RECIPES, default="eigen-attention", help="(%(default)s)")
+    add(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        default=["eigen-attention", "fast"],
+        help="whose bases, with the same ranks in every layer (%(default)s)",
+    )
     add("--ratio", type=float, default=0.6, help="of the cache before rounding (%(default)s)")
     add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
     add("--sequences", type=int, default=16, help="in each split (%(default)s)")
     add("--sequence-length", type=int, default=1024, help="(%(default)s)")
-    add("--out", type=Path, help="output folder (figures/compare_quantization/<model>)")
-    given = parser.parse_args()
-    name = Path(given.model).name
-    out = given.out or HERE.parent / "figures" / "compare_quantization" / name
-    try:
-        check_writable(out)
-        results = measure(given)
-    except ManifoldKVError as error:
-        print(f"compare_quantization: {error}", file=sys.stderr)
-        return 2
+    parser.add_threads()
+    parser.add_out("figures/compare_quantization/<model>")
+    return common.run_study(parser, study)
+
+
+def study(given: argparse.Namespace) -> None:
+    out = common.output_folder(given, "compare_quantization", Path(given.model).name)
+    results = pd.concat([measure(given, recipe, out) for recipe in given.recipes])
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results), out / "nll_against_bits")
-    (out / "summary.md").write_text(summary(results), encoding="utf-8")
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
-    return 0
+    common.write_summary(out, summary(results))
 
 
-def measure(given: argparse.Namespace) -> pd.DataFrame:
-    model, tokenizer = load_model(EMBEDDED.get(given.model, given.model))
-    text = open_text(given.text)
-    size = {"sequences": given.sequences, "length": given.sequence_length}
-    calibration = sample_tokens(text, tokenizer, split="calibration", **size)
-    held_out = sample_tokens(text, tokenizer, split="held-out", **size)
-    plan = compress(model, calibration, ratio=given.ratio, recipe=given.recipe, rotary=given.rotary)
-    uncompressed = perplexity(model, held_out).nll
-    exact = perplexity(model, held_out, plan).nll
-    common = {
-        "model": Path(given.model).name,
-        "recipe": given.recipe,
-        "rotary": given.rotary,
-        "ratio": plan.ratio,
-        "uncompressed_nll": uncompressed,
-        "exact_nll": exact,
-    }
+def measure(given: argparse.Namespace, recipe: str, out: Path) -> pd.DataFrame:
+    """Return a row for every layout, width and rotation of a recipe's latents."""
+    model, tokenizer = common.load(given.model)
+    calibration, held_out = common.calibration_and_held_out(
+        given.text,
+        tokenizer,
+        sequences=given.sequences,
+        held_out=given.sequences,
+        length=given.sequence_length,
+    )
+    plan = compress(
+        model,
+        calibration,
+        ratio=given.ratio,
+        recipe=recipe,
+        ranks=Uniform(),  # ranks that depend on bases would be compared too
+        rotary=given.rotary,
+        folder=out / "steps" / "plan",
+    )
+    checkpoints = common.stored_in(out, given).keyed(
+        held_out=digest_of_tokens(held_out), calibration=digest_of_tokens(calibration)
+    )
+
+    def measured(settings: tuple[str, int, str] | None, plan: object) -> Perplexity:
+        def compute() -> pd.DataFrame:
+            rounded = plan
+            if settings is not None:
+                layout, bits, rotation = settings
+                rounding = Quantization(bits, layout)  # type: ignore[arg-type]
+                rounded = quantize(plan, model, calibration, rounding, rotation)  # type: ignore[arg-type]
+            return pd.DataFrame({"nll": perplexity(model, held_out, rounded).by_sequence})  # type: ignore[arg-type]
+
+        digest = None if plan is None else plan.digest()  # type: ignore[attr-defined]
+        frame = checkpoints.keyed(plan=digest, settings=settings).frame("nll", compute)
+        return Perplexity(tuple(frame["nll"]), held_out.numel() - len(held_out))
+
+    uncompressed, exact = measured(None, None), measured(None, plan)
     length = held_out.shape[1]
     stock_nbytes = plan.nbytes(length) / plan.ratio_at(length)
     rows = []
-    settings = list(itertools.product(LAYOUTS, BITS, ROTATIONS))
-    for layout, bits, rotation in tqdm(settings, desc="settings", disable=None):
-        rounded = quantize(plan, model, calibration, Quantization(bits, layout), rotation)
-        found = perplexity(model, held_out, rounded)
+    all_settings = list(itertools.product(LAYOUTS, BITS, ROTATIONS))
+    for layout, bits, rotation in tqdm(all_settings, desc=recipe, disable=None):
+        found = measured((layout, bits, rotation), plan)
+        compared = Comparison(exact, found)
+        rounded = quantize(plan, model, calibration[:1], Quantization(bits, layout))
         rows.append(
-            common
+            {"model": Path(given.model).name, "recipe": recipe, "rotary": given.rotary}
+            | {"ratio": plan.ratio, "tokens": length, "sequences": given.sequences}
             | {"layout": layout, "bits": bits, "rotation": rotation}
-            | {"nll": found.nll, "standard_error": found.standard_error}
-            | {"tokens": length, "bytes_ratio": rounded.nbytes(length) / stock_nbytes}
+            | {"uncompressed_nll": uncompressed.nll, "exact_nll": exact.nll, "nll": found.nll}
+            | {"added_nll": compared.added_nll, "standard_error": compared.standard_error}
+            | {"bytes_ratio": rounded.nbytes(length) / stock_nbytes}
             | {"bytes_per_token": rounded.bytes_per_token()}
         )
     return pd.DataFrame(rows)
 
 
 def draw(results: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(7.0, 3.4), layout="constrained")
-    for axes, layout in zip(figure.subplots(1, 2, sharey=True), LAYOUTS, strict=True):
-        part = results[results["layout"] == layout]
-        for rotation in ROTATIONS:
-            line = part[part["rotation"] == rotation]
-            cost = line["nll"] - line["exact_nll"]
-            axes.plot(
-                line["bytes_ratio"], cost, "o-", ms=4, color=COLOURS[rotation], label=rotation
-            )
-            for x, y, bits in zip(line["bytes_ratio"], cost, line["bits"], strict=True):
-                if rotation == "none":
-                    axes.annotate(
-                        f"{bits} bit", (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points"
-                    )
-        axes.set_yscale("symlog", linthresh=0.01)
-        axes.set_title(f"layout {layout}", fontsize=9)
-        tokens = part["tokens"].iloc[0]
+    recipes = list(dict.fromkeys(results["recipe"]))
+    figure = Figure(figsize=(7.0, 2.9 * len(recipes) + 0.5), layout="constrained")
+    panels = figure.subplots(len(recipes), len(LAYOUTS), sharex=True, sharey=True, squeeze=False)
+    for row, recipe in zip(panels, recipes, strict=True):
+        for axes, layout in zip(row, LAYOUTS, strict=True):
+            part = results[(results["recipe"] == recipe) & (results["layout"] == layout)]
+            for rotation in ROTATIONS:
+                line = part[part["rotation"] == rotation]
+                axes.plot(
+                    line["bytes_ratio"],
+                    line["added_nll"],
+                    "o-",
+                    ms=4,
+                    color=COLOURS[rotation],
+                    label=rotation,
+                )
+            for _, point in part[part["rotation"] == "none"].iterrows():
+                place = (point["bytes_ratio"], point["added_nll"])
+                axes.annotate(
+                    f"{point['bits']} bit",
+                    place,
+                    fontsize=7,
+                    xytext=(3, 3),
+                    textcoords="offset points",
+                )
+            axes.set_yscale("symlog", linthresh=0.01)
+            axes.set_title(f"{recipe}, layout {layout}", fontsize=9)
+            axes.tick_params(labelsize=7)
+            axes.grid(visible=True, alpha=0.2)
+    for axes in panels[-1]:
+        tokens = results["tokens"].iloc[0]
         axes.set_xlabel(f"bytes / uncompressed 16-bit cache, {tokens} tokens", fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.grid(visible=True, alpha=0.2)
-    figure.axes[0].set_ylabel("added NLL, nats per token, held out", fontsize=8)
-    figure.axes[0].legend(title="rotation", fontsize=8, title_fontsize=8)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("NLL added by rounding, nats per token", fontsize=8)
+    panels[0][0].legend(title="rotation", fontsize=8, title_fontsize=8)
     first = results.iloc[0]
     figure.suptitle(
-        f"{first['model']}, {first['recipe']} at ratio {first['ratio']:.3g}: cost of rounding",
+        f"{first['model']} at ratio {first['ratio']:.3g} before rounding, held out, linear below "
+        "0.01",
         fontsize=10,
     )
     return figure
 
 
-def summary(results: pd.DataFrame) -> str:
+def summary(results: pd.DataFrame) -> list[str]:
     first = results.iloc[0]
     lines = [
         f"# Integer latents on {first['model']}",
         "",
-        f"NLL on held-out text through the cache, nats per token; {first['recipe']} at ratio "
-        f"{first['ratio']:.4g}, keys {first['rotary']}-rotation. Uncompressed "
-        f"{first['uncompressed_nll']:.4f}, latents exact {first['exact_nll']:.4f}. The table shows "
-        f"what rounding adds; best rotation in bold. Bytes are those of {first['tokens']} tokens, "
-        "with scales, offsets and the newest tokens, which KIVI's layout keeps exact; and of one "
-        "more token of a long text.",
-        "",
-        "| layout | bits | bytes / 16-bit cache | bytes per token | "
-        + " | ".join(ROTATIONS)
-        + " |",
-        "|---|---|---|---|" + "---|" * len(ROTATIONS),
+        f"NLL that rounding adds to exact latents at ratio {first['ratio']:.4g} (the same ranks in "
+        "every layer), on held-out text through the cache, nats per token; keys "
+        f"{first['rotary']}-rotation; {first['sequences']} sequences of {first['tokens']} tokens "
+        "for calibration and as many held out, one seed. Best rotation in bold. Bytes are those of "
+        f"{first['tokens']} tokens, with scales, offsets and the newest tokens, which KIVI's "
+        "layout keeps exact; and of one more token of a long text.",
     ]
-    for (layout, bits), part in results.groupby(["layout", "bits"], sort=False):
-        costs = [
-            float((part["nll"] - part["exact_nll"])[part["rotation"] == rotation].iloc[0])
-            for rotation in ROTATIONS
+    for recipe, of_recipe in results.groupby("recipe", sort=False):
+        nll = of_recipe[["uncompressed_nll", "exact_nll"]].iloc[0]
+        lines += [
+            "",
+            f"## {recipe}: uncompressed {nll.iloc[0]:.4f}, latents exact {nll.iloc[1]:.4f}",
+            "",
         ]
-        cells = [f"**{c:+.4f}**" if c == min(costs) else f"{c:+.4f}" for c in costs]
-        share, more = part["bytes_ratio"].iloc[0], part["bytes_per_token"].iloc[0]
-        lines.append(
-            f"| {layout} | {bits} | {share:.3f} | {more:.0f} | " + " | ".join(cells) + " |"
-        )
-    command = " ".join(["python studies/compare_quantization.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+        rows = []
+        for (layout, bits), part in of_recipe.groupby(["layout", "bits"], sort=False):
+            costs = part.set_index("rotation")["added_nll"]
+            cells = [
+                f"**{costs[r]:+.4f}**" if costs[r] == costs.min() else f"{costs[r]:+.4f}"
+                for r in ROTATIONS
+            ]
+            share, more = part["bytes_ratio"].iloc[0], part["bytes_per_token"].iloc[0]
+            error = part["standard_error"].max()
+            rows.append([layout, bits, f"{share:.3f}", f"{more:.0f}", *cells, f"{error:.4f}"])
+        columns = ["layout", "bits", "bytes / 16-bit cache", "bytes per token", *ROTATIONS]
+        lines += common.table([*columns, "standard error, at most"], rows)
+    return lines
 
 
 if __name__ == "__main__":

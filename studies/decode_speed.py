@@ -13,8 +13,7 @@ heads, 8 KV heads of 128), over caches filled with random numbers:
 
 All of them take turns within every round, and a ratio is formed within a round, so that other load
 on the machine hits all alike. Seconds are medians over rounds, ratios medians of ratios. Writes
-results.csv (as cells are finished: the same command goes on after an interruption; delete the file
-to measure anew), summary.md and two figures into --out.
+results.csv, summary.md and two figures into --out; the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import common
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -56,7 +56,6 @@ from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, ro
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure
-from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -110,9 +109,7 @@ KNOWN = {variant.name: variant for variant in (*VARIANTS, *MORE_VARIANTS)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     add("--tokens", nargs="+", type=int, metavar="N", help="context lengths (1k 4k 16k 64k)")
     add("--batches", nargs="+", type=int, metavar="B", help="batch sizes (1 4)")
@@ -125,69 +122,57 @@ def main() -> int:
         help="beside stock and full (all without heads in common and newest tokens)",
     )
     add("--rounds", type=int, help="rounds, in each of which every variant takes a turn (7)")
-    add("--threads", type=int, default=2, help="(%(default)s)")
     add("--device", default="cpu", help="(%(default)s)")
-    add("--out", type=Path, help="output folder (figures/decode_speed)")
     add("--quick", action="store_true", help="two short contexts, two rounds")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    name = "decode_speed_quick" if given.quick else "decode_speed"
-    out = given.out or Path(__file__).parent.parent / "figures" / name
-    tokens = given.tokens or ([64, 256] if given.quick else [1024, 4096, 16384, 65536])
-    batches = given.batches or ([1] if given.quick else [1, 4])
-    rounds = given.rounds or (2 if given.quick else 7)
-    try:
-        if min(*tokens, *batches, rounds, given.threads) < 1:
-            raise ManifoldKVError("tokens, batches, rounds and threads must be at least 1")
-        check_writable(out)
-        variants = [KNOWN[name] for name in dict.fromkeys(["stock", "full", *given.variants])]
-        run(variants, tokens, batches, given.dtypes, rounds, given.device, out)
-    except ManifoldKVError as error:
-        print(f"decode_speed: {error}", file=sys.stderr)
-        return 2
-    return 0
+    parser.add_threads()
+    parser.add_out("figures/decode_speed")
+    return common.run_study(parser, study)
 
 
 @torch.no_grad()
-def run(
-    variants: list[Variant],
-    tokens: list[int],
-    batches: list[int],
-    dtypes: list[str],
-    rounds: int,
-    device: str,
-    out: Path,
-) -> None:
-    cells = [(d, b, n) for d in dtypes for b in batches for n in tokens]
-    path = out / "results.csv"
-    rows = finished_rows(path, rounds, variants)
-    finished = {(r["dtype"], r["batch"], r["tokens"], r["what"]) for r in rows}
-    for (dtype, batch, length), what in tqdm(
-        list(itertools.product(cells, LARGEST_BYTES)), desc="cells", disable=None
-    ):
+def study(given: argparse.Namespace) -> None:
+    tokens = given.tokens or ([64, 256] if given.quick else [1024, 4096, 16384, 65536])
+    batches = given.batches or ([1] if given.quick else [1, 4])
+    rounds = given.rounds or (2 if given.quick else 7)
+    if min(*tokens, *batches, rounds) < 1:
+        raise ManifoldKVError("tokens, batches and rounds must be at least 1")
+    out = common.output_folder(given, "decode_speed_quick" if given.quick else "decode_speed")
+    variants = [KNOWN[name] for name in dict.fromkeys(["stock", "full", *given.variants])]
+    stored = common.stored_in(out, given).made_by(CachedAttention)
+    stored = stored.keyed(
+        variants=[variant.name for variant in variants], rounds=rounds, threads=given.threads
+    )
+    frames = []
+    cells = list(itertools.product(given.dtypes, batches, tokens, LARGEST_BYTES))
+    for dtype, batch, length, what in tqdm(cells, desc="cells", disable=None):
         layers = 1 if what == "attention" else LAYERS
         nbytes = 2 * layers * batch * KV_HEADS * HEAD_DIM * length * DTYPES[dtype].itemsize
-        if nbytes > LARGEST_BYTES[what] or (dtype, batch, length, what) in finished:
+        if nbytes > LARGEST_BYTES[what]:
             continue
         cell = {"dtype": dtype, "batch": batch, "tokens": length, "what": what}
-        steps = attention_steps if what == "attention" else model_steps
-        with ExitStack() as stack:
-            timed = steps(stack, variants, DTYPES[dtype], batch, length, device)
-            rows += [cell | row for row in measure(timed, rounds, batch)]
-        gc.collect()
-        pd.DataFrame(rows).to_csv(path, index=False)
-    report(pd.DataFrame(rows), variants, out)
+        compute = partial(measure_cell, variants, rounds, given.device, **cell)
+        frames.append(stored.keyed(device=given.device, **cell).frame("cell", compute))
+    report(pd.concat(frames, ignore_index=True), variants, out)
 
 
-def finished_rows(path: Path, rounds: int, variants: list[Variant]) -> list[dict[Any, Any]]:
-    """What an interrupted run of the same variants, rounds and threads has measured."""
-    if not path.exists():
-        return []
-    frame = pd.read_csv(path)
-    if set(frame["variant"]) != {variant.name for variant in variants}:
-        return []
-    same = (frame["rounds"] == rounds) & (frame["threads"] == torch.get_num_threads())
-    return frame[same].to_dict("records")
+def measure_cell(
+    variants: list[Variant],
+    rounds: int,
+    device: str,
+    *,
+    dtype: str,
+    batch: int,
+    tokens: int,
+    what: str,
+) -> pd.DataFrame:
+    """Return a row for every variant at one context length."""
+    steps = attention_steps if what == "attention" else model_steps
+    cell = {"dtype": dtype, "batch": batch, "tokens": tokens, "what": what}
+    with ExitStack() as stack:
+        timed = steps(stack, variants, DTYPES[dtype], batch, tokens, device)
+        rows = [cell | row for row in measure(timed, rounds, batch)]
+    gc.collect()
+    return pd.DataFrame(rows)
 
 
 # One decode step of one layer's attention
@@ -392,7 +377,8 @@ def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
         LayerPlan(basis(of_keys), basis(variant.grouping), key_range=ranges)
         for _ in range(config.num_hidden_layers)
     ]
-    provenance = Provenance("random", "none", 1, 1, "none", "random", 0, 1.0, {}, 1)
+    recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
+    provenance = Provenance("random", "none", 1, 1, 1, recipe, 0, 1.0, {}, 1)
     assert variant.rotary is not None
     return CompressionPlan(
         tuple(layers),
@@ -488,9 +474,8 @@ def report(results: pd.DataFrame, variants: list[Variant], out: Path) -> None:
         part = results[results["what"] == what]
         if len(part):
             save_figure(draw(part, variants, column, label), out / f"{what}_against_context")
-    (out / "summary.md").write_text(summary(results, variants), encoding="utf-8")
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
+    results.to_csv(out / "results.csv", index=False)
+    common.write_summary(out, summary(results, variants))
 
 
 def draw(results: pd.DataFrame, variants: list[Variant], column: str, label: str) -> Figure:
@@ -542,7 +527,7 @@ def colour(variant: Variant, number: int) -> str:
     return "#CC79A7" if variant.bits else COLOURS[variant.kind]
 
 
-def summary(results: pd.DataFrame, variants: list[Variant]) -> str:
+def summary(results: pd.DataFrame, variants: list[Variant]) -> list[str]:
     longest = results[results["tokens"] >= LONG]
     reported = longest if len(longest) else results
     bound = f"at least {LONG:,} tokens" if len(longest) else "all lengths (none is long)"
@@ -582,8 +567,7 @@ def summary(results: pd.DataFrame, variants: list[Variant]) -> str:
         lines.append(
             f"- {variant.name}: {100 * share.mean():.2f} % (largest {100 * share.max():.2f} %)"
         )
-    command = " ".join(["python studies/decode_speed.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+    return lines
 
 
 def geometric_mean(column: pd.Series) -> float:

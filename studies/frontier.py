@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from operator import mul
 from pathlib import Path
 from typing import Any
 
+import common
 import pandas as pd
 import torch
-from embedded import EMBEDDED
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -35,47 +35,44 @@ from transformers import PreTrainedModel
 from manifoldkv import (
     RECIPES,
     CompressionPlan,
-    ManifoldKVError,
+    Optimal,
     RankError,
     Recipe,
+    Uniform,
     UnknownNameError,
     compress,
-    load_model,
-    open_text,
-    sample_tokens,
 )
-from manifoldkv.calibration import HELP as TEXT_HELP
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.models import attention_of, decoder_layers
-from manifoldkv.output import check_writable
-from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
+from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 
-HERE = Path(__file__).resolve().parent
 BEST = RECIPES["best"]
-PLAIN = replace(BEST, ranks="uniform", recent_share=0.0, tuning_steps=0)
+FAST_UNIFORM = replace(RECIPES["fast"], ranks=Uniform())
+GROUPED = replace(BEST, ranks=Uniform(), recent_share=0.0, tuning_steps=0)
 COMPOSITIONS: dict[str, tuple[Recipe, str]] = {
     "eigen-attention": (RECIPES["eigen-attention"], "the recipe"),
     "paper": (RECIPES["paper"], "the recipe, with the paper's solver"),
     "fast": (RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
+    "fast-uniform": (FAST_UNIFORM, "fast, the same ranks in every layer"),
     "best": (BEST, "the recipe"),
     "best-latents-only": (replace(BEST, recent_share=0.0), "best, no token kept exact"),
     "grouped-orthonormal": (
         replace(RECIPES["eigen-attention"], key_grouping="all", value_grouping="all"),
         "eigen-attention, all heads in one basis",
     ),
-    "grouped": (PLAIN, "kq-svd (oblique), all heads in one basis"),
-    "grouped-optimal": (replace(PLAIN, ranks="optimal"), "and optimal ranks"),
+    "grouped": (GROUPED, "kq-svd (oblique), all heads in one basis"),
+    "grouped-optimal": (replace(GROUPED, ranks=Optimal()), "and optimal ranks"),
     "grouped-optimal-recent": (
         replace(BEST, tuning_steps=0),
         "and the newest tokens exact: best without tuning",
     ),
     "grouped-layer-output": (
-        replace(RECIPES["fast"], key_grouping="all", value_grouping="all"),
+        replace(FAST_UNIFORM, key_grouping="all", value_grouping="all"),
         "fast (layer-output, orthonormal), all heads in one basis",
     ),
     "fast-optimal-tuned": (
-        replace(RECIPES["fast"], ranks="optimal", tuning_steps=BEST.tuning_steps),
+        replace(RECIPES["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
         "fast in the paper's head sharing, optimal ranks, tuned",
     ),
     "eigen-attention-recent": (
@@ -93,13 +90,10 @@ SLOW_RATIOS = (0.5,)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__ + "\ncompositions:\n" + "\n".join(_described()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.Parser(__doc__ + "\ncompositions:\n" + "\n".join(_described()))
+    parser.add_model()
+    parser.add_text()
     add = parser.add_argument
-    add("--model", default="reference-llama", help="name or folder (%(default)s)")
-    add("--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)")
     add("--compositions", nargs="+", default=NAMES, metavar="NAME", help="(all)")
     add("--ratios", type=float, nargs="+", default=[0.25, 0.5], help="(%(default)s)")
     add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
@@ -107,29 +101,22 @@ def main() -> int:
     add("--sequence-length", type=int, default=512, help="(%(default)s)")
     add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--threads", type=int, default=2, help="(%(default)s)")
-    add("--force", action="store_true", help="measure again what is kept")
-    add("--out", type=Path, help="output folder (figures/frontier/<model>)")
-    given = parser.parse_args()
+    parser.add_threads()
+    parser.add_out("figures/frontier/<model>")
+    return common.run_study(parser, study)
+
+
+def study(given: argparse.Namespace) -> None:
+    unknown = [c for c in given.compositions if c not in NAMES]
+    if unknown:
+        known = ", ".join(NAMES)
+        raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
     name = Path(given.model).name
-    out = given.out or HERE.parent / "figures" / "frontier" / name
-    torch.set_num_threads(given.threads)
-    try:
-        unknown = [c for c in given.compositions if c not in NAMES]
-        if unknown:
-            known = ", ".join(NAMES)
-            raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
-        check_writable(out)
-        results = Frontier(given, out).measure()
-    except ManifoldKVError as error:
-        print(f"frontier: {error}", file=sys.stderr)
-        return 2
+    out = common.output_folder(given, "frontier", name)
+    results = Frontier(given, out).measure()
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results, name), out / "loss_against_bytes")
-    (out / "summary.md").write_text(summary(results, name), encoding="utf-8")
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
-    return 0
+    common.write_summary(out, summary(results, name))
 
 
 def _described() -> list[str]:
@@ -143,16 +130,13 @@ class Frontier:
 
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
         self.given = given
-        self.steps = Steps(out / "steps", force=given.force)
-        self.model: PreTrainedModel
-        self.model, tokenizer = load_model(EMBEDDED.get(given.model, given.model))
-        text = open_text(given.text)
-        length = given.sequence_length
-        self.calibration = sample_tokens(
-            text, tokenizer, sequences=given.sequences, length=length, split="calibration"
-        )
-        self.held_out = sample_tokens(
-            text, tokenizer, sequences=given.held_out, length=length, split="held-out"
+        self.model, tokenizer = common.load(given.model)
+        self.calibration, self.held_out = common.calibration_and_held_out(
+            given.text,
+            tokenizer,
+            sequences=given.sequences,
+            held_out=given.held_out,
+            length=given.sequence_length,
         )
         self.common = {
             "model": Path(given.model).name,
@@ -162,11 +146,13 @@ class Frontier:
             "sequences": given.sequences,
             "length": given.sequence_length,
         }
-        self.content = {
-            "weights": digest_of_model(self.model),
-            "calibration": digest_of_tokens(self.calibration),
-            "held_out": digest_of_tokens(self.held_out),
-        }
+        self.plans_folder = out / "steps" / "plans"
+        self.checkpoints = common.stored_in(out, given).keyed(
+            **self.common,
+            weights=digest_of_model(self.model),
+            calibration=digest_of_tokens(self.calibration),
+            held_out=digest_of_tokens(self.held_out),
+        )
 
     def measure(self) -> pd.DataFrame:
         uncompressed = self.uncompressed()
@@ -177,15 +163,15 @@ class Frontier:
         ]
         frames = []
         for name, ratio in tqdm(pairs, desc="plans", disable=None):
-            settings = self.common | self.content | {"asked": ratio}
+            stored = self.checkpoints.keyed(asked=ratio)
             if name == FORGET:
-                settings |= {"composition": FORGET}
+                stored = stored.keyed(composition=FORGET)
                 compute = partial(self.forgetting, ratio, uncompressed)
             else:
-                settings |= asdict(COMPOSITIONS[name][0])
+                stored = stored.keyed(recipe=COMPOSITIONS[name][0].describe())
                 compute = partial(self.row, name, ratio, uncompressed)
             try:
-                frame = self.steps.frame("plan", settings, compute)
+                frame = stored.frame("plan", compute)
             except RankError as error:  # a rule may not reach a ratio: the others go on
                 tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
                 continue
@@ -196,7 +182,7 @@ class Frontier:
         def compute() -> pd.DataFrame:
             return pd.DataFrame({"nll": perplexity(self.model, self.held_out).by_sequence})
 
-        frame = self.steps.frame("uncompressed", self.common | self.content, compute)
+        frame = self.checkpoints.frame("uncompressed", compute)
         predicted = self.held_out.shape[0] * (self.held_out.shape[1] - 1)
         return Perplexity(tuple(frame["nll"]), predicted)
 
@@ -210,6 +196,7 @@ class Frontier:
             recipe=recipe,
             rotary=self.given.rotary,
             seed=self.given.seed,
+            folder=self.plans_folder,
         )
         seconds = time.perf_counter() - start
         found = perplexity(self.model, self.held_out, plan)
@@ -330,7 +317,7 @@ def draw(results: pd.DataFrame, name: str) -> Figure:
     return figure
 
 
-def summary(results: pd.DataFrame, name: str) -> str:
+def summary(results: pd.DataFrame, name: str) -> list[str]:
     first = results.iloc[0]
     ratios = sorted(results["requested_ratio"].unique())
     lines = [
@@ -378,8 +365,7 @@ def summary(results: pd.DataFrame, name: str) -> str:
         *(f"- `{n}`: {said}" for n, (_, said) in COMPOSITIONS.items()),
         f"- `{FORGET}`: {FORGETTING}",
     ]
-    command = " ".join(["python studies/frontier.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+    return lines
 
 
 if __name__ == "__main__":

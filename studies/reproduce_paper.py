@@ -6,9 +6,10 @@ calibrated and measured on WikiText-2 and C4 from the Hub, unless texts are name
 
 For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME (without
 the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG, PDF and the CSV each is
-drawn from), and table1 over all models (CSV, Markdown, LaTeX), where the paper's own numbers stand
-beside ours, marked as theirs. Results of steps are kept in OUT/steps by their settings: an
-interrupted run goes on, a repeated one draws at once.
+drawn from). Over all models: table1, where the paper's own numbers stand beside ours, marked as
+theirs, and two tables that the paper does not have and that tell its two parts apart: table2, bases
+at the same ranks, and table3, rank rules with the same bases. Results of steps are stored in
+OUT/steps by all they depend on: an interrupted run goes on, a repeated one draws at once.
 """
 
 from __future__ import annotations
@@ -17,75 +18,63 @@ import argparse
 import hashlib
 import math
 import sys
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common
 import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import (
-    OBJECTIVES,
+    KQSVD,
     Basis,
+    ClosedForm,
     CompressionPlan,
+    EigenAttention,
+    GivenRanks,
     HeadGrouping,
     LayerActivations,
-    LayerPlan,
+    LayerOutput,
     ManifoldKVError,
-    Provenance,
+    Optimal,
+    Predictor,
     Quantization,
+    RankRule,
+    Recipe,
+    Sequential,
+    Threshold,
+    Uniform,
     capture,
+    compress,
     diagnose,
     layer_errors,
-    load_model,
     open_text,
     quantize,
     sample_tokens,
 )
 from manifoldkv import figures as draw
-from manifoldkv.activations import Site
-from manifoldkv.basis import identity_basis
-from manifoldkv.compress import sliding_windows
 from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.output import check_writable
-from manifoldkv.plan import config_hash
-from manifoldkv.rank_selection import (
-    PAPER_CANDIDATES,
-    ErrorSurface,
-    Ranks,
-    Sequential,
-    budget_from_ratio,
-    candidate_ranks,
-    optimal,
-    threshold,
-    uniform,
-)
-from manifoldkv.solvers import Solver
-from manifoldkv.solvers.closed_form import ClosedForm
-from manifoldkv.solvers.predictor import Predictor
-from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
-from manifoldkv.surfaces import LayerBases, divergences, sequential_ranks
+from manifoldkv.quantize import Rotation
+from manifoldkv.ranks import PAPER_CANDIDATES, Ranks
+from manifoldkv.ranks.threshold import threshold_search
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 
-HERE = Path(__file__).parent
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
-oblique basis, ranks allocated over all layers at once."""
-SERIES = {EIGEN: "threshold", STIEF: "sequential", GROUPED: "optimal"}
-"""How a method's ranks are chosen where methods are compared with each other."""
-SITES: tuple[Site, Site] = ("key", "value")
-GROUPINGS: dict[str, dict[Site, str | int]] = {
-    EIGEN: {"key": "shared", "value": 1},
-    STIEF: {"key": "shared", "value": 1},
-    GROUPED: {"key": "all", "value": "all"},
-}
+oblique basis."""
+SERIES = {EIGEN: "release", STIEF: "sequential", GROUPED: "optimal"}
+"""How a method's ranks are chosen where methods are compared as they are published."""
+SAME_RANKS = "same ranks"
+"""The rule of plans that have the ranks which the sequential rule chose for the paper's bases."""
 PAPER_WEIGHTS = {"Meta-Llama-3-8B": "Llama3-8B", "Qwen3-8B": "Qwen3-8B"}
 """Names on the Hub of the models the paper measured."""
 WIKITEXT, C4 = "wikitext:wikitext-2-raw-v1", "allenai/c4:en:validation"
@@ -96,14 +85,76 @@ HELD_OUT: Split = "held-out"
 MISMATCH = 0.05
 """Relative difference from the paper's uncompressed perplexity that is reported."""
 BITS = (8, 4, 3, 2)
+ROTATIONS: tuple[Rotation, ...] = ("none", "hadamard")
+"""Of latents before they are rounded: the paper has none."""
 QUANTIZED_RATIO = 0.6
 TASKS = ("hellaswag", "piqa", "mmlu")
 CONTINUATION = "docstring-continuation"
 
 
+_OVER_WINDOWS = (
+    "Bands are the range over seeds, or with one seed standard errors over windows of the "
+    "difference from the uncompressed model."
+)
+FIGURES: dict[str, tuple[Any, str, str]] = {
+    "accuracy": (
+        draw.accuracy,
+        "zero-shot accuracy against the achieved cache ratio",
+        "EigenAttention by its own search, the paper's method with sequential ranks, grouped "
+        "kq-svd with optimal ones. Bands are standard errors over items.",
+    ),
+    "ppl": (draw.perplexities, "perplexity against the achieved cache ratio", _OVER_WINDOWS),
+    "policy_uniform": (
+        draw.policies,
+        "perplexity of the paper's bases by rank rule",
+        _OVER_WINDOWS,
+    ),
+    "quantization": (
+        draw.quantization,
+        "perplexity of integer latents against bytes",
+        "Of the plans whose ratio is nearest to 0.6, in the paper's layout; dashed where latents "
+        "are rotated by Hadamard matrices before they are rounded, which the paper does not do. "
+        + _OVER_WINDOWS,
+    ),
+    "bases_comparison": (
+        draw.bases_comparison,
+        "errors of each layer by itself, rank head_dim / 2",
+        "On the windows of the first corpus; bands are the range over seeds.",
+    ),
+    "ranks": (
+        draw.rank_profile,
+        "ranks that the sequential rule chose for the paper's bases",
+        "Means over the ratios asked for; bands are their range.",
+    ),
+}
+"""How each figure of the paper is drawn, its title, and what else its caption says."""
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """How much of everything."""
+    """How much of everything; None is all there is.
+
+    Parameters
+    ----------
+    sequences, length : int
+        Calibration data.
+    epochs : int
+        Of the predictor, at most.
+    ratios : tuple of float
+        Asked for.
+    error_budgets : tuple of float
+        Of EigenAttention's search, which knows no ratio.
+    candidates : tuple of float
+        Ranks that are trained, as shares of head_dim.
+    windows, second_windows : int or None
+        Held-out windows of both corpora.
+    surface_sequences, surface_rows : int or None
+        What the sequential and the threshold rule measure errors on.
+    search_sequences : int or None
+        What EigenAttention's own search measures errors on.
+    items : int or None
+        Of each task.
+    """
 
     sequences: int = 32
     length: int = 512
@@ -111,74 +162,122 @@ class Protocol:
     ratios: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6, 0.5)
     error_budgets: tuple[float, ...] = (0.02, 0.04, 0.07, 0.11, 0.16, 0.25)
     candidates: tuple[float, ...] = (0.25, 0.375, *PAPER_CANDIDATES)
-    evaluated: int = 24
+    windows: int | None = 24
+    second_windows: int | None = 24
+    surface_sequences: int | None = 16
+    surface_rows: int | None = 64
+    search_sequences: int | None = 8
     items: int | None = 200
 
-    def caption(self, length: int) -> str:
+    def caption(self, length: int, windows: Sequence[int]) -> str:
+        """Return what was measured on how much, in a sentence."""
         items = "all" if self.items is None else f"the first {self.items}"
+        surface = f"{_of(self.surface_sequences, self.sequences)} sequences"
+        rows = "" if self.surface_rows is None else f" × {self.surface_rows} query rows"
         return (
             f"calibrated on {self.sequences} × {length} tokens, predictor capped at {self.epochs} "
-            f"epochs; perplexity on {self.evaluated} × {length} held-out tokens; {items} items per "
-            "task"
+            f"epochs, {len(self.candidates)} candidate ranks; surfaces of the sequential and the "
+            f"threshold rule on {surface}{rows}, EigenAttention's search on "
+            f"{_of(self.search_sequences, self.sequences)}, divergences of the optimal rule on "
+            f"{Optimal().sequences}; perplexity on "
+            f"{' and '.join(map(str, windows))} held-out windows of {length} tokens; {items} items "
+            "per task"
         )
+
+
+def _of(count: int | None, total: int) -> str:
+    return f"all {total}" if count is None else str(min(count, total))
 
 
 PROTOCOLS = {
     "default": Protocol(),
-    "paper": Protocol(512, 2048, 50, candidates=PAPER_CANDIDATES, evaluated=64, items=None),
-    "quick": Protocol(4, 96, 1, (0.8, 0.5), (0.05, 0.2), (0.5, 0.75, 1.0), 4, 8),
+    "paper": Protocol(
+        512,
+        2048,
+        50,
+        candidates=PAPER_CANDIDATES,
+        windows=None,
+        second_windows=256,
+        surface_sequences=None,
+        surface_rows=None,
+        search_sequences=None,
+        items=None,
+    ),
+    "quick": Protocol(
+        *(4, 96, 1, (0.8, 0.5), (0.05, 0.2), (0.5, 0.75, 1.0)),
+        windows=4,
+        second_windows=4,
+        items=8,
+    ),
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.Parser(__doc__)
     add = parser.add_argument
-    add("--out", type=Path, default=HERE.parent / "figures", help="(%(default)s)")
     add("--model", nargs="+", help="folders or Hub ids (both reference models)")
     add("--text", help="calibration and first corpus, a fifth held out (docstrings or WikiText-2)")
     add("--second-text", help="second corpus (pydoc-topics or C4)")
     add("--tasks-data", type=Path, help="folder of hellaswag, piqa and mmlu as JSON files")
-    add("--protocol", choices=("default", "paper"), default="default", help="(%(default)s)")
+    add(
+        "--protocol",
+        choices=("default", "paper"),
+        default="default",
+        help="paper: all of the paper's data, epochs, ranks and windows, and of C4 256 windows "
+        "(%(default)s)",
+    )
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
     add("--device", default="cpu", help="(%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     add("--quick", action="store_true", help="everything once, small: checks the road")
-    add("--force", action="store_true", help="compute every step again")
-    given = parser.parse_args()
+    parser.add_threads()
+    parser.add_out("figures")
+    return common.run_study(parser, reproduce)
+
+
+def reproduce(given: argparse.Namespace) -> None:
+    if given.seeds < 1:
+        raise ManifoldKVError("--seeds must be at least 1")
+    out = common.output_folder(given)
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
-    try:
-        if given.seeds < 1:
-            raise ManifoldKVError("--seeds must be at least 1")
-        check_writable(given.out)
-        steps = Steps(given.out / "steps", force=given.force)
-        names = dict(REFERENCE) if given.model is None else {Path(m).name: m for m in given.model}
-        studies = [Study(name, model, given, protocol, steps) for name, model in names.items()]
-        tables = [study.run() for study in studies]
-    except ManifoldKVError as error:
-        print(f"reproduce_paper: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from there", file=sys.stderr)
-        return 130
-    write_table(pd.concat(tables), given.out, [study.caption for study in studies])
-    print(f"written to {given.out}")
-    return 0
+    known = {model: name for name, model in REFERENCE.items()}
+    names = {known.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
+    studies = [Study(name, model, given, protocol, out) for name, model in names.items()]
+    for study in studies:  # what does not work shows before anything long
+        study.check()
+    tables = [study.run() for study in studies]
+    write_tables(tables, out, [study.caption for study in studies])
+    write_captions(studies, out)
+    print(f"written to {out}")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A plan that is measured, and the columns that tell it apart."""
+
+    plan: CompressionPlan
+    method: str
+    policy: str
+    point: float
+    requested_ratio: float | None = None
+    seed: int = 0
+
+    def columns(self) -> dict[str, Any]:
+        names = ("method", "policy", "point", "requested_ratio", "seed")
+        return {name: getattr(self, name) for name in names} | {"ratio": self.plan.ratio}
 
 
 class Study:
     """All that is measured on one model. Reading texts and weights fails before any long work."""
 
     def __init__(
-        self, name: str, model: str, given: argparse.Namespace, protocol: Protocol, steps: Steps
+        self, name: str, model: str, given: argparse.Namespace, protocol: Protocol, out: Path
     ) -> None:
         embedded = model in REFERENCE.values()
-        path = str(HERE / "reference_models" / model) if embedded else model
-        self.name, self.protocol, self.steps, self.out = name, protocol, steps, given.out
+        self.name, self.protocol, self.out = name, protocol, out
         self.seeds = range(given.seeds)
-        self.model, self.tokenizer = load_model(
-            path, dtype=getattr(torch, given.dtype), device=given.device
+        self.model, self.tokenizer = common.load(
+            model, dtype=getattr(torch, given.dtype), device=given.device
         )
         config = self.model.config.get_text_config()
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
@@ -189,8 +288,8 @@ class Study:
         own_test = first == WIKITEXT
         text, split = (PAPER_CORPORA["WikiText"], None) if own_test else (first, HELD_OUT)
         self.corpora = {
-            _title(first): self._tokens(text, protocol.evaluated, split),
-            _title(second): self._tokens(second, protocol.evaluated, None),
+            _title(first): self._tokens(text, protocol.windows, split),
+            _title(second): self._tokens(second, protocol.second_windows, None),
         }
         self.paper_corpora = {
             title: self._tokens(text, PAPER_WINDOWS, None, PAPER_LENGTH)
@@ -200,8 +299,8 @@ class Study:
         self.data: Path | None = given.tasks_data
         self.tasks: tuple[str, ...] = TASKS
         if self.data is None and embedded:
-            self.data, self.tasks = given.out / "steps" / name, (CONTINUATION,)
-            self.data.mkdir(exist_ok=True)
+            self.data, self.tasks = out / "steps" / name, (CONTINUATION,)
+            self.data.mkdir(parents=True, exist_ok=True)
             path_of_task = self.data / f"{CONTINUATION}.jsonl"
             items = protocol.items or 1000
             write_continuation_task(
@@ -209,20 +308,27 @@ class Study:
             )
         # A missing file is told of now.
         self.documents = {} if self.data is None else _digests(self.tasks, self.data)
-        self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length)}"
-        self.common = {
-            "model": digest_of_model(self.model),
-            "calibration": digest_of_tokens(self.calibration),
-        }
+        windows = [len(tokens) for tokens in self.corpora.values()]
+        self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length, windows)}"
+        self.plans_folder = out / "steps" / "plans"
+        self.checkpoints = Checkpoints(
+            out / "steps", {"model": digest_of_model(self.model)}, force=given.force
+        )
 
     def _tokens(
-        self, text: str, sequences: int, split: Split | None, length: int | None = None
+        self, text: str, sequences: int | None, split: Split | None, length: int | None = None
     ) -> Tensor:
-        size = {"sequences": sequences, "length": length or self.length}
-        return sample_tokens(open_text(text), self.tokenizer, split=split, **size)
+        return sample_tokens(
+            open_text(text),
+            self.tokenizer,
+            split=split,
+            sequences=sequences,
+            length=length or self.length,
+        )
 
-    def run(self) -> pd.DataFrame:
-        """Measure, draw, and return the rows of table 1."""
+    def check(self) -> None:
+        """Ask the uncompressed model everything that plans will be asked."""
+        self.accuracies(None)
         if self.name in PAPER_WEIGHTS:
             measured = {
                 title: perplexity(self.model, tokens).perplexity
@@ -230,192 +336,168 @@ class Study:
             }
             for line in mismatches(PAPER_WEIGHTS[self.name], measured):
                 tqdm.write(f"warning: {line}", file=sys.stderr)
+
+    def run(self) -> dict[str, pd.DataFrame]:
+        """Measure, draw, and return the rows of the tables by their names."""
         plans = self.plans()
         evaluations = pd.concat(
             [
-                self.evaluated(None, {"method": "uncompressed", "seed": 0}),
+                self.evaluated(None),
                 *(
-                    self.evaluated(plan, labels)
-                    for plan, labels in tqdm(plans, desc=f"{self.name}: plans", disable=None)
+                    self.evaluated(labelled)
+                    for labelled in tqdm(plans, desc=f"{self.name}: plans", disable=None)
                 ),
             ],
             ignore_index=True,
         )
-        of_series = evaluations["method"].map(SERIES).fillna("none")
-        main_series = evaluations[evaluations["policy"] == of_series]
-        self.save("accuracy", main_series, draw.accuracy)
-        self.save("ppl", main_series, draw.perplexities)
+        main_series = _part(evaluations, SERIES)
         of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
-        self.save("policy_uniform", of_stief, draw.policies)
-        self.save("quantization", self.quantized(plans), draw.quantization)
-        self.save("bases_comparison", self.diagnostics(), draw.bases_comparison)
-        self.save("ranks", self.profile(plans), draw.rank_profile)
-        return draw.table_of_results(main_series)
+        frames = {
+            "accuracy": main_series,
+            "ppl": main_series,
+            "policy_uniform": of_stief,
+            "quantization": self.quantized(plans),
+            "bases_comparison": self.diagnostics(plans),
+            "ranks": self.profile(plans),
+        }
+        for stem, frame in frames.items():
+            self.save(stem, frame)
+        return {
+            "table1": draw.table_of_results(main_series),
+            "table2": self.bases_at_the_same_ranks(evaluations),
+            "table3": self.rules_with_the_same_bases(evaluations),
+        }
 
-    def save(self, stem: str, frame: pd.DataFrame, figure: Any) -> None:
-        # The paper's labels: bases_comparison is Llama's, bases_comparison_qwen Qwen's.
-        plain = (stem, self.name) == ("bases_comparison", "llama")
-        path = self.out / (stem if plain else f"{stem}_{self.name}")
+    def save(self, stem: str, frame: pd.DataFrame) -> None:
+        path = self.out / self.file(stem)
         frame.to_csv(path.with_suffix(".csv"), index=False)
-        save_figure(figure(frame, title=self.caption), path)
+        figure, title, _ = FIGURES[stem]
+        save_figure(figure(frame, title=f"{self.name}: {title}"), path)
+
+    def file(self, stem: str) -> str:
+        """Return the paper's label of a figure: of the diagnostics, only Qwen's has the name."""
+        plain = (stem, self.name) == ("bases_comparison", "llama")
+        return stem if plain else f"{stem}_{self.name}"
 
     # Plans
 
-    @cached_property
-    def eigen(self) -> list[LayerBases]:
-        """Full eigenbases, of which every rank is a part."""
-        return [self.layer_bases(EIGEN, layer, 0) for layer in range(self.layers)]
-
-    def stief(self, seed: int) -> list[LayerBases]:
-        name = f"{self.name}: training, seed {seed}"
-        layers = tqdm(range(self.layers), desc=name, disable=None)
-        return [self.layer_bases(STIEF, layer, seed) for layer in layers]
-
-    @cached_property
-    def grouped(self) -> list[LayerBases]:
-        return [self.layer_bases(GROUPED, layer, 0) for layer in range(self.layers)]
-
-    def layer_bases(self, method: str, layer: int, seed: int) -> LayerBases:
-        settings = self.bases_settings(method, seed) | {"layer": layer}
-
-        def compute() -> dict[str, Basis]:
-            activations = next(iter(capture(self.model, self.calibration, [layer])))
-            return _bases(method, activations, self.protocol, seed).named()
-
-        kept = self.steps.bases(f"bases-{method}", settings, self.heads, compute)
-        return LayerBases.from_named(kept)
-
-    def bases_settings(self, method: str, seed: int) -> dict[str, Any]:
-        settings = self.common | {"method": method, "seed": seed}
-        return settings | {"epochs": self.protocol.epochs, "candidates": self.protocol.candidates}
-
-    def plans(self) -> list[tuple[CompressionPlan, dict[str, Any]]]:
-        """Every plan that is measured, with its labels."""
+    def plans(self) -> list[Labelled]:
+        """Return every plan that is measured."""
         found = []
-        for budget, ranks in self.threshold_ranks():
-            labels = {"method": EIGEN, "policy": "threshold", "seed": 0}
-            found.append((self.plan(self.eigen, ranks), labels | {"point": budget}))
+        for budget in self.protocol.error_budgets:
+            rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
+            plan = self.plan(EIGEN, rule, 1.0)
+            found.append(Labelled(plan, EIGEN, "release", budget))
         for ratio in self.protocol.ratios:
-            labels = {"method": GROUPED, "policy": "optimal", "seed": 0}
-            labels |= {"requested_ratio": ratio, "point": ratio}
-            ranks = self.chosen_ranks(GROUPED, self.grouped, 0, "optimal", ratio)
-            found.append((self.plan(self.grouped, ranks), labels))
-        for seed in self.seeds:
-            table = self.stief(seed)
-            for ratio in self.protocol.ratios:
-                labels = {"method": STIEF, "seed": seed, "requested_ratio": ratio, "point": ratio}
-                for policy in ("sequential", "uniform", "optimal"):
-                    ranks = self.chosen_ranks(STIEF, table, seed, policy, ratio)
-                    found.append((self.plan(table, ranks), labels | {"policy": policy}))
+            for seed in self.seeds:
+                of_stief = self.plans_at(STIEF, ratio, seed)
+                found += of_stief
+            (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
+            same = GivenRanks(ranks=tuple(_ranks_of(sequential)))
+            for method in (EIGEN, GROUPED):
+                found += self.plans_at(method, ratio)
+                plan = self.plan(method, same, ratio)
+                found.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
         return found
 
-    def plan(self, table: list[LayerBases], ranks: list[Ranks]) -> CompressionPlan:
-        windows = sliding_windows(self.model.config)
-        layers = tuple(
-            LayerPlan(_at_rank(bases.keys, key), _at_rank(bases.values, value), window)
-            for bases, (key, value), window in zip(table, ranks, windows, strict=True)
-        )
-        provenance = Provenance(
-            model=self.name,
-            text=next(iter(self.corpora)),
-            sequences=self.calibration.shape[0],
-            length=self.calibration.shape[1],
-            objective="",
-            solver="",
-            seed=0,
-            requested_ratio=0.0,
-            versions={},
-            threads=torch.get_num_threads(),
-        )
-        return CompressionPlan(layers, "pre", config_hash(self.model.config), provenance)
+    def plans_at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:
+        """Return the plans of a method at a ratio under every rank rule."""
+        protocol = self.protocol
+        measured = (1, protocol.surface_sequences, protocol.surface_rows)
+        rules: dict[str, RankRule] = {
+            "sequential": Sequential(protocol.candidates, *measured),
+            "uniform": Uniform(protocol.candidates),
+            "threshold": Threshold(protocol.candidates, *measured),
+            "optimal": Optimal(protocol.candidates),
+        }
+        return [
+            Labelled(self.plan(method, rule, ratio, seed), method, name, ratio, ratio, seed)
+            for name, rule in rules.items()
+            if name == SERIES[method] or method != GROUPED
+        ]
 
-    def threshold_ranks(self) -> list[tuple[float, list[Ranks]]]:
-        """EigenAttention's search in every layer on clean inputs, for every error budget."""
-        budgets = self.protocol.error_budgets
+    def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
+        recipe = {
+            EIGEN: Recipe(EigenAttention(), ClosedForm()),
+            STIEF: Recipe(LayerOutput(), Predictor(epochs=self.protocol.epochs)),
+            GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
+        }[method]
+        return compress(
+            self.model,
+            self.calibration,
+            recipe=replace(recipe, ranks=rule),
+            ratio=ratio,
+            seed=seed,
+            folder=self.plans_folder,
+        )
+
+    def searched_ranks(self, budget: float) -> list[Ranks]:
+        """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
 
         def compute() -> pd.DataFrame:
+            few = self.calibration[: self.protocol.search_sequences]
             rows = []
-            for activations in capture(self.model, self.calibration[:8]):
-                error = partial(_error, activations, self.eigen[activations.layer])
-                keys, values = (_singular_values(activations, site) for site in SITES)
-                for budget in budgets:
-                    key, value = threshold(keys, values, error, budget)
-                    row = {"budget": budget, "layer": activations.layer}
-                    rows.append(row | {"key": key, "value": value})
+            for fit, measured in zip(
+                capture(self.model, self.calibration), capture(self.model, few), strict=True
+            ):
+                search = ReleaseSearch(fit, measured)
+                for each in self.protocol.error_budgets:
+                    key, value = search.ranks(each)
+                    row = {"budget": each, "layer": fit.layer, "key": key, "value": value}
+                    rows.append(row)
             return pd.DataFrame(rows)
 
-        frame = self.steps.frame("threshold", self.common | {"budgets": budgets}, compute)
-        return [(budget, _ranks(frame[frame["budget"] == budget])) for budget in budgets]
-
-    def chosen_ranks(
-        self, method: str, table: list[LayerBases], seed: int, policy: str, ratio: float
-    ) -> list[Ranks]:
-        head_dim = _head_dim(self.eigen[0])
-        budget = budget_from_ratio(ratio, self.layers, head_dim)
-        if policy == "uniform":
-            candidates = candidate_ranks(head_dim, self.protocol.candidates)
-            return uniform(candidates, candidates, self.layers, budget, head_dim)
-        surfaces = self.surfaces(method, table, seed, policy, budget)
-        if policy == "optimal":
-            return optimal(surfaces, budget, head_dim)
-        rule = Sequential(self.layers, budget)
-        return [rule.select(surface) for surface in surfaces]
-
-    def surfaces(
-        self, method: str, table: list[LayerBases], seed: int, policy: str, budget: int
-    ) -> list[ErrorSurface]:
-        """What ranks cost, by layer; behind compressed layers the budget has a say in it."""
-        settings = self.bases_settings(method, seed)
-        if policy == "sequential":
-            settings |= {"budget": budget}
-
-        def compute() -> pd.DataFrame:
-            if policy == "sequential":
-                _, found = sequential_ranks(self.model, self.calibration, table, budget)
-            else:
-                found = divergences(self.model, self.calibration, table)
-            return _surfaces_to_frame(found)
-
-        return _surfaces_from_frame(self.steps.frame(f"surfaces-{policy}", settings, compute))
+        checkpoints = self.checkpoints.keyed(
+            calibration=digest_of_tokens(self.calibration),
+            sequences=self.protocol.search_sequences,
+            budgets=self.protocol.error_budgets,
+        )
+        frame = checkpoints.made_by(ReleaseSearch).frame("release", compute)
+        rows = frame[frame["budget"] == budget].sort_values("layer")
+        return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
 
     # Measurements
 
-    def evaluated(self, plan: CompressionPlan | None, labels: dict[str, Any]) -> pd.DataFrame:
-        """Perplexities of a plan and, if it is shown by task, accuracies, with its labels."""
+    def evaluated(self, labelled: Labelled | None) -> pd.DataFrame:
+        """Return perplexities of a plan and, where methods are compared, accuracies."""
+        plan = None if labelled is None else labelled.plan
         frame = self.perplexities(plan)
-        if plan is None or labels["policy"] == SERIES[labels["method"]]:
+        if labelled is None or labelled.policy == SERIES[labelled.method]:
             frame = pd.concat([frame, self.accuracies(plan)], ignore_index=True)
-        ratio = 1.0 if plan is None else plan.ratio
-        defaults = {"policy": "none", "requested_ratio": None, "point": 1.0, "bits": 16}
-        for column, value in (defaults | labels).items():
-            frame[column] = value
-        return frame.assign(model=self.name, ratio=ratio, bytes_ratio=ratio)
+        columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
+        columns |= {"seed": 0}
+        columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
+        columns |= {} if labelled is None else labelled.columns()
+        return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)
 
     def perplexities(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        """With standard errors of the difference from the uncompressed model, window by window."""
+        """Return them with their standard errors, and the added NLL with its own.
+
+        Both errors are of the difference from the uncompressed model, window by window.
+        """
         rows = []
         for corpus, tokens in self.corpora.items():
             nll = self.nll(plan, tokens)
-            spread = nll if plan is None else nll - self.nll(None, tokens)
+            added = nll - self.nll(None, tokens)
+            spread = (nll if plan is None else added).std() / math.sqrt(len(nll))
             value = math.exp(nll.mean())
-            error = value * spread.std() / math.sqrt(len(nll))
-            row = {"value": value, "standard_error": error, "measure": "perplexity", "of": corpus}
-            rows.append(row)
+            rows.append(
+                {"value": value, "standard_error": value * spread, "measure": "perplexity"}
+                | {"of": corpus, "added_nll": added.mean(), "added_nll_error": spread}
+            )
         return pd.DataFrame(rows)
 
     def nll(self, plan: CompressionPlan | None, tokens: Tensor) -> pd.Series:
-        """Nats per token of every window."""
-        settings = self._measured(plan) | {"tokens": digest_of_tokens(tokens)}
+        """Return the nats per token of every window."""
 
         def compute() -> pd.DataFrame:
             return pd.DataFrame({"nll": perplexity(self.model, tokens, plan).by_sequence})
 
-        return self.steps.frame("nll", settings, compute)["nll"]
+        return (
+            self._measured(plan).keyed(tokens=digest_of_tokens(tokens)).frame("nll", compute)["nll"]
+        )
 
     def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        settings = self._measured(plan) | {"tasks": self.tasks, "items": self.protocol.items}
-        settings |= {"documents": self.documents}
-
         def compute() -> pd.DataFrame:
             return zero_shot(
                 *(self.model, self.tokenizer, self.tasks, plan),
@@ -423,138 +505,153 @@ class Study:
                 limit=self.protocol.items,
             )
 
-        frame = self.steps.frame("accuracy", settings, compute)
+        checkpoints = self._measured(plan).keyed(
+            tasks=self.tasks, items=self.protocol.items, documents=self.documents
+        )
+        frame = checkpoints.frame("accuracy", compute)
         frame = frame.rename(columns={"task": "of", "accuracy": "value"})
         return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
 
-    def _measured(self, plan: CompressionPlan | None) -> dict[str, Any]:
-        return {
-            "model": self.common["model"],
-            "plan": None if plan is None else plan.digest(),
-        }
+    def _measured(self, plan: CompressionPlan | None) -> Checkpoints:
+        return self.checkpoints.keyed(plan=None if plan is None else plan.digest())
 
-    def quantized(self, plans: list[tuple[CompressionPlan, dict[str, Any]]]) -> pd.DataFrame:
-        """Perplexity on the second corpus of the plans nearest to the paper's 60 %, rounded."""
+    def quantized(self, plans: list[Labelled]) -> pd.DataFrame:
+        """Return the perplexity on the second corpus of plans near the paper's 60 %, rounded."""
         corpus = list(self.corpora)[1]
         rows = []
         for method in (EIGEN, STIEF):
-            of_method = [p for p in plans if p[1]["method"] == method and p[1]["seed"] == 0]
-            of_method = [p for p in of_method if p[1]["policy"] == SERIES[method]]
-            plan, labels = min(of_method, key=lambda p: abs(p[0].ratio - QUANTIZED_RATIO))
+            of_method = [p for p in plans if p.method == method and p.policy == SERIES[method]]
+            labelled = min(of_method, key=lambda p: (p.seed, abs(p.plan.ratio - QUANTIZED_RATIO)))
+            plan = labelled.plan
             exact = plan.bytes_per_token()
-            for bits in (16, *BITS):
+            settings = [("none", 16), *((r, b) for r in ROTATIONS for b in BITS)]
+            for rotation, bits in settings:
                 rounded = plan
                 if bits < 16:
-                    rounded = quantize(plan, self.model, self.calibration[:8], Quantization(bits))
+                    rounding = Quantization(bits)
+                    tokens = self.calibration[: self.protocol.search_sequences]
+                    rounded = quantize(plan, self.model, tokens, rounding, rotation)
                 found = self.perplexities(rounded)
                 found = found[found["of"] == corpus]
                 share = plan.ratio * rounded.bytes_per_token() / exact
-                numbers = {"ratio": plan.ratio, "bytes_ratio": share, "bits": bits}
-                rows.append(found.assign(model=self.name, **labels, **numbers))
+                numbers = {"bytes_ratio": share, "bits": bits, "rotation": rotation}
+                rows.append(found.assign(model=self.name, **labelled.columns(), **numbers))
         return pd.concat(rows, ignore_index=True)
 
-    def diagnostics(self) -> pd.DataFrame:
-        """Errors of every layer at r = d/2 on held-out text."""
+    def diagnostics(self, plans: list[Labelled]) -> pd.DataFrame:
+        """Return the errors of every layer at r = d/2 on held-out text."""
         tokens = next(iter(self.corpora.values()))
-        half = round(0.5 * _head_dim(self.eigen[0]))
+        half = plans[0].plan.layers[0].key.head_dim // 2
+        rule = GivenRanks(ranks=((half, half),) * self.layers)
         frames = []
-        runs = [(EIGEN, 0, self.eigen), *((STIEF, seed, self.stief(seed)) for seed in self.seeds)]
-        for method, seed, table in runs:
-            settings = self.common | asdict(self.protocol)
-            settings |= {"method": method, "seed": seed, "tokens": digest_of_tokens(tokens)}
-            bases = {
-                layer: (_at_rank(b.keys, half), _at_rank(b.values, half))
-                for layer, b in enumerate(table)
-            }
+        for method, seed in [(EIGEN, 0), *((STIEF, seed) for seed in self.seeds)]:
+            plan = self.plan(method, rule, 1.0, seed)
+            bases = {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
 
             def compute(bases: Any = bases) -> pd.DataFrame:
                 return diagnose(capture(self.model, tokens), bases)
 
-            frame = self.steps.frame("diagnostics", settings, compute)
+            checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
+            frame = checkpoints.frame("diagnostics", compute)
             frames.append(frame.assign(method=method, seed=seed, rank=half))
         return pd.concat(frames, ignore_index=True)
 
-    def profile(self, plans: list[tuple[CompressionPlan, dict[str, Any]]]) -> pd.DataFrame:
+    def profile(self, plans: list[Labelled]) -> pd.DataFrame:
+        """Return the ranks that the sequential rule chose for the paper's bases."""
         return pd.DataFrame(
             [
-                labels | {"layer": index, "site": site, "rank_ratio": basis.rank / basis.head_dim}
-                for plan, labels in plans
-                if labels["policy"] == "sequential"
-                for index, layer in enumerate(plan.layers)
+                labelled.columns()
+                | {"layer": index, "site": site, "rank_ratio": basis.rank / basis.head_dim}
+                for labelled in plans
+                if (labelled.method, labelled.policy) == (STIEF, "sequential")
+                for index, layer in enumerate(labelled.plan.layers)
                 for site, basis in layer.sites
             ]
         )
 
+    # Tables
 
-def _bases(method: str, activations: LayerActivations, protocol: Protocol, seed: int) -> LayerBases:
-    """Bases of a layer at all candidate ranks; an eigenbasis only whole."""
-    head_dim = activations.head_dim
-    ranks = [r for r in candidate_ranks(head_dim, protocol.candidates) if r < head_dim]
-    found = []
-    for site in SITES:
-        grouping = HeadGrouping(GROUPINGS[method][site], activations.kv_heads)
-        objective = OBJECTIVES.get("kq-svd" if method == GROUPED else method)()
-        problem = objective.problem(activations, site, grouping)
-        if method == EIGEN:
-            found.append({head_dim: problem.closed_form(head_dim)})
-            continue
-        solver: Solver = Predictor(epochs=protocol.epochs) if method == STIEF else ClosedForm()
-        bases = {rank: solver.solve(problem, rank, seed).basis for rank in ranks}
-        found.append(bases | {head_dim: identity_basis(grouping, head_dim)})
-    return LayerBases(*found)
+    def bases_at_the_same_ranks(self, evaluations: pd.DataFrame) -> pd.DataFrame:
+        """Return what bases cost at the ranks of the paper's sequential rule."""
+        part = _part(evaluations, {EIGEN: SAME_RANKS, STIEF: "sequential", GROUPED: SAME_RANKS})
+        return _wide(part[part["method"] != "uncompressed"], "method")
+
+    def rules_with_the_same_bases(self, evaluations: pd.DataFrame) -> pd.DataFrame:
+        """Return what rank rules cost with EigenAttention's bases, and with the paper's."""
+        part = evaluations[evaluations["method"].isin([EIGEN, STIEF])]
+        return _wide(part[~part["policy"].isin([SAME_RANKS, "release"])], "policy")
 
 
-def _error(activations: LayerActivations, bases: LayerBases, key: int, value: int) -> float:
-    key_basis, value_basis = _at_rank(bases.keys, key), _at_rank(bases.values, value)
-    return layer_errors(activations, key_basis, value_basis).layer_output_error
+class ReleaseSearch:
+    """EigenAttention's search in one layer: its own bases, thresholds and errors.
+
+    Parameters
+    ----------
+    fit : LayerActivations
+        What bases and singular values are made of.
+    measured : LayerActivations
+        What errors are measured on.
+    """
+
+    def __init__(self, fit: LayerActivations, measured: LayerActivations) -> None:
+        self._measured = measured
+        shared, apart = HeadGrouping("shared", fit.kv_heads), HeadGrouping(1, fit.kv_heads)
+        self._spectra = (singular_values(fit, "key", shared), singular_values(fit, "value", apart))
+        self._full = tuple(
+            EigenAttention().problem(fit, site, grouping).closed_form(fit.head_dim)  # type: ignore[arg-type]
+            for site, grouping in (("key", shared), ("value", apart))
+        )
+        self._errors: dict[Ranks, float] = {}
+
+    def ranks(self, error_budget: float) -> Ranks:
+        """Return the ranks at an error budget."""
+        return threshold_search(*self._spectra, self._error, error_budget)
+
+    def _error(self, key: int, value: int) -> float:
+        if (key, value) not in self._errors:
+            bases = [_leading(b, rank) for b, rank in zip(self._full, (key, value), strict=True)]
+            found = layer_errors(self._measured, *bases).layer_output_error
+            self._errors[key, value] = found
+        return self._errors[key, value]
 
 
-def _at_rank(bases: dict[int, Basis], rank: int) -> Basis:
-    """The basis of a rank; of an eigenbasis its leading part."""
-    if rank in bases:
-        return bases[rank]
-    (full,) = bases.values()
-    down = full.down[..., :rank].contiguous()
-    return Basis(down, down, full.grouping)
+def _leading(basis: Basis, rank: int) -> Basis:
+    """Return the leading part of an eigenbasis."""
+    down = basis.down[..., :rank].contiguous()
+    return Basis(down, down, basis.grouping)
 
 
-def _head_dim(bases: LayerBases) -> int:
-    return next(iter(bases.keys.values())).head_dim
+def _ranks_of(plan: CompressionPlan) -> list[Ranks]:
+    return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
 
 
-def _singular_values(activations: LayerActivations, site: Site) -> Tensor:
-    grouping = HeadGrouping(GROUPINGS[EIGEN][site], activations.kv_heads)
-    return singular_values(activations, site, grouping)
+def _part(evaluations: pd.DataFrame, policies: dict[str, str]) -> pd.DataFrame:
+    """Return the rows of some methods, each under one rule, and of the uncompressed model."""
+    wanted = evaluations["method"].map(policies | {"uncompressed": "none"})
+    return evaluations[evaluations["policy"] == wanted]
 
 
-def _surfaces_to_frame(surfaces: list[ErrorSurface]) -> pd.DataFrame:
-    return pd.DataFrame(
-        [
-            {"layer": layer, "key": key, "value": value, "error": float(surface.errors[i, j])}
-            for layer, surface in enumerate(surfaces)
-            for i, key in enumerate(surface.key_ranks)
-            for j, value in enumerate(surface.value_ranks)
-        ]
-    )
-
-
-def _surfaces_from_frame(frame: pd.DataFrame) -> list[ErrorSurface]:
-    found = []
-    for _, rows in frame.groupby("layer"):
-        wide = rows.pivot_table("error", "key", "value")
-        errors = torch.from_numpy(wide.to_numpy(dtype="float64", copy=True))
-        keys, values = (tuple(map(int, ranks)) for ranks in (wide.index, wide.columns))
-        found.append(ErrorSurface(keys, values, errors))
-    return found
-
-
-def _ranks(frame: pd.DataFrame) -> list[Ranks]:
-    ordered = frame.sort_values("layer")
-    return [(int(k), int(v)) for k, v in zip(ordered["key"], ordered["value"], strict=True)]
+def _wide(part: pd.DataFrame, of: str) -> pd.DataFrame:
+    """Return added NLL ± standard error (achieved ratio), a column for every requested ratio."""
+    part = part[part["measure"] == "perplexity"]
+    keys = ["model", "of", "method", "policy", "requested_ratio"]
+    means = part.groupby(keys, sort=False)[["added_nll", "added_nll_error", "ratio"]].mean()
+    means["cell"] = [
+        f"{row.added_nll:.3f} ± {row.added_nll_error:.3f} ({row.ratio:.3f})"
+        for row in means.itertuples()
+    ]
+    wide = means.reset_index().pivot_table("cell", keys[:-1], keys[-1], aggfunc="first", sort=False)
+    wide = wide[sorted(wide.columns, reverse=True)].rename(columns="ratio {:g}".format)
+    names = {"of": "corpus", "method": "bases", "policy": "ranks"}
+    wide = wide.reset_index().rename(columns=names).rename_axis(columns=None)
+    first = ["model", "corpus", "bases"]
+    if of == "method":
+        return wide.drop(columns="ranks").sort_values(first[:2], kind="stable")
+    return wide.sort_values(first, kind="stable")
 
 
 def mismatches(model: str, measured: dict[str, float]) -> list[str]:
-    """What is to be said if an uncompressed model is not the one the paper measured.
+    """Return what is to be said if an uncompressed model is not the one the paper measured.
 
     Parameters
     ----------
@@ -563,8 +660,8 @@ def mismatches(model: str, measured: dict[str, float]) -> list[str]:
     measured : dict
         Corpus to perplexity.
     """
-    table = pd.read_csv(HERE / "paper_results.csv")
-    theirs = table[(table["model"] == model) & table["requested_ratio"].isna()].iloc[0]
+    rows = pd.read_csv(common.HERE / "paper_results.csv")
+    theirs = rows[(rows["model"] == model) & rows["requested_ratio"].isna()].iloc[0]
     return [
         f"{model} uncompressed has a perplexity of {ours:.2f} on {corpus} in windows of "
         f"{PAPER_LENGTH} tokens, the paper's row says {theirs[corpus]:.2f}: weights, text or "
@@ -575,46 +672,75 @@ def mismatches(model: str, measured: dict[str, float]) -> list[str]:
 
 
 def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
-    """Calibration text and second corpus."""
+    """Return the calibration text and the second corpus."""
     first, second = ("docstrings", "pydoc-topics") if embedded else (WIKITEXT, C4)
     return given.text or first, given.second_text or second
 
 
 def _digests(tasks: tuple[str, ...], data: Path) -> dict[str, str]:
-    """SHA-256 of the documents of local tasks."""
+    """Return the SHA-256 of the documents of local tasks."""
     files = {task: local_task(task, data)["dataset_kwargs"]["data_files"]["test"] for task in tasks}
     return {task: hashlib.sha256(Path(f).read_bytes()).hexdigest() for task, f in files.items()}
 
 
 def _title(text: str) -> str:
-    """What a corpus is called in figures and tables."""
+    """Return what a corpus is called in figures and tables."""
     known = {WIKITEXT: "WikiText-2", C4: "C4"}
     substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
     return (known | substitutes).get(text, Path(text).name)
 
 
-def write_table(table: pd.DataFrame, out: Path, captions: list[str]) -> None:
-    """table1 in three formats, the paper's own rows last and marked."""
-    theirs = pd.read_csv(HERE / "paper_results.csv")
+def write_tables(tables: list[dict[str, pd.DataFrame]], out: Path, captions: list[str]) -> None:
+    """Write the three tables over all models as CSV and Markdown, the first as LaTeX too."""
+    notes = "\n".join(f"- {caption}" for caption in captions)
+    theirs = pd.read_csv(common.HERE / "paper_results.csv")
     theirs.insert(1, "method", "layer-output (the paper's number)")
     theirs.loc[theirs["requested_ratio"].isna(), "method"] = "uncompressed (the paper's number)"
-    rows = pd.concat([table, theirs], ignore_index=True)
-    rows.to_csv(out / "table1.csv", index=False)
+    rows = pd.concat([*(table["table1"] for table in tables), theirs], ignore_index=True)
     shown = with_errors(rows)
-    notes = "".join(f"\n- {caption}" for caption in captions)
-    text = (
-        "# Table 1\n\nPerplexities (lower is better) and accuracies, ± standard errors over "
-        "windows (of the difference from the uncompressed model) or items; means over seeds. "
-        "The paper's rows are of other models and other texts "
-        f"than ours.\n\n{shown.to_markdown(index=False)}\n\nOurs:\n{notes}\n"
-    )
-    (out / "table1.md").write_text(text, encoding="utf-8")
-    latex = shown.to_latex(index=False, escape=True)
-    (out / "table1.tex").write_text(latex, encoding="utf-8")
+    (out / "table1.tex").write_text(shown.to_latex(index=False, escape=True), encoding="utf-8")
+    written = {
+        "table1": (
+            rows,
+            shown,
+            "Perplexities (lower is better) and accuracies, ± standard errors over windows (of the "
+            "difference from the uncompressed model) or items; means over seeds. EigenAttention's "
+            "ranks are those of its own search, which knows no ratio. The paper's rows are of "
+            "other models and other texts than ours.",
+        ),
+    }
+    for name, caption in (
+        ("table2", "Bases at the same ranks, those of the sequential rule for the paper's bases"),
+        ("table3", "Rank rules with the same bases"),
+    ):
+        frame = pd.concat([table[name] for table in tables], ignore_index=True)
+        text = (
+            f"{caption}: added NLL, nats per token, ± standard errors over windows (achieved "
+            "ratio)."
+        )
+        written[name] = (frame, frame, text)
+    for name, (frame, readable, caption) in written.items():
+        frame.to_csv(out / f"{name}.csv", index=False)
+        text = (
+            f"# Table {name[-1]}\n\n{caption}\n\n{readable.to_markdown(index=False)}\n\n"
+            f"Ours:\n\n{notes}\n"
+        )
+        (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def write_captions(studies: list[Study], out: Path) -> None:
+    """Write what every figure shows, and on how much it was measured."""
+    lines = ["# Captions", ""]
+    for study in studies:
+        lines += [f"{study.caption}; {len(study.seeds)} seed(s).", ""]
+        for stem, (_, title, band) in FIGURES.items():
+            lines.append(f"- `{study.file(stem)}`: {title}. {band}")
+        lines.append("")
+    (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def with_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """A table for reading: numbers as text, with their standard errors where there are any."""
+    """Return a table for reading: numbers as text, with their standard errors if there are any."""
     shown = rows[["model", "method"]].copy()
     for column in rows.columns[2:]:
         if column.endswith(" SE"):

@@ -25,9 +25,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import pandas as pd
 import torch
@@ -42,13 +44,22 @@ from transformers import (
     Qwen3Config,
 )
 
-from manifoldkv import OBJECTIVES, SOLVERS, Batch, HeadGrouping, ManifoldKVError, Problem, capture
+from manifoldkv import (
+    KQSVD,
+    SOLVERS,
+    Batch,
+    HeadGrouping,
+    LayerOutput,
+    ManifoldKVError,
+    Problem,
+    RiemannianAdam,
+    capture,
+)
 from manifoldkv.activations import LayerActivations, Site
 from manifoldkv.figures import save_figure
-from manifoldkv.objectives.kq_svd import InteractionProblem
+from manifoldkv.objectives.gram import GramObjective
 from manifoldkv.offloading import load_offloaded
-from manifoldkv.output import check_writable
-from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.runs.checkpoints import Checkpoints
 
 VOCABULARY = 1024
 """Of the small models; the real one's embeddings are added by arithmetic."""
@@ -97,14 +108,20 @@ PAPER_SEQUENCES, PAPER_LENGTH, PAPER_RANKS, PAPER_EPOCHS = 512, 2048, 5, 50
 
 FAST = RiemannianAdam()
 CLOSED, STEPS = "closed-form", "riemannian-adam"
+MEASURE = "--measure"
+SLOW_RATES = {CLOSED: 0.8, "predictor": 40.0, STEPS: 10.0}
+"""TFLOP/s that solving may fall to: float64 on a card that has a 32nd to a 64th of its rate for it
+(a 24 GB workstation card), whole sequences of one layer at a time, and sampled steps of two
+milliseconds, which are bound by launches and memory."""
 SITES: tuple[Site, Site] = ("key", "value")
 GIB = 2**30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    if sys.argv[1:2] == [MEASURE]:  # one measurement, in a process of its own
+        print(json.dumps(measure(**json.loads(sys.argv[2]))))
+        return 0
+    parser = common.Parser(__doc__)
     add = parser.add_argument
     known = list(SHAPES)
     add("--shape", nargs="+", choices=known, default=known[:2], help="(%(default)s)")
@@ -121,76 +138,65 @@ def main() -> int:
     add("--steps", type=int, default=5, help="solver steps per layer and site (%(default)s)")
     add("--rate", type=float, default=100, help="TFLOP/s sustained elsewhere (%(default)s)")
     add("--work", type=Path, help="folder for the checkpoints (the temporary one)")
-    add("--out", type=Path, help="output folder (figures/scale)")
-    add("--measure", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.measure:
-        print(json.dumps(measure(**json.loads(given.measure))))
-        return 0
-    out = given.out or Path(__file__).parent.parent / "figures" / "scale"
-    try:
-        numbers = (*given.layers, *given.sequences, given.sequence_length, given.steps)
-        if min(numbers) < 1 or not given.rate > 0:
-            raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
-        check_writable(out)
-        results = measure_all(given, out / "results.csv")
-    except ManifoldKVError as error:
-        print(f"scale: {error}", file=sys.stderr)
-        return 2
+    parser.add_threads()
+    parser.add_out("figures/scale")
+    return common.run_study(parser, study)
+
+
+def study(given: argparse.Namespace) -> None:
+    numbers = (*given.layers, *given.sequences, given.sequence_length, given.steps)
+    if min(numbers) < 1 or not given.rate > 0:
+        raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
+    out = common.output_folder(given, "scale")
+    results = measure_all(given, common.stored_in(out, given))
+    results.to_csv(out / "results.csv", index=False)
     save_figure(draw_tokens(results), out / "memory_against_tokens")
     save_figure(draw_layers(results), out / "cost_against_layers")
-    (out / "summary.md").write_text(summary(results, given.rate), encoding="utf-8")
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
-    return 0
+    common.write_summary(out, summary(results, given.rate))
 
 
-def measure_all(given: argparse.Namespace, path: Path) -> pd.DataFrame:
-    """A row per shape, number of layers and calibration size, each from a fresh process."""
+def measure_all(given: argparse.Namespace, checkpoints: Checkpoints) -> pd.DataFrame:
+    """Return a row per shape, number of layers and calibration size, each from a fresh process."""
     layers, sequences = sorted(set(given.layers)), sorted(set(given.sequences))
     sizes = [(STEPS, count, sequences[0]) for count in layers]
     sizes += [(STEPS, layers[0], count) for count in sequences[1:]]
     sizes += [(CLOSED, layers[0], count) for count in sequences]
     settings = [
         {"shape": shape, "solver": solver, "layers": count, "sequences": many}
-        | {"length": given.sequence_length, "steps": given.steps}
+        | {"length": given.sequence_length, "steps": given.steps, "threads": given.threads}
         for shape in given.shape
         for solver, count, many in sizes
     ]
-    rows: list[dict[Any, Any]] = []
-    if path.exists():
-        rows = pd.read_csv(path).to_dict("records")
-    rows = [row for row in rows if {k: row.get(k) for k in settings[0]} in settings]
+    checkpoints = checkpoints.made_by(LayerOutput, KQSVD, RiemannianAdam)
+    frames = []
     folder = Path(tempfile.mkdtemp(prefix="scale-", dir=given.work))
     written = ""
     try:
         for setting in tqdm(settings, desc="measurements", disable=None):
-            if any({k: row[k] for k in setting} == setting for row in rows):
-                continue
-            if setting["shape"] != written:
-                written = setting["shape"]
+            stored = checkpoints.keyed(**setting)
+            if not stored.has_frame("measurement") and setting["shape"] != written:
+                written = str(setting["shape"])
                 write_checkpoints(written, layers, folder)
-            rows.append(setting | measured_apart(setting, folder / str(setting["layers"])))
-            pd.DataFrame(rows).to_csv(path, index=False)
+            run = partial(measured_apart, setting, folder / str(setting["layers"]))
+            frames.append(stored.frame("measurement", run).assign(**setting))
     finally:
         shutil.rmtree(folder)
     return (
-        pd.DataFrame(rows)
+        pd.concat(frames, ignore_index=True)
         .sort_values(["solver", "layers", "sequences"], ignore_index=True, kind="stable")
         .sort_values("shape", key=lambda names: names.map(list(SHAPES).index), kind="stable")
     )
 
 
-def measured_apart(setting: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """One measurement in a process of its own, whose memory is all its own."""
+def measured_apart(setting: dict[str, Any], checkpoint: Path) -> pd.DataFrame:
+    """Return one measurement, made in a process of its own, whose memory is all its own."""
     job = json.dumps(setting | {"checkpoint": str(checkpoint)})
-    command = [sys.executable, __file__, "--measure", job]
+    command = [sys.executable, __file__, MEASURE, job]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         reason = (run.stderr.strip().splitlines() or ["killed, probably out of memory"])[-1]
         raise ManifoldKVError(f"{setting} failed: {reason}")
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return pd.DataFrame([json.loads(run.stdout.splitlines()[-1])])
 
 
 def write_checkpoints(shape: str, counts: list[int], folder: Path) -> None:
@@ -243,9 +249,17 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 
 
 def measure(
-    shape: str, solver: str, layers: int, sequences: int, length: int, steps: int, checkpoint: str
+    shape: str,
+    solver: str,
+    layers: int,
+    sequences: int,
+    length: int,
+    steps: int,
+    threads: int,
+    checkpoint: str,
 ) -> dict[str, Any]:
     """Capture every layer and solve it; then count the operations of a step on the last one."""
+    torch.set_num_threads(threads)
     imported = peak_bytes()
     model, _ = load_offloaded(checkpoint, torch.bfloat16, "cpu")
     tokens = torch.randint(VOCABULARY, (sequences, length), generator=torch.Generator())
@@ -271,7 +285,6 @@ def measure(
     return row | {
         "solving_seconds": solving / layers,
         "imported_bytes": imported,
-        "threads": torch.get_num_threads(),
     }
 
 
@@ -279,22 +292,26 @@ def problem_of(activations: LayerActivations, site: Site, solver: str) -> Proble
     """Layer-output in the paper's head sharing; of a closed form, KQ-SVD over all heads."""
     of_paper: str | int = "shared" if site == "key" else 1
     grouping = HeadGrouping("all" if solver == CLOSED else of_paper, activations.kv_heads)
-    objective = OBJECTIVES.get("kq-svd" if solver == CLOSED else "layer-output")()
+    objective = KQSVD() if solver == CLOSED else LayerOutput()
     return objective.problem(activations, site, grouping)
 
 
 def operations(activations: LayerActivations, site: Site, solver: str) -> dict[str, float]:
-    """Floating-point operations of a closed form's Gram matrices, or of a step.
+    """Return the floating-point operations of a closed form's Gram matrices, or of a step.
 
-    Of the predictor, for one whole sequence; of riemannian-adam, for its usual batch.
+    Of the predictor, for one whole sequence; of riemannian-adam, for its usual batch; of both,
+    what is computed once for all steps, by calibration token.
     """
     problem = problem_of(activations, site, solver)
-    if isinstance(problem, InteractionProblem):
+    if isinstance(problem.objective, GramObjective):
         with FlopCounterMode(display=False) as counter:
-            problem.matrices(None)
+            problem.objective.matrices(problem, None)
         tokens = activations.sequences * activations.length
         return {"closed_flops_per_token": float(counter.get_total_flops()) / tokens}
-    basis = problem.initial(activations.head_dim // 2)
+    with FlopCounterMode(display=False) as counter:
+        basis = problem.initial(activations.head_dim // 2)
+        problem.loss(basis, Batch(torch.arange(1)))
+    with_what_is_done_once = float(counter.get_total_flops())
     columns = basis.down.clone().requires_grad_()
     rows = torch.arange(min(FAST.rows, activations.length))
     sampled = torch.arange(min(FAST.sequences_per_step, activations.sequences))
@@ -305,11 +322,14 @@ def operations(activations: LayerActivations, site: Site, solver: str) -> dict[s
             problem.loss(trial, batch).backward(inputs=[columns])
         return float(counter.get_total_flops()) / len(batch.sequences)
 
-    count(Batch(torch.arange(1)))  # what is computed once for all steps
     of_sampled = count(Batch(sampled, rows))
+    with FlopCounterMode(display=False) as counter:
+        problem.loss(basis, Batch(torch.arange(1)))
+    once = with_what_is_done_once - float(counter.get_total_flops())
     return {
         "flops_per_sequence": count(Batch(torch.arange(1))),
         "fast_flops_per_step": FAST.sequences_per_step * of_sampled,
+        "once_flops_per_token": once / (activations.sequences * activations.length),
     }
 
 
@@ -361,40 +381,44 @@ def slope(part: pd.DataFrame, solver: str) -> tuple[float, float]:
 
 
 def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
-    """The whole model with the paper's calibration data, a row per shape and solver.
+    """Return the whole model with the paper's calibration data, a row per shape and solver.
 
     Sampled steps are counted at the measured length; their share that grows with it (keys and
-    values of all positions) is small beside the layer's matrices.
+    values of all positions) is small beside the layer's matrices. Capture is a forward pass of
+    every token with attention over the paper's length, and what steps need once comes on top.
     """
     rows = []
     for name, part in results.groupby("shape", sort=False):
         shape = SHAPES[str(name)]
+        config = shape.config
         length = int(part["length"].iloc[0])
         layer = int(part["layer_weights"].iloc[0])
-        weights = shape.layers * layer + 2 * shape.vocabulary * shape.config.hidden_size
+        weights = shape.layers * layer + 2 * shape.vocabulary * config.hidden_size
         step = part[[f"{site}_flops_per_sequence" for site in SITES]].mean().sum()
         step *= PAPER_LENGTH / length  # but for attention's quadratic part, a few hundredths
         sampled = part[[f"{site}_fast_flops_per_step" for site in SITES]].mean().sum()
+        once = part[[f"{site}_once_flops_per_token" for site in SITES]].mean().sum()
         # The Gram matrix of W_O, made once, counts least among the most tokens.
         closed = part[[f"{site}_closed_flops_per_token" for site in SITES]].min().sum()
         tokens = PAPER_SEQUENCES * PAPER_LENGTH
-        capturing = shape.layers * 2 * layer * tokens
+        attention = 4 * PAPER_LENGTH * config.num_attention_heads * config.head_dim
+        capturing = shape.layers * (2 * layer + attention) * tokens
+        of_steps = tokens * (float(once) + attention)
         for solver, solving in (
             (CLOSED, tokens * float(closed)),
-            ("predictor", PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)),
-            (STEPS, PAPER_RANKS * FAST.steps * float(sampled)),
+            ("predictor", of_steps + PAPER_RANKS * PAPER_EPOCHS * PAPER_SEQUENCES * float(step)),
+            (STEPS, of_steps + PAPER_RANKS * FAST.steps * float(sampled)),
         ):
-            flops = capturing + shape.layers * solving
+            flops = {"capture_flops": capturing, "solving_flops": shape.layers * solving}
+            hours = [
+                (capturing / rate + shape.layers * solving / of_solving) / 1e12 / 3600
+                for of_solving in (rate, min(rate, SLOW_RATES[solver]))
+            ]
             rows.append(
-                {
-                    "shape": name,
-                    "solver": solver,
-                    "weights": weights,
-                    "layer_weights": layer,
-                    "stored_bytes": stored_bytes_per_token(shape, solver) * tokens,
-                    "flops": flops,
-                    "hours": flops / (rate * 1e12) / 3600,
-                }
+                {"shape": name, "solver": solver, "weights": weights, "layer_weights": layer}
+                | {"stored_bytes": stored_bytes_per_token(shape, solver) * tokens}
+                | flops
+                | {"fewest_hours": hours[0], "most_hours": hours[1]}
             )
     return pd.DataFrame(rows)
 
@@ -436,7 +460,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
     axes.legend(fontsize=7)
 
 
-def summary(results: pd.DataFrame, rate: float) -> str:
+def summary(results: pd.DataFrame, rate: float) -> list[str]:
     first = results.iloc[0]
     lines = [
         "# What a large model costs",
@@ -459,9 +483,7 @@ def summary(results: pd.DataFrame, rate: float) -> str:
             f"{row['layer_bytes'] / GIB:.2f} | {row['layers'] * row['layer_bytes'] / GIB:.2f} | "
             f"{row['peak_bytes'] / GIB:.2f} | {row['seconds']:.1f} | {row['solving_seconds']:.1f} |"
         )
-    lines += ["", *_growth(results), *_estimated(results, rate)]
-    command = " ".join(["python studies/scale.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+    return [*lines, "", *_growth(results), *_estimated(results, rate)]
 
 
 def _growth(results: pd.DataFrame) -> list[str]:
@@ -488,28 +510,37 @@ def _growth(results: pd.DataFrame) -> list[str]:
 
 
 def _estimated(results: pd.DataFrame, rate: float) -> list[str]:
+    slow = ", ".join(f"{value:g} for {name}" for name, value in SLOW_RATES.items())
     lines = [
         "",
         "## Estimates for the whole model, not measurements",
         "",
         f"Capturing and training with the paper's calibration data ({PAPER_SEQUENCES} × "
-        f"{PAPER_LENGTH} tokens, keys and values at {PAPER_RANKS} ranks), at a sustained {rate:g} "
-        "TFLOP/s: closed forms (the leading columns of one serve all ranks), the predictor for "
+        f"{PAPER_LENGTH} tokens, keys and values at {PAPER_RANKS} ranks): closed forms (the "
+        "leading columns of one serve all ranks), the predictor for "
         f"{PAPER_EPOCHS} epochs unless patience ends them, riemannian-adam for its {FAST.steps} "
-        "steps. Operations are counted (of closed forms those that grow with the tokens); reading "
-        "weights and moving activations are not.",
+        "steps. Operations are counted (of closed forms those that grow with the tokens), the "
+        "capture's and what steps need once among them; reading weights and moving activations "
+        f"are not. Hours are a range: all at a sustained {rate:g} TFLOP/s, and solving at fewer "
+        f"({slow}): closed forms compute in float64, of which a 24 GB workstation card has a 32nd "
+        "to a 64th of its rate, and sampled steps take about two milliseconds, too short to keep a "
+        "card busy.",
         "",
-        "| shape | solver | weights in bfloat16 | of one layer | activations of one layer | "
-        "operations | hours |",
-        "|---|---|---|---|---|---|---|",
     ]
+    rows = []
     for row in estimates(results, rate).to_dict("records"):
-        lines.append(
-            f"| {row['shape']} | {row['solver']} | {2 * row['weights'] / GIB:.1f} GiB | "
-            f"{2 * row['layer_weights'] / GIB:.2f} GiB | {row['stored_bytes'] / GIB:.0f} GiB | "
-            f"{row['flops']:.1e} FLOP | {row['hours']:.2f} |"
+        rows.append(
+            [
+                *(row["shape"], row["solver"], f"{2 * row['weights'] / GIB:.1f} GiB"),
+                f"{2 * row['layer_weights'] / GIB:.2f} GiB",
+                f"{row['stored_bytes'] / GIB:.0f} GiB",
+                *(f"{row['capture_flops']:.1e}", f"{row['solving_flops']:.1e}"),
+                f"{row['fewest_hours']:.2f} to {row['most_hours']:.2f}",
+            ]
         )
-    return lines
+    columns = ["shape", "solver", "weights in bfloat16", "of one layer"]
+    columns += ["activations of one layer", "capture, FLOP", "solving, FLOP", "hours"]
+    return lines + common.table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""How long does a solver take to be as good as the paper's predictor?
+"""How much sooner does Riemannian Adam on sampled query rows reach the predictor's error?
 
     python studies/solver_efficiency.py
-    python studies/solver_efficiency.py --model reference-qwen3 --layers 0 5
+    python studies/solver_efficiency.py --model reference-qwen3 --layers 0 3
 
-Solves the layer-output problem of every layer and site with the predictor, in the paper's protocol,
-and with Riemannian Adam at several numbers of steps, each a run of its own with its own schedule,
-and measures the bases on held-out text. Counted for each run: seconds, and layer-token evaluations
-(query rows whose layer output was computed and differentiated). Written into --out: results.csv
-(a row per run, as they come; an interrupted run goes on), summary.md and a figure. The summary ends
-with an estimate for a layer of Llama-3-8B's shape: one step of each solver, timed on random weights
-at 2048 tokens, times the steps.
+For every layer and site, on the layer-output problem at one rank: the paper's predictor (MLP+QR,
+whole sequences) for several numbers of epochs, each with a schedule of its own, and RiemannianAdam
+with growing budgets of steps. Each run gives the layer-output error on held-out text, the seconds,
+and the layer-token evaluations (query rows whose loss was computed and differentiated). What is
+compared is time at equal error: the cheapest run of either solver that comes within a tolerance of
+the lowest error the predictor reaches at any number of epochs. Written into --out: results.csv (a
+row per run, stored as they come; an interrupted run goes on), summary.md and a figure. The summary
+ends with an estimate for a layer of Llama-3-8B's shape: one step of each solver, timed on random
+weights at 2048 tokens, times the steps.
 """
 
 from __future__ import annotations
@@ -21,48 +23,41 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import common
 import pandas as pd
 import torch
-from embedded import EMBEDDED
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from manifoldkv import (
-    OBJECTIVES,
     Basis,
     Batch,
     HeadGrouping,
     LayerActivations,
-    ManifoldKVError,
+    LayerOutput,
+    Predictor,
     Problem,
+    RiemannianAdam,
     Solver,
     capture,
     layer_errors,
-    load_model,
-    open_text,
     rank_from_ratio,
-    sample_tokens,
 )
 from manifoldkv.activations import Site
-from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.figures import save_figure
+from manifoldkv.figures import COLOURS, legend_below, save_figure
 from manifoldkv.models import attention_of, decoder_layers
-from manifoldkv.output import check_writable
-from manifoldkv.solvers.predictor import Predictor
-from manifoldkv.solvers.riemannian_adam import RiemannianAdam
-from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 
-HERE = Path(__file__).resolve().parent
 SITES: tuple[Site, ...] = ("key", "value")
 GROUPINGS: dict[Site, str | int] = {"key": "shared", "value": 1}  # the paper's
+EPOCHS = (3, 6, 12, 25, 50)
 BUDGETS = (75, 150, 300, 450, 600)
-TIMES = (1, 2, 5, 10, 20, 50, 100, 200)
 TOLERANCES = (0.0, 0.002, 0.005, 0.01)
-LONG_LENGTH, PAPER_SEQUENCES = 2048, 512
+LONG_LENGTH, PAPER_SEQUENCES, PAPER_EPOCHS = 2048, 512, 50
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,
     intermediate_size=14336,
@@ -76,89 +71,79 @@ LLAMA_8B = LlamaConfig(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.Parser(__doc__)
+    parser.add_model()
+    parser.add_text()
     add = parser.add_argument
-    add("--model", default="reference-llama", help="name or folder (%(default)s)")
-    add("--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)")
     add("--layers", type=int, nargs="+", help="(all)")
     add("--rank-ratio", type=float, default=0.5, help="(%(default)s)")
     add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
-    add("--sequence-length", type=int, help="(the model's longest context)")
+    add("--sequence-length", type=int, default=512, help="(%(default)s)")
     add("--held-out", type=int, default=16, help="sequences to measure on (%(default)s)")
-    add(
-        "--epochs", type=int, default=50, help="of the predictor at most (%(default)s, the paper's)"
-    )
+    add("--epochs", type=int, nargs="+", default=EPOCHS, help="of the predictor (%(default)s)")
     add("--budgets", type=int, nargs="+", default=BUDGETS, help="steps (%(default)s)")
-    add("--threads", type=int, default=2, help="(%(default)s)")
     add("--no-estimate", action="store_true", help="leave out the layer of Llama-3-8B's shape")
-    add("--out", type=Path, help="output folder (figures/solver_efficiency/<model>)")
-    given = parser.parse_args()
+    parser.add_threads()
+    parser.add_out("figures/solver_efficiency/<model>")
+    return common.run_study(parser, study)
+
+
+def study(given: argparse.Namespace) -> None:
     name = Path(given.model).name
-    out = given.out or HERE.parent / "figures" / "solver_efficiency" / name
-    torch.set_num_threads(given.threads)
-    try:
-        check_writable(out)
-        results = measure(given, out / "steps")
-        estimate = None if given.no_estimate else measure_estimate(out / "steps", given.threads)
-    except ManifoldKVError as error:
-        print(f"solver_efficiency: {error}", file=sys.stderr)
-        return 2
+    out = common.output_folder(given, "solver_efficiency", name)
+    checkpoints = common.stored_in(out, given)
+    results = measure(given, checkpoints)
+    estimate = None if given.no_estimate else measure_estimate(checkpoints, given.threads)
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results, name), out / "error_against_seconds")
-    (out / "summary.md").write_text(summary(results, estimate, name, given), encoding="utf-8")
-    print((out / "summary.md").read_text(encoding="utf-8"))
-    print(f"written to {out}")
-    return 0
+    common.write_summary(out, summary(results, estimate, name, given))
 
 
 # Measurements
 
 
-def measure(given: argparse.Namespace, folder: Path) -> pd.DataFrame:
-    """A row per layer, site and run of a solver."""
-    model, tokenizer = load_model(EMBEDDED.get(given.model, given.model))
+def measure(given: argparse.Namespace, checkpoints: Checkpoints) -> pd.DataFrame:
+    """Return a row per layer, site and run of a solver."""
+    model, tokenizer = common.load(given.model)
     longest = model.config.get_text_config().max_position_embeddings
-    length = min(given.sequence_length or longest, longest)
-    text = open_text(given.text)
-    fit = sample_tokens(
-        text, tokenizer, sequences=given.sequences, length=length, split="calibration"
+    length = min(given.sequence_length, longest)
+    fit, test = common.calibration_and_held_out(
+        given.text,
+        tokenizer,
+        sequences=given.sequences,
+        held_out=given.held_out,
+        length=length,
     )
-    test = sample_tokens(text, tokenizer, sequences=given.held_out, length=length, split="held-out")
     layers = given.layers or list(range(len(decoder_layers(model))))
     rank = rank_from_ratio(given.rank_ratio, attention_of(decoder_layers(model)[0]).head_dim)
-    common = {
-        "model": given.model,
-        "text": given.text,
-        "weights": digest_of_model(model),
-        "tokens": digest_of_tokens(fit),
-        "held_out": digest_of_tokens(test),
-        "sequences": given.sequences,
-        "length": length,
-        "rank": rank,
-        "epochs": given.epochs,
-        "threads": given.threads,
-    }
-    steps = Steps(folder)
+    labels = {"model": given.model, "text": given.text, "sequences": given.sequences}
+    labels |= {"length": length, "rank": rank, "threads": given.threads}
+    stored = checkpoints.made_by(LayerOutput, Predictor, RiemannianAdam).keyed(
+        weights=digest_of_model(model),
+        tokens=digest_of_tokens(fit),
+        held_out=digest_of_tokens(test),
+        rank=rank,
+        threads=given.threads,
+    )
     frames = []
     pairs = zip(capture(model, fit, layers), capture(model, test, layers), strict=True)
     for calibration, held_out in tqdm(pairs, total=len(layers), desc="layers", disable=None):
         for site in SITES:
             problem = _Counting(calibration, site)
             for solver, label in _solvers(given):
-                settings = common | {"layer": calibration.layer, "site": site, "solver": label}
-
+                of_run: dict[str, Any] = {"layer": calibration.layer, "site": site}
+                of_run |= {"solver": label[0], "size": label[1]}
                 run = partial(_solved, problem, solver, rank, held_out, site)
-                row = steps.frame("solve", settings, run)
-                frames.append(row.assign(**(settings | {"solver": label[0], "steps": label[1]})))
-    return pd.concat(frames, ignore_index=True).drop(columns=["weights", "tokens", "held_out"])
+                row = stored.keyed(**of_run).frame("solve", run)
+                frames.append(row.assign(**labels, **of_run))
+    return pd.concat(frames, ignore_index=True)
 
 
 def _solvers(given: argparse.Namespace) -> Iterator[tuple[Solver, tuple[str, int]]]:
     for budget in given.budgets:
         yield RiemannianAdam(steps=budget), ("riemannian-adam", budget)
-    yield Predictor(epochs=given.epochs), ("predictor", given.epochs)
+    for epochs in given.epochs:
+        yield Predictor(epochs=epochs), ("predictor", epochs)
 
 
 class _Counting(Problem):
@@ -166,9 +151,8 @@ class _Counting(Problem):
 
     def __init__(self, activations: LayerActivations, site: Site) -> None:
         grouping = HeadGrouping(GROUPINGS[site], activations.kv_heads)
-        super().__init__(activations, site, grouping)
-        self._problem = OBJECTIVES.get("layer-output")().problem(activations, site, grouping)
-        self._problem.loss(self.initial(1), Batch(torch.arange(1)))  # what is computed once
+        super().__init__(LayerOutput(), activations, site, grouping)
+        super().loss(self.initial(1), Batch(torch.arange(1)))  # what is computed once
         self.rows = 0
 
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
@@ -177,10 +161,7 @@ class _Counting(Problem):
             self.rows += length * sequences
         else:
             self.rows += len(batch.sequences) * (length if batch.rows is None else len(batch.rows))
-        return self._problem.loss(basis, batch)
-
-    def initial(self, rank: int) -> Basis:
-        return self._problem.initial(rank)
+        return super().loss(basis, batch)
 
 
 def _solved(
@@ -204,8 +185,8 @@ def _solved(
     )
 
 
-def measure_estimate(folder: Path, threads: int) -> pd.DataFrame:
-    """Seconds of one step of each solver on a layer of Llama-3-8B's shape."""
+def measure_estimate(checkpoints: Checkpoints, threads: int) -> pd.DataFrame:
+    """Return the seconds of one step of each solver on a layer of Llama-3-8B's shape."""
 
     def compute() -> pd.DataFrame:
         model = AutoModelForCausalLM.from_config(LLAMA_8B).requires_grad_(False)
@@ -225,12 +206,15 @@ def measure_estimate(folder: Path, threads: int) -> pd.DataFrame:
                 rows.append({"site": site, "solver": solver, "seconds": seconds})
         return pd.DataFrame(rows)
 
-    settings = {"config": LLAMA_8B.to_dict(), "length": LONG_LENGTH, "threads": threads}
-    return Steps(folder).frame("estimate", json.loads(json.dumps(settings, default=str)), compute)
+    config = json.loads(json.dumps(LLAMA_8B.to_dict(), default=str))
+    stored = checkpoints.made_by(LayerOutput)
+    return stored.keyed(config=config, length=LONG_LENGTH, threads=threads).frame(
+        "estimate", compute
+    )
 
 
 def _seconds_of_a_step(activations: LayerActivations, site: Site, batch: Batch) -> float:
-    """The second one: the first computes what is computed once."""
+    """Return those of the second one: the first computes what is computed once."""
     problem = _Counting(activations, site)
     columns = problem.initial(activations.head_dim // 2).down.clone().requires_grad_()
     seconds = 0.0
@@ -245,114 +229,143 @@ def _seconds_of_a_step(activations: LayerActivations, site: Site, batch: Batch) 
 
 
 def relative(results: pd.DataFrame) -> pd.DataFrame:
-    """Riemannian Adam's runs beside the predictor's of the same problem."""
+    """Return the results with their errors against the predictor's lowest of the same problem."""
     keys = ["layer", "site"]
-    of_predictor = results[results["solver"] == "predictor"].set_index(keys)
-    others = results[results["solver"] != "predictor"].set_index(keys)
-    columns = ["held_out_error", "seconds", "layer_tokens"]
-    beside = of_predictor.loc[others.index, columns]
-    return others.reset_index().assign(
-        error=(others["held_out_error"] / beside["held_out_error"] - 1).to_numpy(),
-        times_faster=(beside["seconds"] / others["seconds"]).to_numpy(),
-        times_fewer=(beside["layer_tokens"] / others["layer_tokens"]).to_numpy(),
+    of_predictor = results[results["solver"] == "predictor"]
+    lowest = of_predictor.groupby(keys)["held_out_error"].min().rename("lowest").reset_index()
+    joined = results.merge(lowest, on=keys)
+    return joined.assign(error=joined["held_out_error"] / joined["lowest"] - 1)
+
+
+def at_equal_error(runs: pd.DataFrame, tolerance: float) -> pd.DataFrame:
+    """Return, for every problem, the cheapest run of each solver within a tolerance.
+
+    Parameters
+    ----------
+    runs : DataFrame
+        From `relative`.
+    tolerance : float
+        Of the predictor's lowest held-out error.
+    """
+    near = runs[runs["error"] <= tolerance].sort_values("seconds")
+    predictor, adam = (
+        near[near["solver"] == solver]
+        .groupby(["layer", "site"])[["seconds", "layer_tokens"]]
+        .first()
+        for solver in ("predictor", "riemannian-adam")
     )
+    times = (predictor / adam).dropna()  # where both get there
+    return times.rename(columns={"seconds": "times_faster", "layer_tokens": "times_fewer"})
 
 
 def draw(results: pd.DataFrame, name: str) -> Figure:
-    figure = Figure(figsize=(7.0, 3.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     runs = relative(results)
     for axes, site in zip(figure.subplots(1, 2, sharey=True), SITES, strict=True):
         of_site = runs[runs["site"] == site]
-        for layer, line in of_site.groupby("layer"):
-            axes.plot(line["times_faster"], 100 * line["error"], "o-", ms=3, label=f"layer {layer}")
-        axes.axhline(0, color="#D55E00", lw=1)
-        axes.axvline(20, color="#999999", lw=0.8, ls=":")
+        for solver, of_solver in of_site.groupby("solver", sort=False):
+            by_size = of_solver.groupby("size")[["seconds", "error"]]
+            mean, low, high = by_size.mean(), by_size.min(), by_size.max()
+            colour = COLOURS[str(solver)]
+            axes.plot(mean["seconds"], 100 * mean["error"], "o-", ms=4, color=colour, label=solver)
+            band = (100 * low["error"], 100 * high["error"])
+            axes.fill_between(mean["seconds"], *band, color=colour, alpha=0.15, linewidth=0)
+            for size, x, y in zip(mean.index, mean["seconds"], 100 * mean["error"], strict=True):
+                place = {"xytext": (2, 4), "textcoords": "offset points"}
+                axes.annotate(str(size), (x, y), fontsize=6, **place)
+        axes.axhline(0, color="#444444", lw=0.8, ls=":")
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(TIMES))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.invert_xaxis()
         axes.set_title(f"{site}s", fontsize=9)
-        axes.set_xlabel("times faster than the predictor", fontsize=8)
+        axes.set_xlabel("seconds per layer (logarithmic)", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(visible=True, alpha=0.2)
-    figure.axes[0].set_ylabel("held-out error against the predictor's, %", fontsize=8)
-    figure.axes[0].legend(fontsize=7)
-    first = results.iloc[0]
+    figure.axes[0].set_ylabel("held-out error above the predictor's lowest, %", fontsize=8)
+    legend_below(figure, figure.axes[0])
     figure.suptitle(
-        f"{name}, {first['sequences']} × {first['length']} tokens, rank {first['rank']}: "
-        "Riemannian Adam on sampled rows",
-        fontsize=10,
+        f"{name}: layer-output error against solving time (numbers: epochs, or steps)", fontsize=10
     )
     return figure
 
 
 def summary(
     results: pd.DataFrame, estimate: pd.DataFrame | None, name: str, given: argparse.Namespace
-) -> str:
+) -> list[str]:
     runs, first = relative(results), results.iloc[0]
+    layers = sorted(set(results["layer"]))
     lines = [
         f"# Solvers of the layer-output problem on {name}",
         "",
-        f"{first['sequences']} calibration sequences of {first['length']} tokens, rank "
-        f"{first['rank']}, keys shared and values per head; predictor for at most "
-        f"{first['epochs']} epochs. Errors on {given.held_out} held-out sequences, against the "
-        f"predictor's own. {first['threads']} threads; seed 0.",
+        f"Layers {', '.join(map(str, layers))}; {first['sequences']} calibration sequences of "
+        f"{first['length']} tokens, rank {first['rank']}, keys shared and values per head. Errors "
+        f"on {given.held_out} held-out sequences, against the lowest that the predictor reaches on "
+        f"the same problem at any number of epochs. {first['threads']} threads; seed 0. The band "
+        "of the figure is the range over layers.",
         "",
-        "| site | steps | error, mean (worst layer) | times faster, median (least) | "
-        "layer-token evaluations, times fewer |",
-        "|---|---|---|---|---|",
-    ]
-    for (site, count), part in runs.groupby(["site", "steps"]):
-        lines.append(
-            f"| {site} | {count} | {part['error'].mean():+.2%} ({part['error'].max():+.2%}) | "
-            f"{part['times_faster'].median():.1f} ({part['times_faster'].min():.1f}) | "
-            f"{part['times_fewer'].median():.0f} |"
-        )
-    lines += [
+        "How many times sooner riemannian-adam gets there: the cheapest run of each solver that "
+        "comes within a tolerance of that error, median (least to most) over layers and sites "
+        "where both do.",
         "",
-        "How many times faster the cheapest run is that comes within a tolerance of the "
-        "predictor's held-out error, median over layers and sites that get there:",
-        "",
-        "| tolerance | times faster | times fewer evaluations | reached |",
-        "|---|---|---|---|",
     ]
     problems = runs.groupby(["layer", "site"]).ngroups
+    rows = []
     for tolerance in TOLERANCES:
-        near = runs[runs["error"] <= tolerance]
-        if near.empty:
-            lines.append(f"| {tolerance:.1%} | - | - | 0 of {problems} |")
+        found = at_equal_error(runs, tolerance)
+        if found.empty:
+            rows.append([f"{tolerance:.1%}", "-", "-", f"0 of {problems}"])
             continue
-        best = near.sort_values("seconds").groupby(["layer", "site"]).first()
-        lines.append(
-            f"| {tolerance:.1%} | {best['times_faster'].median():.1f} | "
-            f"{best['times_fewer'].median():.0f} | {len(best)} of {problems} |"
+        faster, fewer = found["times_faster"], found["times_fewer"]
+        rows.append(
+            [
+                f"{tolerance:.1%}",
+                f"{faster.median():.1f} ({faster.min():.1f} to {faster.max():.1f})",
+                f"{fewer.median():.0f}",
+                f"{len(found)} of {problems}",
+            ]
         )
+    columns = ["tolerance", "times sooner", "times fewer layer-token evaluations", "reached"]
+    lines += [*common.table(columns, rows), "", "All runs, means over layers:", ""]
+    rows = []
+    for (site, solver, size), part in runs.groupby(["site", "solver", "size"]):
+        unit = "epochs" if solver == "predictor" else "steps"
+        rows.append(
+            [
+                *(str(site), str(solver), f"{size} {unit}"),
+                f"{part['error'].mean():+.2%} ({part['error'].max():+.2%})",
+                f"{part['seconds'].mean():.1f}",
+                f"{part['layer_tokens'].mean():.3g}",
+            ]
+        )
+    columns = ["site", "solver", "size", "error (worst layer)", "seconds", "layer-tokens"]
+    lines += common.table(columns, rows)
     if estimate is not None:
-        lines += ["", *_estimated(estimate, results)]
-    command = " ".join(["python studies/solver_efficiency.py", *sys.argv[1:]])
-    return "\n".join([*lines, "", f"Command: `{command}`", ""])
+        lines += ["", *_estimated(estimate)]
+    return lines
 
 
-def _estimated(estimate: pd.DataFrame, results: pd.DataFrame) -> list[str]:
+def _estimated(estimate: pd.DataFrame) -> list[str]:
     seconds = estimate.set_index(["site", "solver"])["seconds"]
-    of_predictor = results[results["solver"] == "predictor"]
-    lines = [
+    predictor, adam = Predictor(), RiemannianAdam()
+    rows = []
+    for site in SITES:
+        batch = predictor.key_batch if site == "key" else predictor.value_batch
+        step = float(seconds[site, "predictor"])
+        hours = [step * n * PAPER_SEQUENCES / batch / 3600 for n in (EPOCHS[0], PAPER_EPOCHS)]
+        sampled = float(seconds[site, "riemannian-adam"]) * adam.steps / 3600
+        rows.append(
+            [
+                *(site, f"{hours[0]:.1f} to {hours[1]:.1f}", f"{sampled:.2f}"),
+                f"{hours[0] / sampled:.0f} to {hours[1] / sampled:.0f}",
+            ]
+        )
+    columns = ["site", "predictor, hours", "riemannian-adam, hours", "times sooner"]
+    return [
         f"An estimate, not a measurement, for a layer of Llama-3-8B's shape with {PAPER_SEQUENCES} "
         f"sequences of {LONG_LENGTH} tokens: seconds of one step, timed on random weights on this "
-        "processor, times the steps (epochs as taken above).",
+        f"processor, times the steps, of {EPOCHS[0]} to {PAPER_EPOCHS} epochs and of {adam.steps} "
+        "steps. It says nothing of the errors.",
         "",
-        "| site | predictor, hours | riemannian-adam, hours | times faster |",
-        "|---|---|---|---|",
+        *common.table(columns, rows),
     ]
-    predictor, adam = Predictor(), RiemannianAdam()
-    for site in SITES:
-        epochs = float(of_predictor[of_predictor["site"] == site]["entries"].mean())
-        batch = predictor.key_batch if site == "key" else predictor.value_batch
-        whole = float(seconds[site, "predictor"]) * epochs * PAPER_SEQUENCES / batch / 3600
-        sampled = float(seconds[site, "riemannian-adam"]) * adam.steps / 3600
-        lines.append(f"| {site} | {whole:.1f} | {sampled:.2f} | {whole / sampled:.0f} |")
-    return lines
 
 
 if __name__ == "__main__":

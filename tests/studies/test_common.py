@@ -1,0 +1,59 @@
+"""What all studies have in common, as a user meets it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.studies.running import STUDIES, run_apart, run_here
+
+NAMES = sorted(
+    path.stem
+    for path in STUDIES.glob("*.py")
+    if path.stem not in ("common", "train_reference_models")
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_teaches(name: str) -> None:
+    done = run_here(name, "--help")
+    assert done.code == 0
+    described = (STUDIES / f"{name}.py").read_text().split('"""')[1]
+    assert described.splitlines()[0] in done.out
+    for option in ("--out", "--force", "--threads"):
+        assert option in done.out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for arguments, message in (
+        (("--out", tmp_path / "file"), f"cannot write to --out {tmp_path / 'file'}"),
+        (("--threads", 0), "--threads 0: one is the least"),
+    ):
+        done = run_here(name, *arguments)
+        assert done.code == 2
+        assert done.last_line.startswith(f"{name}: {message}")
+
+
+def test_the_number_of_threads_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run_here("frontier", "--threads", 1, "--compositions", "nothing")
+    assert asked[0] == 1
+
+
+def test_an_interruption_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*ignored: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("common.output_folder", interrupted)
+    done = run_here("frontier")
+    assert done.code == 130
+    assert "interrupted; the same command goes on from there" in done.err
+
+
+def test_a_study_is_a_program_of_its_own(tmp_path: Path) -> None:
+    done = run_apart("compare_quantization", "--model", tmp_path / "nowhere", "--out", tmp_path)
+    assert done.code == 2
+    assert done.last_line.startswith("compare_quantization: no model at")
