@@ -17,7 +17,8 @@ from manifoldkv.bases import Find, find_bases, versions
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError
 from manifoldkv.executors import Executor, executor_named, on_threads
-from manifoldkv.models import attention_of, check_supported, decoder_layers
+from manifoldkv.fingerprint import fingerprint
+from manifoldkv.models import attention_of, check_supported, decoder_layers, unwrapped
 from manifoldkv.output import only_run
 from manifoldkv.plan import (
     CompressionPlan,
@@ -117,6 +118,7 @@ def compress(
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
     """
+    model = unwrapped(model)
     executor = executor_named(executor)
     settled = settle(
         model,
@@ -153,8 +155,14 @@ def compress(
             threads=threads,
             versions=versions(),
         )
-        digest, recent = config_hash(model.config), settled.recent
-        plan = CompressionPlan(tuple(layers), rotary, digest, provenance, recent=recent)
+        plan = CompressionPlan(
+            tuple(layers),
+            rotary,
+            config_hash(model.config),
+            fingerprint(model),
+            provenance,
+            recent=settled.recent,
+        )
         plan = tune(model, plan, tokens, steps=recipe.tuning_steps, seed=seed, kept=kept)
         return plan if quantization is None else quantize(plan, model, tokens, quantization)
 

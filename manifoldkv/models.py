@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.errors import UnsupportedModelError
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside what `torch.compile` or PEFT puts around it; its adapters stay active.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is no model of transformers inside.
+    """
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model: pass the model inside it"
+        )
+    return model
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -23,6 +46,43 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def attention_of(layer: nn.Module) -> Any:
     """The attention module of a decoder layer."""
     return layer.self_attn
+
+
+def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
+    """W of a linear layer ``x ↦ x Wᵀ + b``, with the adapters that are active on it.
+
+    Parameters
+    ----------
+    linear : nn.Module
+        ``nn.Linear``, or one inside an adapter of PEFT.
+    columns : Tensor, optional
+        Indices, (c,), int64; all if omitted.
+
+    Returns
+    -------
+    Tensor
+        (out, in), or (out, c)
+    """
+    weight: Any = linear.weight
+    if isinstance(linear, nn.Linear):
+        return weight if columns is None else weight[:, columns.to(weight.device)]
+    if columns is None:
+        columns = torch.arange(weight.shape[1])
+    # Whatever kind of adapter it is: linear layers are known by what they make of unit vectors.
+    units = nn.functional.one_hot(columns, weight.shape[1]).to(weight)
+    with torch.no_grad(), _without_dropout(linear):
+        return (linear(units) - linear(torch.zeros_like(units))).mT
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def modeling_module(layer: nn.Module) -> Any:
@@ -77,9 +137,14 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
         return f"{type(attention).__name__} does not rotate its keys"
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(attention).__name__} does not go through the attention interface"
-    if not isinstance(getattr(attention, "o_proj", None), nn.Linear):
+    if not is_linear(getattr(attention, "o_proj", None)):
         return f"{type(attention).__name__} has no linear o_proj"
     return None
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether a module is a linear layer, with adapters of PEFT around it or without."""
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _family(model: PreTrainedModel) -> str:

@@ -56,7 +56,7 @@ def quantize(
     """
     if plan.quantization is not None:
         raise PlanError("the plan is quantised already")
-    plan.check_model(model.config)
+    plan.check_model(model)
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)

@@ -79,7 +79,7 @@ def tune(
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
-    plan.check_model(model.config)
+    plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
     bases = MovingBases(plan, model.device)

@@ -53,6 +53,7 @@ from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
@@ -327,7 +328,9 @@ class Study:
             versions={},
             threads=torch.get_num_threads(),
         )
-        return CompressionPlan(layers, "pre", config_hash(self.model.config), provenance)
+        return CompressionPlan(
+            layers, "pre", config_hash(self.model.config), fingerprint(self.model), provenance
+        )
 
     def threshold_ranks(self) -> list[tuple[float, list[Ranks]]]:
         """EigenAttention's search in every layer on clean inputs, for every error budget."""

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, HeadGrouping, LayerPlan, compressed
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.plan import config_hash
 from manifoldkv.projection import divergence
 from manifoldkv.surfaces import LayerBases, divergences
@@ -31,7 +32,10 @@ def test_divergences_are_those_through_the_cache(rotary: str) -> None:
             LayerPlan(bases.keys[key], bases.values[value])
             for bases, (key, value) in zip(table, ranks, strict=True)
         ]
-        plan = CompressionPlan(tuple(layers), rotary, config_hash(model.config), PROVENANCE)
+        weights = fingerprint(model)
+        plan = CompressionPlan(
+            tuple(layers), rotary, config_hash(model.config), weights, PROVENANCE
+        )
         with compressed(model, plan), torch.no_grad():
             return float(divergence(exact, model(input_ids=tokens).logits.log_softmax(-1)))
 

@@ -80,7 +80,7 @@ def compressed(
         a call inside the block, if it is given a cache that is not of this block.
     """
     check_supported(model)
-    plan.check_model(model.config)
+    plan.check_model(model)
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
     if fold_values and prefill == "exact":
