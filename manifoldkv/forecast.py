@@ -16,7 +16,7 @@ from manifoldkv.activations import Batch, LayerActivations, Rotary, capture
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.calibration import TextSource
 from manifoldkv.compress import Settled, settle
-from manifoldkv.models import decoder_layers
+from manifoldkv.models import decoder_layers, unwrapped
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.offloading import is_offloaded
 from manifoldkv.projection import log_probabilities
@@ -80,6 +80,7 @@ def forecast(
     ManifoldKVError
         What `compress` would raise before any long work.
     """
+    model = unwrapped(model)
     settled = settle(
         model,
         tokens,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.errors import UnsupportedModelError
@@ -32,6 +33,34 @@ def unwrapped(model: Any) -> PreTrainedModel:
             f"{type(model).__name__} is not a transformers model: pass the model inside it"
         )
     return model
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Let a model or a layer of it run as it is written inside the block, compiled or not.
+
+    Compiled code does not see hooks that come and go.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a part of it is inside what `torch.compile` puts around a module.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, OptimizedModule):
+            raise UnsupportedModelError(
+                f"{name or 'the layer'} is compiled by itself: compile the model as a whole, or "
+                "call the compile() methods of its parts"
+            )
+    compiled = {part: part._compiled_call_impl for part in module.modules()}
+    compiled = {part: call for part, call in compiled.items() if call is not None}
+    for part in compiled:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled.items():
+            part._compiled_call_impl = call
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -107,6 +136,19 @@ def check_supported(model: PreTrainedModel) -> None:
             obstacle = obstacle or _layer_obstacle(layer)
     if obstacle is not None:
         raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
+
+
+def check_without_dropout(model: PreTrainedModel) -> None:
+    """Refuse a model that computes something else at every call, as while it is trained.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming the part that drops numbers at random.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            raise UnsupportedModelError(f"{name} drops numbers at random: call model.eval() first")
 
 
 def _obstacle(config: PretrainedConfig) -> str | None:

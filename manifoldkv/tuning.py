@@ -20,7 +20,7 @@ from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
 from manifoldkv.executors import on_threads
-from manifoldkv.models import decoder_layers
+from manifoldkv.models import decoder_layers, unwrapped
 from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
@@ -79,6 +79,7 @@ def tune(
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    model = unwrapped(model)
     plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
