@@ -63,8 +63,8 @@ class Quantization:
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
         in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
         of `group_size` tokens, values as above; the newest tokens stay exact until a whole run has
-        left a window of `residual` tokens. Such a cache cannot be cropped (no assisted decoding)
-        and does not fit sliding windows.
+        left a window of `residual` tokens. Such a cache takes no padded batch, cannot be cropped
+        (no assisted decoding) and does not fit sliding windows.
     group_size : int
         Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
     residual : int
