@@ -22,11 +22,17 @@ def unwrapped(model: Any) -> PreTrainedModel:
     Raises
     ------
     UnsupportedModelError
-        If there is no model of transformers inside.
+        If there is no model of transformers inside, or its cache is not filled by its layers.
     """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        adapter = getattr(model, "active_peft_config", None)
+        if getattr(adapter, "peft_type", None) == "PREFIX_TUNING":
+            raise UnsupportedModelError(
+                "prefix tuning fills the cache with keys and values that no layer made, which is "
+                "not supported: take another kind of adapter"
+            )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -144,11 +150,11 @@ def check_without_dropout(model: PreTrainedModel) -> None:
     Raises
     ------
     UnsupportedModelError
-        Naming the part that drops numbers at random.
+        Naming the part that drops elements at random.
     """
     for name, part in model.named_modules():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
-            raise UnsupportedModelError(f"{name} drops numbers at random: call model.eval() first")
+            raise UnsupportedModelError(f"{name} drops elements at random: call model.eval() first")
 
 
 def _obstacle(config: PretrainedConfig) -> str | None:

@@ -13,6 +13,13 @@ from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.errors import CacheError
 
 
+def new_tokens(given: dict[str, Any]) -> int:
+    """How many new tokens a call has."""
+    ids = given.get("input_ids")
+    inputs = given.get("inputs_embeds") if ids is None else ids
+    return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
+
+
 def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:
     """Refuse positions that the stock model without a cache takes for several texts in a row."""
     if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
@@ -54,7 +61,7 @@ def boolean_masks(mask: Any, tokens: int, cache: CompressedCache, kinds: Sequenc
     Raises
     ------
     CacheError
-        If it is anything else, does not fit the layers, or holds numbers besides 0 and -inf.
+        If it is anything else, does not fit the layers, or holds anything besides 0 and -inf.
     """
     if not isinstance(mask, dict):
         return _boolean(mask, tokens, cache.layers)

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,19 @@ from manifoldkv.cache.attention import (
     RunningBasis,
     rotate_halves,
 )
-from manifoldkv.cache.calls import boolean_masks, check_one_text_a_row, check_unpadded
+from manifoldkv.cache.calls import (
+    boolean_masks,
+    check_one_text_a_row,
+    check_unpadded,
+    new_tokens,
+)
+from manifoldkv.cache.hooks import (
+    WithoutGradient,
+    refuse_continuous_batching,
+    refuse_to_save,
+    register,
+    replace_attribute,
+)
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
@@ -40,6 +53,8 @@ from manifoldkv.offloading import device_of, is_offloaded
 from manifoldkv.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
+
+NOT_COMPILED = "the decoder is not compiled inside a compressed block: do without fullgraph=True"
 
 Prefill = Literal["compressed", "exact"]
 
@@ -158,21 +173,6 @@ class _Pass(threading.local):
         return self.cache
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """Hands the output of attention on, and refuses a gradient: what is stored has none."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
-        raise CacheError(
-            "no gradient passes through a compressed cache: train the model outside of the block; "
-            "manifoldkv.tune trains bases"
-        )
-
-
 class _Run:
     """Hooks of one `compressed` block and what they pass to each other."""
 
@@ -217,20 +217,23 @@ class _Run:
         decoder = self._model.get_decoder()
         stack.enter_context(uncompiled(self._model))
         # A compiled model around it goes as far as the decoder.
-        leave_out = torch.compiler.disable
-        _replace(stack, decoder, "forward", leave_out(decoder.forward))
-        _hook(stack, decoder.register_forward_pre_hook, leave_out(self._before_model))
-        _hook(stack, decoder.register_forward_hook, leave_out(self._after_model))
+        leave_out = partial(torch.compiler.disable, reason=NOT_COMPILED)
+        replace_attribute(stack, decoder, "forward", leave_out(decoder.forward))
+        register(stack, decoder.register_forward_pre_hook, leave_out(self._before_model))
+        register(stack, decoder.register_forward_hook, leave_out(self._after_model))
         if self._plan.rotary == "pre":
             embedding = _rotary_embedding(decoder)
-            _hook(stack, embedding.register_forward_hook, self._after_rotary_embedding)
+            register(stack, embedding.register_forward_hook, self._after_rotary_embedding)
         for index, layer in enumerate(self._layers):
-            register = attention_of(layer).register_forward_pre_hook
-            _hook(stack, register, self._before_attention(index))
+            add = attention_of(layer).register_forward_pre_hook
+            register(stack, add, self._before_attention(index))
         self._give_generate_a_cache(stack)
+        replace_attribute(
+            stack, self._model, "init_continuous_batching", refuse_continuous_batching
+        )
         if self._fold_values:
             for name in ("save_pretrained", "push_to_hub"):  # they begin before they ask for W_O
-                _replace(stack, self._model, name, _refuse_to_save)
+                replace_attribute(stack, self._model, name, refuse_to_save)
             for index, layer in enumerate(self._layers):
                 self._fold(stack, attention_of(layer), self._attentions[index])
 
@@ -257,7 +260,7 @@ class _Run:
                         model_kwargs["past_key_values"].activate_past_recording()
             prepare(generation_config, model_kwargs, *args, **kwargs)
 
-        _replace(stack, model, "_prepare_cache_for_generation", prepare_compressed)
+        replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
 
     def _fold(self, stack: ExitStack, attention: Any, cached: CachedAttention) -> None:
         stock = attention.o_proj
@@ -266,7 +269,7 @@ class _Run:
         folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         folded.weight = nn.Parameter(weight, requires_grad=False)
         folded.bias = stock.bias
-        folded.register_state_dict_pre_hook(_refuse_to_save)
+        folded.register_state_dict_pre_hook(refuse_to_save)
         attention.o_proj = folded
 
         def unfold() -> None:
@@ -295,7 +298,7 @@ class _Run:
                 check_one_text_a_row(given.get("position_ids"), mask)
             given["past_key_values"] = self.new_cache()
         cache = self._checked(given["past_key_values"])
-        given["attention_mask"] = boolean_masks(mask, _tokens(given), cache, self._kinds)
+        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
         if self._plan.quantization is not None and self._plan.quantization.layout == "kivi":
             check_unpadded(given["attention_mask"])
         self._pass.begin(cache)
@@ -403,7 +406,7 @@ class _Run:
                 )
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
-                output = _WithoutGradient.apply(output, *inputs)
+                output = WithoutGradient.apply(output, *inputs)
             return output.transpose(1, 2)
 
         return attend_to_cache
@@ -432,46 +435,6 @@ class _Run:
             dtype = working_dtype(cos.dtype, cos.device)
             angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
         return angles[key]
-
-
-class _Hook:
-    """A hook that keeps the module it is registered on from being copied."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> Any:
-        return self._hook(*args)
-
-    def __reduce__(self) -> NoReturn:
-        raise CacheError(
-            "a model inside a compressed block can be neither copied nor pickled: leave the block"
-        )
-
-
-def _hook(stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    """Register a hook until the stack is left."""
-    stack.callback(register(_Hook(hook), with_kwargs=True).remove)
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is left."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)
-
-
-def _refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
-    raise CacheError("W_O has value bases folded into it: leave the block before saving the model")
-
-
-def _tokens(given: dict[str, Any]) -> int:
-    """How many new tokens a call has."""
-    ids = given.get("input_ids")
-    inputs = given.get("inputs_embeds") if ids is None else ids
-    return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
 
 
 def _rotary_embedding(decoder: nn.Module) -> nn.Module:

@@ -186,6 +186,14 @@ class TestKindsOfCaches:
             with pytest.raises(CacheError, match=f"cache_implementation='{asked}'"):
                 model.generate(tokens, generation_config=config)
 
+    def test_continuous_batching_is_refused(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        with compressed(model, random_plan(model)):
+            with pytest.raises(CacheError, match="continuous batching"):
+                model.generate(tokens, max_new_tokens=2, cache_implementation="paged")
+            with pytest.raises(CacheError, match="continuous batching"):
+                model.generate_batch(tokens.tolist(), max_new_tokens=2)
+
     @pytest.mark.parametrize("default", ["hybrid", "static"])
     def test_a_models_own_default_gives_way(self, default: str) -> None:
         model, tokens = tiny_model("gemma2"), tiny_tokens()

@@ -111,7 +111,7 @@ def test_dropout_of_attention_is_refused() -> None:
 def test_bases_are_not_found_while_dropout_is_on(use: Callable) -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
-    with pytest.raises(UnsupportedModelError, match=r"1\.mlp\.act_fn\.1 drops numbers at random"):
+    with pytest.raises(UnsupportedModelError, match=r"1\.mlp\.act_fn\.1 drops elements at random"):
         use(model)
     use(model.eval())
 

@@ -103,6 +103,15 @@ class TestCompiling:
         ):
             compiled(input_ids=tokens, output_attentions=True)
 
+    def test_a_full_graph_cannot_be_had(self) -> None:
+        model = tiny_model("llama")
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with (
+            compressed(compiled, random_plan(model)),
+            pytest.raises(torch._dynamo.exc.Unsupported, match="do without fullgraph=True"),
+        ):
+            compiled(input_ids=tiny_tokens())
+
     def test_a_part_that_is_replaced_is_refused(self) -> None:
         model = tiny_model("llama")
         plan = random_plan(model)
@@ -210,13 +219,30 @@ def test_the_weight_of_any_adapter_is_that_of_the_merged_layer(config: peft.Peft
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+def test_prefix_tuning_is_refused_and_prompt_tuning_is_not() -> None:
+    base, tokens = tiny_model("llama"), tiny_tokens()
+    plan = random_plan(base)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with (
+        pytest.raises(UnsupportedModelError, match="take another kind of adapter"),
+        compressed(peft.get_peft_model(tiny_model("llama"), prefix), plan),
+    ):
+        pass
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(base, prompt).eval()
+    with compressed(model, plan), torch.no_grad():
+        embedded = torch.cat([model.get_prompt(4).double(), base.model.embed_tokens(tokens)], dim=1)
+        expected = base(inputs_embeds=embedded).logits
+        assert_equal(model(input_ids=tokens).logits, expected)
+
+
 def test_dropout_of_adapters_is_on_or_off_as_before() -> None:
     model = adapted(tiny_model("llama"), "o_proj").train()
     linear = attention_of(decoder_layers(unwrapped(model))[0]).o_proj
     modes = {name: part.training for name, part in model.named_modules()}
     assert torch.equal(linear_weight(linear), linear_weight(linear))
     assert {name: part.training for name, part in model.named_modules()} == modes
-    with pytest.raises(UnsupportedModelError, match=r"lora_dropout\.default drops numbers"):
+    with pytest.raises(UnsupportedModelError, match=r"lora_dropout\.default drops elements"):
         compress(model, tiny_tokens())
 
 
