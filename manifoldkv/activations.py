@@ -16,7 +16,16 @@ from transformers import PreTrainedModel
 
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
 from manifoldkv.errors import UnsupportedModelError
-from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.models import (
+    attention_of,
+    check_supported,
+    check_without_dropout,
+    decoder_layers,
+    linear_weight,
+    modeling_module,
+    uncompiled,
+    unwrapped,
+)
 from manifoldkv.offloading import resident
 from manifoldkv.placement import Placement
 
@@ -202,7 +211,7 @@ class LayerActivations:
 
     def output_weight(self) -> Tensor:
         """Output projection W_O by query head, (H_q, d, hidden)."""
-        weight = attention_of(self.module).o_proj.weight.to(self.dtype)  # (hidden, H_q·d)
+        weight = linear_weight(attention_of(self.module).o_proj).to(self.dtype)  # (hidden, H_q·d)
         return weight.mT.reshape(self.query_heads, self.head_dim, -1)
 
 
@@ -235,13 +244,15 @@ def capture(
     Raises
     ------
     UnsupportedModelError
-        Before any forward pass, if the model's attention cannot be handled.
+        Before any forward pass, if the model's attention cannot be handled, or dropout is on.
     ValueError
         If a layer index is out of range.
     OutputError
         If the activations of a layer fit nowhere.
     """
+    model = unwrapped(model)
     check_supported(model)
+    check_without_dropout(model)
     modules = decoder_layers(model)
     wanted = list(range(len(modules))) if layers is None else layers
     outside = [i for i in wanted if not 0 <= i < len(modules)]
@@ -299,7 +310,7 @@ def _record_calls(
 
     hooks = [m.register_forward_hook(record, with_kwargs=True) for m in modules]
     try:
-        with intercepted(model.config.get_text_config()):
+        with intercepted(model.config.get_text_config()), uncompiled(model):
             model(input_ids=tokens, use_cache=False)
     finally:
         for hook in hooks:
@@ -353,10 +364,8 @@ def _embeddings(
     hook = first.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         for chunk in tokens.split(SEQUENCES_PER_FORWARD):
-            try:
+            with suppress(_Enough), uncompiled(model):
                 model(input_ids=chunk, use_cache=False)
-            except _Enough:
-                continue
     finally:
         hook.remove()
     return inputs
@@ -452,7 +461,7 @@ def call_layer(
     keys as they leave their projections and norms, whatever the family.
     """
     ones = inputs.new_ones(1, inputs.shape[1], rotary_dim)
-    with intercepted(attention_of(module).config):
+    with intercepted(attention_of(module).config), uncompiled(module):
         output = module(
             inputs,
             attention_mask=None,

@@ -22,7 +22,7 @@ from manifoldkv.errors import UnsupportedModelError
 NAME = "manifoldkv"
 
 _WITHOUT_EFFECT = frozenset(
-    # Masks already carry windows and causality; dropout is off; the rest steers other back ends.
+    # Masks already carry windows and causality; the rest steers other back ends.
     {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
@@ -55,6 +55,11 @@ class AttentionSettings:
         UnsupportedModelError
             If a keyword is set whose meaning is not known: ignoring it would change the result.
         """
+        if arguments.get("dropout"):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} drops attention weights at random while it is trained, "
+                "which manifoldkv does not implement: call model.eval() first"
+            )
         known = {"scaling", "softcap", "s_aux"} | _WITHOUT_EFFECT
         unknown = [k for k, v in arguments.items() if k not in known and v is not None]
         if unknown:

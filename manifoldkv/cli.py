@@ -59,6 +59,10 @@ OffloadOption = Annotated[
     bool,
     typer.Option("--offload", help="Read each layer's weights from its shards when it runs."),
 ]
+OtherWeightsOption = Annotated[
+    bool,
+    typer.Option("--other-weights", help="Take the plan of another model of the same shape."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 SequencesOption = Annotated[
     int, typer.Option("--sequences", min=1, help="Windows of the held-out text.")
@@ -175,11 +179,12 @@ def generate(
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
+    other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write text on the compressed cache."""
     loaded, tokenizer = _load(model, dtype, device, offload)
-    known = None if plan is None else _plan_for(plan, loaded)
+    known = None if plan is None else _plan_for(plan, loaded, other_weights)
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -208,11 +213,12 @@ def evaluate(
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
+    other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity on held-out text, with the compressed cache and without."""
     loaded, tokenizer = _load(model, dtype, device, offload)
-    known = _plan_for(plan, loaded)
+    known = _plan_for(plan, loaded, other_weights)
     found = compare(loaded, _held_out(tokenizer, text, sequences, length), known)
     facts = {
         "uncompressed_perplexity": found.uncompressed.perplexity,
@@ -247,13 +253,13 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each cache.")] = 3,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
+    other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time decoding on this machine, with the compressed cache and without, in turns."""
     loaded, _ = _load(model, dtype, device, offload=False)
-    found = decode_speed(
-        loaded, _plan_for(plan, loaded), tokens=tokens, new_tokens=new_tokens, rounds=rounds
-    )
+    known = _plan_for(plan, loaded, other_weights)
+    found = decode_speed(loaded, known, tokens=tokens, new_tokens=new_tokens, rounds=rounds)
     lines = [
         f"one token after {tokens}, {torch.get_num_threads()} threads, {rounds} rounds",
         f"  stock       {1e3 * found.stock_seconds:8.2f} ms  {_size(found.stock_bytes)}",
@@ -274,6 +280,7 @@ def diagnose(
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
+    other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure what the bases do to every layer by itself, on held-out text.
@@ -281,7 +288,7 @@ def diagnose(
     Newest tokens that a plan keeps exact count as projected here.
     """
     loaded, tokenizer = _load(model, dtype, device, offload)
-    known = _plan_for(plan, loaded)
+    known = _plan_for(plan, loaded, other_weights)
     bases = {index: (layer.key, layer.value) for index, layer in enumerate(known.layers)}
     layers = capture(loaded, _held_out(tokenizer, text, sequences, length))
     table = measure_layers(layers, bases, rotary=known.rotary)
@@ -347,9 +354,11 @@ def _load(name: str, dtype: Dtype, device: str, offload: bool) -> Any:
     return load_model(name, dtype=getattr(torch, dtype), device=device, offload=offload)
 
 
-def _plan_for(folder: str, model: Any) -> CompressionPlan:
+def _plan_for(folder: str, model: Any, other_weights: bool) -> CompressionPlan:
     plan = CompressionPlan.load(folder)
-    plan.check_model(model.config)
+    if other_weights:
+        return plan.transferred_to(model)
+    plan.check_model(model)
     return plan
 
 

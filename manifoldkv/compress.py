@@ -15,12 +15,14 @@ from manifoldkv.activations import Rotary
 from manifoldkv.bases import BasisFinder, find_bases
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import RankError
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.models import (
     attention_of,
     cached_tokens,
     check_supported,
     decoder_layers,
     sliding_windows,
+    unwrapped,
 )
 from manifoldkv.output import only_run
 from manifoldkv.plan import (
@@ -147,6 +149,7 @@ def compress(
         damaged (which is named, and computed again once it is deleted).
     """
     config = replace(config or CompressionConfig(), **settings)
+    model = unwrapped(model)
     executor = executor_named(executor)
     run = prepare(model, tokens, config)
     threads = torch.get_num_threads()
@@ -291,6 +294,7 @@ def _plan(
         tuple(layers),
         run.config.rotary,
         config_hash(model.config),
+        fingerprint(model),
         provenance,
         recent=run.budget.recent,
     )

@@ -17,7 +17,7 @@ from manifoldkv.bases import SITES
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.calibration import TextSource
 from manifoldkv.compress import CompressionConfig, PreparedRun, prepare
-from manifoldkv.models import decoder_layers
+from manifoldkv.models import decoder_layers, unwrapped
 from manifoldkv.offloading import is_offloaded
 from manifoldkv.projection import log_probabilities
 from manifoldkv.ranks import Rehearsal
@@ -74,6 +74,7 @@ def forecast(
     ManifoldKVError
         What `compress` would raise before any long work.
     """
+    model = unwrapped(model)
     run = prepare(model, tokens, replace(config or CompressionConfig(), **settings))
     tokens, layers, head_dim = run.tokens, run.budget.layers, run.budget.head_dim
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)

@@ -3,13 +3,71 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.errors import UnsupportedModelError
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside what `torch.compile` or PEFT puts around it; its adapters stay active.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If there is no model of transformers inside, or its cache is not filled by its layers.
+    """
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+        adapter = getattr(model, "active_peft_config", None)
+        if getattr(adapter, "peft_type", None) == "PREFIX_TUNING":
+            raise UnsupportedModelError(
+                "prefix tuning fills the cache with keys and values that no layer made, which is "
+                "not supported: take another kind of adapter"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model: pass the model inside it"
+        )
+    return model
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Let a model or a layer of it run as it is written inside the block, compiled or not.
+
+    Compiled code does not see hooks that come and go.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a part of it is inside what `torch.compile` puts around a module.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, OptimizedModule):
+            raise UnsupportedModelError(
+                f"{name or 'the layer'} is compiled by itself: compile the model as a whole, or "
+                "call the compile() methods of its parts"
+            )
+    compiled = {part: part._compiled_call_impl for part in module.modules()}
+    compiled = {part: call for part, call in compiled.items() if call is not None}
+    for part in compiled:
+        part._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for part, call in compiled.items():
+            part._compiled_call_impl = call
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -24,6 +82,43 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def attention_of(layer: nn.Module) -> Any:
     """The attention module of a decoder layer."""
     return layer.self_attn
+
+
+def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
+    """W of a linear layer ``x ↦ x Wᵀ + b``, with the adapters that are active on it.
+
+    Parameters
+    ----------
+    linear : nn.Module
+        ``nn.Linear``, or one inside an adapter of PEFT.
+    columns : Tensor, optional
+        Indices, (c,), int64; all if omitted.
+
+    Returns
+    -------
+    Tensor
+        (out, in), or (out, c)
+    """
+    weight: Any = linear.weight
+    if isinstance(linear, nn.Linear):
+        return weight if columns is None else weight[:, columns.to(weight.device)]
+    if columns is None:
+        columns = torch.arange(weight.shape[1])
+    # Whatever kind of adapter it is: linear layers are known by what they make of unit vectors.
+    units = nn.functional.one_hot(columns, weight.shape[1]).to(weight)
+    with torch.no_grad(), _without_dropout(linear):
+        return (linear(units) - linear(torch.zeros_like(units))).mT
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def modeling_module(layer: nn.Module) -> Any:
@@ -61,6 +156,19 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
 
 
+def check_without_dropout(model: PreTrainedModel) -> None:
+    """Refuse a model that computes something else at every call, as while it is trained.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Naming the part that drops elements at random.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            raise UnsupportedModelError(f"{name} drops elements at random: call model.eval() first")
+
+
 def _obstacle(config: PretrainedConfig) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return "its multi-head latent attention (MLA) already caches a latent"
@@ -89,9 +197,14 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
         return f"{type(attention).__name__} does not rotate its keys"
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(attention).__name__} does not go through the attention interface"
-    if not isinstance(getattr(attention, "o_proj", None), nn.Linear):
+    if not is_linear(getattr(attention, "o_proj", None)):
         return f"{type(attention).__name__} has no linear o_proj"
     return None
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether a module is a linear layer, with adapters of PEFT around it or without."""
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _family(model: PreTrainedModel) -> str:

@@ -50,7 +50,11 @@ class LayerWeights:
 
     def named(self) -> dict[str, Tensor]:
         """All of them by their names in the model, read now."""
-        return {self.prefix + name: self._weights[self.prefix + name] for name in self._names}
+        return {self.prefix + name: self.read(name) for name in self._names}
+
+    def read(self, name: str) -> Tensor:
+        """One of them, by its name in the layer, read now."""
+        return self._weights[self.prefix + name]
 
     def before_run(self, *ignored: Any) -> None:
         self.hold()
@@ -65,8 +69,7 @@ class LayerWeights:
         self._holders += 1
         if self._holders == 1:
             for name in self._names:
-                value = self._weights[self.prefix + name]
-                set_module_tensor_to_device(self._layer, name, self.device, value=value)
+                set_module_tensor_to_device(self._layer, name, self.device, value=self.read(name))
             self._layer.requires_grad_(False)
 
     def release(self) -> None:
@@ -88,6 +91,13 @@ def resident(layer: nn.Module) -> Iterator[None]:
         yield
     finally:
         weights.release()
+
+
+def weight_of(layer: nn.Module, name: str) -> Tensor:
+    """A parameter of a decoder layer by its name in the layer, read from its shard if need be."""
+    parameter = layer.get_parameter(name)
+    weights = _weights_of(layer)
+    return parameter if weights is None or not parameter.is_meta else weights.read(name)
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,13 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.activations import Rotary, Site
 from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.fingerprint import agree, fingerprint
 from manifoldkv.hub import OnHub
-from manifoldkv.models import cached_tokens
+from manifoldkv.models import cached_tokens, unwrapped
 from manifoldkv.output import write_whole
 
 FORMAT = 3
@@ -60,8 +62,8 @@ class Quantization:
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
         in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
         of `group_size` tokens, values as above; the newest tokens stay exact until a whole run has
-        left a window of `residual` tokens. Such a cache cannot be cropped (no assisted decoding)
-        and does not fit sliding windows.
+        left a window of `residual` tokens. Such a cache takes no padded batch, cannot be cropped
+        (no assisted decoding) and does not fit sliding windows.
     group_size : int
         Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
     residual : int
@@ -194,6 +196,8 @@ class CompressionPlan(OnHub):
         Whether keys are stored before or after rotation.
     config_hash : str
         `config_hash` of the model the plan is for.
+    fingerprint : Tensor
+        `fingerprint` of its weights, (matrices, elements), float32.
     provenance : Provenance
         Where the bases come from.
     quantization : Quantization or None
@@ -216,6 +220,7 @@ class CompressionPlan(OnHub):
     layers: tuple[LayerPlan, ...]
     rotary: Rotary
     config_hash: str
+    fingerprint: Tensor
     provenance: Provenance
     quantization: Quantization | None = None
     recent: int = 0
@@ -227,6 +232,7 @@ class CompressionPlan(OnHub):
             raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
         if min(self.provenance.length, self.provenance.context) < 1:
             raise PlanError("calibration sequences and the context have one token at least")
+        _check_fingerprint(self.fingerprint)
         if self.rotary not in ("pre", "post"):
             raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
         for index, layer in enumerate(self.layers):
@@ -307,14 +313,40 @@ class CompressionPlan(OnHub):
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what a cache holds: bases, windows, rounding."""
+        """SHA-256 of all that decides what a cache holds: the model, bases, windows, rounding."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         payload = save_tensors(_tensors(self))
         windows = [layer.window for layer in self.layers]
         rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.recent]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
-    def check_model(self, config: PretrainedConfig) -> None:
-        """Raise `PlanError` unless the plan was made for a model with this configuration."""
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is."""
+        model = unwrapped(model)
+        self._check_architecture(model.config)
+        if not agree(fingerprint(model), self.fingerprint):
+            raise PlanError(
+                f"the plan was made for other weights ({self.provenance.model}): if these are a "
+                "fine-tuned version of them, use plan.transferred_to(model), or --other-weights on "
+                "the command line"
+            )
+
+    def transferred_to(self, model: PreTrainedModel) -> CompressionPlan:
+        """The same bases for a model of the same shape with other weights, a fine-tuned one, say.
+
+        Raises
+        ------
+        PlanError
+            If the model has another shape.
+        """
+        model = unwrapped(model)
+        self._check_architecture(model.config)
+        return replace(self, fingerprint=fingerprint(model))
+
+    def _check_architecture(self, config: PretrainedConfig) -> None:
         text_config = config.get_text_config()
         if text_config.num_hidden_layers != len(self.layers):
             raise PlanError(
@@ -465,6 +497,13 @@ def _check_numbers(name: str, tensor: Tensor) -> None:
         raise PlanError(f"{name}: some numbers are not finite")
 
 
+def _check_fingerprint(fingerprint: Tensor) -> None:
+    shape, dtype = tuple(fingerprint.shape), fingerprint.dtype
+    if fingerprint.ndim != 2 or 0 in shape or dtype != torch.float32:
+        raise PlanError(f"a fingerprint is a matrix in float32, not {shape} in {dtype}")
+    _check_numbers("fingerprint", fingerprint)
+
+
 def _check_basis(name: str, basis: Basis) -> None:
     width, groups = basis.grouping.width, basis.grouping.groups
     for part in (basis.down, basis.up):
@@ -484,7 +523,7 @@ def _check_basis(name: str, basis: Basis) -> None:
 
 
 def _tensors(plan: CompressionPlan) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {"fingerprint": plan.fingerprint.contiguous()}
     for index, layer in enumerate(plan.layers):
         for site, basis in layer.sites:
             for part, tensor in zip(("down", "up"), _parts(basis), strict=False):
@@ -537,6 +576,7 @@ def _plan(
         raise PlanError(f"{TENSORS} is not the file that {DESCRIPTION} describes")
     if not isinstance(description["config_hash"], str):
         raise PlanError("config_hash is not a string")
+    of_weights = tensors.pop("fingerprint")
     layers = tuple(
         LayerPlan(
             _basis(layer, "key", tensors, index),
@@ -552,6 +592,7 @@ def _plan(
         layers,
         description["rotary"],
         description["config_hash"],
+        of_weights,
         _provenance(description["provenance"]),
         _quantization(description["quantization"]),
         _integer(description, "recent"),

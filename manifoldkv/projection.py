@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 from manifoldkv.activations import Rotary
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
 from manifoldkv.basis import Basis
-from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.models import (
+    attention_of,
+    check_supported,
+    check_without_dropout,
+    decoder_layers,
+    modeling_module,
+    uncompiled,
+    unwrapped,
+)
 
 Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 """Layer index to key basis and value basis; what is missing or None stays exact."""
@@ -45,11 +53,14 @@ def projected(
     Raises
     ------
     UnsupportedModelError
-        If the attention of the model cannot be handled.
+        If the attention of the model cannot be handled, or dropout is on.
     """
+    model = unwrapped(model)
     check_supported(model)
+    check_without_dropout(model)
     with ExitStack() as stack:
         stack.enter_context(intercepted(model.config.get_text_config()))
+        stack.enter_context(uncompiled(model))
         for index, layer in enumerate(decoder_layers(model)):
             if index in bases:
                 hook = _before_attention(layer, bases, index, rotary, recent)

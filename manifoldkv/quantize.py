@@ -15,6 +15,7 @@ from manifoldkv.basis import Basis, fix_signs
 from manifoldkv.cache.quantization import group_ranges
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import PlanError, UnknownNameError
+from manifoldkv.models import unwrapped
 from manifoldkv.plan import CompressionPlan, Quantization, plain
 from manifoldkv.runs.progress import follow
 
@@ -56,7 +57,8 @@ def quantize(
     """
     if plan.quantization is not None:
         raise PlanError("the plan is quantised already")
-    plan.check_model(model.config)
+    model = unwrapped(model)
+    plan.check_model(model)
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)

@@ -59,7 +59,7 @@ def write_report(
     """
     page = template("plan.html")  # an absent library is found before anything is measured
     drawing = _Drawing()
-    plan.check_model(model.config)
+    plan.check_model(model)
     quality = compare(model, tokens, plan)
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]

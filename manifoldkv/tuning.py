@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from manifoldkv.basis import Basis
 from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
-from manifoldkv.models import decoder_layers
+from manifoldkv.models import decoder_layers, unwrapped
 from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
@@ -79,7 +79,8 @@ def tune(
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
-    plan.check_model(model.config)
+    model = unwrapped(model)
+    plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
     bases = MovingBases(plan, model.device)

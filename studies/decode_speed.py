@@ -56,6 +56,7 @@ from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, ro
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.plan import config_hash
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -236,7 +237,7 @@ def layer_steps(
         if variant.rotary is None:
             steps.append(stock_attention_step(model, queries, keys, values, length, random))
             continue
-        plan = random_plan(variant, model.config)
+        plan = random_plan(variant, model)
         cache = CompressedCache(plan, dtype, [torch.device(device)])
         fill(cache, plan, batch, length, random)
         layer, bases = cache.layers[0], plan.layers[0]
@@ -306,7 +307,7 @@ def model_steps(
         if variant.rotary is None:
             steps.append(stock_model_step(model, token, length, random))
             continue
-        plan = random_plan(variant, model.config)
+        plan = random_plan(variant, model)
         new_cache = stack.enter_context(compressed(model, plan))
         cache = new_cache()
         fill(cache, plan, batch, length, random)
@@ -358,7 +359,7 @@ def first_model(dtype: torch.dtype, device: str, layers: int) -> LlamaForCausalL
     return LlamaForCausalLM(config).to(device, dtype).eval()
 
 
-def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
+def random_plan(variant: Variant, model: LlamaForCausalLM) -> CompressionPlan:
     generator = torch.Generator().manual_seed(0)
 
     def basis(name: str | int) -> Basis:
@@ -375,7 +376,7 @@ def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
     of_keys = "shared" if variant.grouping == 1 else variant.grouping
     layers = [
         LayerPlan(basis(of_keys), basis(variant.grouping), key_range=ranges)
-        for _ in range(config.num_hidden_layers)
+        for _ in range(model.config.num_hidden_layers)
     ]
     recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
     provenance = Provenance("random", "none", 1, 1, 1, recipe, 0, 1.0, {}, 1)
@@ -383,7 +384,8 @@ def random_plan(variant: Variant, config: LlamaConfig) -> CompressionPlan:
     return CompressionPlan(
         tuple(layers),
         variant.rotary,
-        config_hash(config),
+        config_hash(model.config),
+        fingerprint(model),
         provenance,
         quantization,
         variant.recent,

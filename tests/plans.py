@@ -17,6 +17,7 @@ from manifoldkv import (
     Provenance,
     Quantization,
 )
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.models import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan import config_hash
 
@@ -69,7 +70,13 @@ def random_plan(
             )
         )
     return CompressionPlan(
-        tuple(layers), rotary, config_hash(model.config), PROVENANCE, quantization, recent
+        tuple(layers),
+        rotary,
+        config_hash(model.config),
+        fingerprint(model),
+        PROVENANCE,
+        quantization,
+        recent,
     )
 
 

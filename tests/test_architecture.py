@@ -27,11 +27,3 @@ def test_the_architecture_page_has_every_room_in_its_place() -> None:
     rows = [re.split(r"  +", row.strip())[0] for row in drawn[1].strip().splitlines()]
     layers = SETTINGS["importlinter"]["contracts"][0]["layers"]
     assert [row.replace(", ", " | ") for row in rows] == layers
-
-
-def test_what_is_packaged_is_all_there_is() -> None:
-    packages = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "manifoldkv").rglob("__init__.py")
-    }
-    assert set(SETTINGS["setuptools"]["packages"]) == packages

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -174,15 +175,16 @@ def test_any_bytes_of_tensors(plans, kind: str, folder: Path, data: st.DataObjec
     loads_or_refuses(folder, with_tensors(description, bytes(changed)), bytes(changed))
 
 
-NUMBERS = (0.0, float("nan"), float("inf"), 1e300, -1.0)
+NUMBERS = (0.0, float("nan"), float("inf"), 1e300, 3e38, -1.0)
+OF_A_LAYER = ("key.down", "value.down", "key.range")
+NAMES = ("fingerprint", *(f"layers.{layer}.{name}" for layer in range(3) for name in OF_A_LAYER))
 
 
 @MANY
 @given(
     changes=st.lists(
         st.tuples(
-            st.integers(0, 2),
-            st.sampled_from(["key.down", "value.down", "key.range"]),
+            st.sampled_from(NAMES),
             st.integers(0, 1000),
             st.sampled_from(NUMBERS),
         ),
@@ -193,9 +195,9 @@ def test_any_numbers_in_tensors(plans, folder: Path, changes: list[tuple]) -> No
     """NaN, infinities and huge numbers, well formed."""
     description, payload = plans["static"]
     tensors = load(payload)
-    for layer, name, place, number in changes:
-        flat = tensors[f"layers.{layer}.{name}"].view(-1)
-        flat[place % len(flat)] = number
+    for name, place, number in changes:
+        flat = tensors[name].view(-1)
+        flat[place % len(flat)] = torch.tensor(number, dtype=torch.float64)
     payload = save(tensors)
     loads_or_refuses(folder, with_tensors(description, payload), payload)
 

@@ -92,7 +92,10 @@ def test_quantization_has_a_point_per_width(evaluations) -> None:
         part.assign(bits=bits, bytes_ratio=part["bytes_ratio"] * (bits + 0.5) / 16, value=20 - bits)
         for bits in (8, 4, 2)
     ]
-    figure = quantization(pd.concat([part, *rounded]), title="tiny")
+    plain = pd.concat([part, *rounded]).assign(rotation="none")
+    turned = pd.concat(rounded).assign(rotation="hadamard", value=11.0)
+    figure = quantization(pd.concat([plain, turned]), title="tiny")
+    assert lines(figure)["EigenAttention, rotated (hadamard)"].get_ydata().tolist()[:3] == [11] * 3
     line = lines(figure)["EigenAttention"]
     assert line.get_xdata().tolist() == pytest.approx([0.075, 0.135, 0.255, 0.48])
     assert line.get_ydata().tolist()[:3] == [18, 16, 12]

@@ -99,7 +99,7 @@ class TestDamagedFiles:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"format": 1},
+            {"format": 2},
             {"recent": -1},
             {"recent": "4"},
             {"rotary": "sideways"},
@@ -155,6 +155,29 @@ class TestDamagedFiles:
         description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
         (tmp_path / "plan.json").write_text(json.dumps(description))
         with pytest.raises(PlanError, match="holds more, which nothing refers to"):
+            CompressionPlan.load(tmp_path)
+
+    @pytest.mark.parametrize(
+        "fingerprint",
+        [
+            None,
+            torch.zeros(64),
+            torch.zeros(0, 64),
+            torch.zeros(2, 64).half(),
+            torch.ones(2, 1) / 0,
+        ],
+    )
+    def test_a_fingerprint_that_is_none_is_refused(
+        self, fingerprint: torch.Tensor | None, tmp_path: Path
+    ) -> None:
+        path = self.saved(tmp_path) / "plan.safetensors"
+        tensors = load_file(path)
+        del tensors["fingerprint"]
+        save_file(tensors if fingerprint is None else tensors | {"fingerprint": fingerprint}, path)
+        description = json.loads((tmp_path / "plan.json").read_text())
+        description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        (tmp_path / "plan.json").write_text(json.dumps(description))
+        with pytest.raises(PlanError, match="fingerprint"):
             CompressionPlan.load(tmp_path)
 
     def test_a_deeply_nested_description_is_refused(self, tmp_path: Path) -> None:

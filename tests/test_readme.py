@@ -9,10 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import OBJECTIVES, RECIPES, SOLVERS, CompressionPlan, HeadGrouping, calibration, cli
+from manifoldkv import (
+    OBJECTIVES,
+    RANK_RULES,
+    RECIPES,
+    SOLVERS,
+    CompressionPlan,
+    HeadGrouping,
+    calibration,
+    cli,
+)
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
-from manifoldkv.testing import ObjectiveConformance, SolverConformance, tiny_activations
+from manifoldkv.testing import (
+    ObjectiveConformance,
+    RankRuleConformance,
+    SolverConformance,
+    tiny_activations,
+)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,6 +54,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
     monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
     monkeypatch.setattr(SOLVERS, "_classes", dict(SOLVERS._classes))
+    monkeypatch.setattr(RANK_RULES, "_classes", dict(RANK_RULES._classes))
     return tmp_path
 
 
@@ -114,6 +129,17 @@ def test_own_solver_obeys_the_laws(folder):
     suite.solver = SOLVERS.get("random-walk")()
     laws = [name for name in dir(suite) if name.startswith("test_")]
     assert len(laws) >= 4
+    for law in laws:
+        getattr(suite, law)()
+
+
+def test_own_rank_rule_obeys_the_laws(folder, monkeypatch):
+    monkeypatch.setattr(RANK_RULES, "_classes", dict(RANK_RULES._classes))
+    exec(next(s for s in SNIPPETS if "register_rank_rule" in s), {"__name__": "readme"})
+    suite = RankRuleConformance()
+    suite.rule = RANK_RULES.resolve("exact-ends")
+    laws = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(laws) >= 5
     for law in laws:
         getattr(suite, law)()
 

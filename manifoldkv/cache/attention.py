@@ -138,12 +138,10 @@ class Angles:
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
 
 
-@torch.no_grad()
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The usual rotation, of the first half of the features against the second, in few passes.
 
-    Parameters as those of `Rotate`, which it may stand in for where the two agree. Without a
-    gradient.
+    Parameters as those of `Rotate`, which it may stand in for where the two agree.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -208,7 +206,6 @@ class CachedAttention:
         """W_O (hidden, H_q·d) with the value basis multiplied into it: (hidden, H_q·w·r)."""
         return self._value.folded(weight, query_heads)
 
-    @torch.no_grad()
     def store(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
         keys, values = layer.admit(keys, values)
         if keys.shape[2]:

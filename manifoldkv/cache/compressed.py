@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import ModelOutput
 
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
 from manifoldkv.cache.attention import (
@@ -22,14 +24,37 @@ from manifoldkv.cache.attention import (
     RunningBasis,
     rotate_halves,
 )
+from manifoldkv.cache.calls import (
+    boolean_masks,
+    check_one_text_a_row,
+    check_unpadded,
+    new_tokens,
+)
+from manifoldkv.cache.hooks import (
+    WithoutGradient,
+    refuse_continuous_batching,
+    refuse_to_save,
+    register,
+    replace_attribute,
+)
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
-from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
+from manifoldkv.models import (
+    attention_of,
+    check_supported,
+    decoder_layers,
+    linear_weight,
+    modeling_module,
+    uncompiled,
+    unwrapped,
+)
 from manifoldkv.offloading import device_of, is_offloaded
 from manifoldkv.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
+
+NOT_COMPILED = "the decoder is not compiled inside a compressed block: do without fullgraph=True"
 
 Prefill = Literal["compressed", "exact"]
 
@@ -52,7 +77,8 @@ def compressed(
     Parameters
     ----------
     model : PreTrainedModel
-        The model the plan was made for, in any floating dtype.
+        The model the plan was made for, in any floating dtype; also inside what `torch.compile` or
+        PEFT put around it. Compiled or not, its decoder is not compiled inside the block.
     plan : CompressionPlan
         From `compress` or `CompressionPlan.load`.
     prefill : {"compressed", "exact"}
@@ -74,13 +100,15 @@ def compressed(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     PlanError
-        If the plan was made for another model.
+        If the plan was made for another model (see `CompressionPlan.transferred_to`).
     CacheError
         If the model is inside such a block already, if the options contradict each other, or, from
-        a call inside the block, if it is given a cache that is not of this block.
+        a call inside the block, if it is given what a compressed cache cannot do, or a gradient is
+        wanted of it.
     """
+    model = unwrapped(model)
     check_supported(model)
-    plan.check_model(model.config)
+    plan.check_model(model)
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
     if fold_values and prefill == "exact":
@@ -127,16 +155,21 @@ class _Pass(threading.local):
         self.attended = 0
 
     def begin(self, cache: CompressedCache) -> None:
-        self.forget()  # a call before this one may have ended in an error
+        self.end()  # a call before this one may have ended in an error
         self.cache, self.attended = cache, 0
 
-    def forget(self) -> None:
-        """Angles of a long text are large."""
+    def end(self) -> None:
+        """Let go of the cache, and of angles, which are large for a long text."""
+        self.cache = None
         self.rotations.clear()
         self.angles.clear()
 
     def the_cache(self) -> CompressedCache:
-        assert self.cache is not None  # the model's hook comes before those of its parts
+        if self.cache is None:
+            raise CacheError(
+                "a layer runs by itself inside a compressed block, as gradient checkpointing lets "
+                "it for a gradient: call the model as a whole, and train it outside of the block"
+            )
         return self.cache
 
 
@@ -148,43 +181,59 @@ class _Run:
     ) -> None:
         self._model = model
         self._plan = plan
+        self._exact_prefill = prefill == "exact"
         self._fold_values = fold_values
+        self._config = model.config.get_text_config()
+        self._kinds, _ = get_layer_types_and_kwargs(self._config)
         self._layers = decoder_layers(model)
-        self._attentions = [
-            self._cached_attention(index, exact_prefill=prefill == "exact")
-            for index in range(len(self._layers))
-        ]
+        self._parameters = list(inspect.signature(model.get_decoder().forward).parameters)
+        self._places: list[tuple[torch.dtype, torch.device]] = []
+        self._attentions: list[CachedAttention] = []
+        self._follow_model()
         self._pass = _Pass()
         self._rotate_keys: dict[int, Rotate] = {}
 
-    def _cached_attention(self, index: int, exact_prefill: bool) -> CachedAttention:
-        layer = self._plan.layers[index]
-        return CachedAttention(
-            RunningBasis(layer.key, self._model.dtype, self._device(index)),
-            RunningBasis(layer.value, self._model.dtype, self._device(index)),
-            exact_prefill,
-            expand_values=not self._fold_values,
-        )
+    def _follow_model(self) -> None:
+        """Bring bases where the layers are now, and into the dtype of the model."""
+        dtype = self._model.dtype
+        places = [(dtype, device_of(layer)) for layer in self._layers]
+        if places != self._places:
+            self._attentions = [
+                CachedAttention(
+                    RunningBasis(planned.key, *place),
+                    RunningBasis(planned.value, *place),
+                    self._exact_prefill,
+                    expand_values=not self._fold_values,
+                )
+                for planned, place in zip(self._plan.layers, places, strict=True)
+            ]
+            self._places = places
 
     def new_cache(self) -> CompressedCache:
-        devices = [self._device(index) for index in range(len(self._layers))]
+        devices = [device_of(layer) for layer in self._layers]
         return CompressedCache(self._plan, self._model.dtype, devices)
-
-    def _device(self, index: int) -> torch.device:
-        return device_of(self._layers[index])
 
     def enter(self, stack: ExitStack) -> None:
         decoder = self._model.get_decoder()
-        _hook(stack, decoder.register_forward_pre_hook, self._before_model)
-        _hook(stack, decoder.register_forward_hook, self._after_model)
+        stack.enter_context(uncompiled(self._model))
+        # A compiled model around it goes as far as the decoder.
+        leave_out = partial(torch.compiler.disable, reason=NOT_COMPILED)
+        replace_attribute(stack, decoder, "forward", leave_out(decoder.forward))
+        register(stack, decoder.register_forward_pre_hook, leave_out(self._before_model))
+        register(stack, decoder.register_forward_hook, leave_out(self._after_model))
         if self._plan.rotary == "pre":
             embedding = _rotary_embedding(decoder)
-            _hook(stack, embedding.register_forward_hook, self._after_rotary_embedding)
+            register(stack, embedding.register_forward_hook, self._after_rotary_embedding)
         for index, layer in enumerate(self._layers):
-            register = attention_of(layer).register_forward_pre_hook
-            _hook(stack, register, self._before_attention(index))
+            add = attention_of(layer).register_forward_pre_hook
+            register(stack, add, self._before_attention(index))
         self._give_generate_a_cache(stack)
+        replace_attribute(
+            stack, self._model, "init_continuous_batching", refuse_continuous_batching
+        )
         if self._fold_values:
+            for name in ("save_pretrained", "push_to_hub"):  # they begin before they ask for W_O
+                replace_attribute(stack, self._model, name, refuse_to_save)
             for index, layer in enumerate(self._layers):
                 self._fold(stack, attention_of(layer), self._attentions[index])
 
@@ -195,47 +244,91 @@ class _Run:
 
         def prepare_compressed(
             generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-        ) -> Any:
+        ) -> None:
             if generation_config.use_cache is not False:
+                # Some models ask for a kind of cache by default, which gives way.
+                asked = generation_config.cache_implementation
+                if asked not in (None, model.generation_config.cache_implementation):
+                    raise CacheError(
+                        f"a compressed model has a cache of its own kind: call generate without "
+                        f"cache_implementation={asked!r}"
+                    )
+                generation_config.cache_implementation = None
                 if model_kwargs.get("past_key_values") is None:
                     model_kwargs["past_key_values"] = self.new_cache()
-                generation_config.cache_implementation = None  # some models ask for a kind of cache
-            return prepare(generation_config, model_kwargs, *args, **kwargs)
+                    if generation_config.is_assistant:
+                        model_kwargs["past_key_values"].activate_past_recording()
+            prepare(generation_config, model_kwargs, *args, **kwargs)
 
-        model._prepare_cache_for_generation = prepare_compressed
-        stack.callback(delattr, model, "_prepare_cache_for_generation")
+        replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
 
     def _fold(self, stack: ExitStack, attention: Any, cached: CachedAttention) -> None:
         stock = attention.o_proj
-        query_heads = stock.weight.shape[1] // attention.head_dim
-        weight = cached.folded_output_weight(stock.weight, query_heads)
+        weight = linear_weight(stock)
+        weight = cached.folded_output_weight(weight, weight.shape[1] // attention.head_dim)
         folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         folded.weight = nn.Parameter(weight, requires_grad=False)
         folded.bias = stock.bias
+        folded.register_state_dict_pre_hook(refuse_to_save)
         attention.o_proj = folded
-        stack.callback(setattr, attention, "o_proj", stock)
+
+        def unfold() -> None:
+            # The model may have been converted in between.
+            attention.o_proj = stock.to(folded.weight.device, folded.weight.dtype)
+
+        stack.callback(unfold)
 
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = self.new_cache()
-        self._pass.begin(self._checked(kwargs["past_key_values"]))
-        return args, kwargs
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        if self._config._attn_implementation != NAME:
+            raise CacheError(
+                f"the attention of the model was set to {self._config._attn_implementation!r} "
+                "inside a compressed block: leave the block first"
+            )
+        if given.get("output_attentions") or self._config.output_attentions:
+            raise CacheError(
+                "a compressed model does not return attention weights: leave output_attentions out"
+            )
+        self._follow_model()
+        mask = given.get("attention_mask")
+        if given.get("past_key_values") is None:
+            if not self._uses_cache(given):
+                check_one_text_a_row(given.get("position_ids"), mask)
+            given["past_key_values"] = self.new_cache()
+        cache = self._checked(given["past_key_values"])
+        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
+        if self._plan.quantization is not None and self._plan.quantization.layout == "kivi":
+            check_unpadded(given["attention_mask"])
+        self._pass.begin(cache)
+        return (), given
+
+    def _uses_cache(self, given: dict[str, Any]) -> bool:
+        asked = given.get("use_cache")
+        return bool(getattr(self._config, "use_cache", True) if asked is None else asked)
 
     def _after_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: ModelOutput
-    ) -> ModelOutput:
-        if self._pass.attended < len(self._layers):
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        attended = self._pass.attended
+        self._pass.end()
+        if attended == 0:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} is not supported: its attention does not hand "
                 "keywords on to the attention function"
             )
-        self._pass.forget()
+        if attended < len(self._layers):
+            raise CacheError(
+                f"{attended} of {len(self._layers)} layers ran: a compressed cache needs all of "
+                "them, so do without early exit"
+            )
+        if self._uses_cache(kwargs):
+            return output
         # Who wanted no cache gets none back: `generate` would go on with it.
-        if kwargs.get("use_cache") is False:
-            return replace(output, past_key_values=None)
-        return output
+        if isinstance(output, tuple):
+            return tuple(part for part in output if not isinstance(part, CompressedCache))
+        return replace(output, past_key_values=None)
 
     def _checked(self, cache: Any) -> CompressedCache:
         if not isinstance(cache, CompressedCache):
@@ -243,8 +336,17 @@ class _Run:
                 f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
                 "pass new_cache(), or no cache at all"
             )
-        if cache.plan is not self._plan:
+        if cache.plan_digest != self._plan.digest():
             raise CacheError("the cache was made for another plan than this block's")
+        if cache.dtype != self._model.dtype:
+            raise CacheError(
+                f"the cache was made for a model in {cache.dtype}, which is now in "
+                f"{self._model.dtype}: make a new one"
+            )
+        if not cache.is_whole:
+            raise CacheError(
+                "a call that ended in an error left the cache incomplete: make a new one"
+            )
         return cache
 
     def _after_rotary_embedding(
@@ -254,9 +356,11 @@ class _Run:
         kwargs: dict[str, Any],
         output: tuple[Tensor, Tensor],
     ) -> None:
+        if self._pass.cache is None:  # not from inside the model
+            return
         given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
         if not self._pass.rotations:  # a second kind of layer has the same positions
-            self._pass.the_cache().append_positions(given["position_ids"])
+            self._pass.cache.append_positions(given["position_ids"])
         rest = tuple(given[name] for name in ("layer_type",) if name in given)
         self._pass.rotations.append(_Rotation(module, given["x"], rest, output[0]))
 
@@ -266,7 +370,7 @@ class _Run:
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            cache = self._checked(kwargs.get("past_key_values"))
+            cache = self._pass.the_cache()  # gradient checkpointing takes it out of the keywords
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
                 # With the identity in its place the layer's own rotation leaves keys as they are.
@@ -289,16 +393,20 @@ class _Run:
         ) -> Tensor:
             self._pass.attended += 1
             settings = AttentionSettings.from_arguments(module, arguments)
-            angles = None
-            if self._plan.rotary == "pre":
-                rotate = _rotation_of(self._layers[index])
-                queries = rotate(queries, cos, sin)
-                tokens, _ = layer.get_mask_sizes(queries.shape[2])
-                rotate_keys = self._rotation_of_keys(index, cos.shape[-1])
-                angles = Angles(*self._angles_of_newest(tokens, cos), rotate_keys)
-            output = self._attentions[index].attend(
-                layer, queries, keys, values, mask, settings, angles
-            )
+            with torch.no_grad():
+                angles = None
+                rotated = queries
+                if self._plan.rotary == "pre":
+                    rotated = _rotation_of(self._layers[index])(queries, cos, sin)
+                    tokens, _ = layer.get_mask_sizes(queries.shape[2])
+                    rotate_keys = self._rotation_of_keys(index, cos.shape[-1])
+                    angles = Angles(*self._angles_of_newest(tokens, cos), rotate_keys)
+                output = self._attentions[index].attend(
+                    layer, rotated, keys, values, mask, settings, angles
+                )
+            if torch.is_grad_enabled():
+                inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
+                output = WithoutGradient.apply(output, *inputs)
             return output.transpose(1, 2)
 
         return attend_to_cache
@@ -327,11 +435,6 @@ class _Run:
             dtype = working_dtype(cos.dtype, cos.device)
             angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
         return angles[key]
-
-
-def _hook(stack: ExitStack, register: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    """Register a hook until the stack is left."""
-    stack.callback(register(hook, with_kwargs=True).remove)
 
 
 def _rotary_embedding(decoder: nn.Module) -> nn.Module:

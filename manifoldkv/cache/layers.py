@@ -124,10 +124,43 @@ class CompressedLayer(CacheLayerMixin):
         return past + query_length, self.tokens_seen - past
 
     def activate_past_recording(self) -> None:
+        """Keep what a crop to come may need.
+
+        Raises
+        ------
+        CacheError
+            If nothing that is kept would help.
+        """
+        if not self.is_croppable:
+            raise CacheError(
+                "KIVI's layout cannot take tokens back: no assisted decoding and no prompt lookup "
+                "with it; use the static layout"
+            )
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; the count is given as a negative number.
+
+        Raises
+        ------
+        CacheError
+            As `check_crop`.
+        """
+        self.check_crop(tokens_to_remove)
+        count = min(-tokens_to_remove, self.tokens_seen)
+        left = self.tokens_seen - count
+        exact = min(self.tokens_held - count, self.recent)
+        self.recent_keys.drop_last(count)
+        self.recent_values.drop_last(count)
+        latents = len(self.key_store) + exact - (self.tokens_held - count)
+        if latents:
+            self.key_store.drop_last(latents)
+            self.value_store.drop_last(latents)
+        self.exact_tokens, self.tokens_seen = exact, left
+        self._forget_windowed()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Ask whether `crop` is possible.
 
         Raises
         ------
@@ -140,17 +173,6 @@ class CompressedLayer(CacheLayerMixin):
         count = min(-tokens_to_remove, self.tokens_seen)
         left = self.tokens_seen - count
         exact = min(self.tokens_held - count, self.recent)
-        self._check_crop(count, left, exact)
-        self.recent_keys.drop_last(count)
-        self.recent_values.drop_last(count)
-        latents = len(self.key_store) + exact - (self.tokens_held - count)
-        if latents:
-            self.key_store.drop_last(latents)
-            self.value_store.drop_last(latents)
-        self.exact_tokens, self.tokens_seen = exact, left
-        self._forget_windowed()
-
-    def _check_crop(self, count: int, left: int, exact: int) -> None:
         needed = left if self.window is None else min(left, self.window - 1)
         if self.tokens_held - count < needed:
             raise CacheError(
@@ -233,9 +255,12 @@ class CompressedCache(Cache):
             for layer, device in zip(plan.layers, devices, strict=True)
         ]
         super().__init__(layers=layers)
-        self.plan = plan
+        self.plan_digest = plan.digest()
+        self.dtype = dtype
         # Shared by all layers: a layer that holds n tokens holds the newest n of these.
         self._positions = GrowingTensor()  # (B or 1, 1, n, 1), int32
+        self._placed = 0
+        """How many tokens have been given a position."""
 
     def nbytes(self) -> int:
         """Bytes of all latents with their scales, offsets and exact tokens."""
@@ -253,6 +278,8 @@ class CompressedCache(Cache):
 
     def append_positions(self, positions: Tensor) -> None:
         """Store the positions (B or 1, m) of new tokens, before any layer appends them."""
+        self._forget_unused_positions()
+        self._placed += positions.shape[1]
         new = positions.to(torch.int32)[:, None, :, None]
         if len(self._positions):
             held = self._positions.view
@@ -268,13 +295,27 @@ class CompressedCache(Cache):
         """Positions of the newest `count` tokens, (B or 1, count), int64."""
         return self._positions.view[:, 0, len(self._positions) - count :, 0].long()
 
+    def _forget_unused_positions(self) -> None:
+        """Drop those of tokens that are no more, or never came: their call ended in an error."""
+        if self._placed > self.get_seq_length():
+            self._positions.drop_last(self._placed - self.get_seq_length())
+            self._placed = self.get_seq_length()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers hold the same tokens: not after a call that ended in an error."""
+        return len({layer.tokens_seen for layer in self.layers}) == 1
+
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:  # all of them, before one is changed
+            layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
-        self._positions.drop_last(-tokens_to_remove)
+        self._forget_unused_positions()
 
     def reset(self) -> None:
         super().reset()
         self._positions.clear()
+        self._placed = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

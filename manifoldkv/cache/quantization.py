@@ -269,7 +269,8 @@ class ResidualStore(Store):
         return pieces
 
     def can_drop_last(self, count: int) -> bool:
-        return count <= len(self._exact)
+        left = len(self) - count
+        return left - self._quantization.exact_tokens(left) == len(self._rounded)
 
     def drop_last(self, count: int) -> None:
         self._exact.drop_last(count)

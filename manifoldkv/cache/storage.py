@@ -55,7 +55,7 @@ class GrowingTensor:
     def append(self, new: Tensor) -> None:
         count = new.shape[2]
         if self._buffer is None:
-            self._buffer = new.new_empty(*new.shape[:2], 0, new.shape[3])
+            self._buffer = _allocated(new, 0)
         if self._stop + count > self._buffer.shape[2]:
             self._reallocate(len(self) + count + self._slack(len(self) + count))
         self._buffer[:, :, self._stop : self._stop + count] = new
@@ -72,7 +72,8 @@ class GrowingTensor:
     def select(self, sequences: Tensor) -> None:
         """Keep some sequences, in this order; one may come several times."""
         if self._buffer is not None:
-            self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
+            with torch.inference_mode(False):
+                self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
 
     def clear(self) -> None:
         self._buffer, self._start, self._stop = None, 0, 0
@@ -101,9 +102,18 @@ class GrowingTensor:
     def _reallocate(self, capacity: int) -> None:
         assert self._buffer is not None
         held = self.view
-        self._buffer = held.new_empty(*held.shape[:2], capacity, held.shape[3])
+        self._buffer = _allocated(held, capacity)
         self._buffer[:, :, : held.shape[2]] = held
         self._start, self._stop = 0, held.shape[2]
+
+
+def _allocated(like: Tensor, tokens: int) -> Tensor:
+    """Memory for so many tokens, (B, H, tokens, features).
+
+    What is allocated in inference mode could not be written to outside of it.
+    """
+    with torch.inference_mode(False):
+        return like.new_empty(*like.shape[:2], tokens, like.shape[3])
 
 
 class Store(ABC):

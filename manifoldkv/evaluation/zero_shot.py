@@ -80,13 +80,20 @@ class ManifoldKVLM(HFLM):
         As HFLM takes it.
     plan : str or CompressionPlan
         A plan, or the folder of one.
+    other_weights : bool
+        Whether the plan may be that of another model of the same shape.
     """
 
     def __init__(
-        self, pretrained: str | PreTrainedModel, plan: str | CompressionPlan, **kwargs: Any
+        self,
+        pretrained: str | PreTrainedModel,
+        plan: str | CompressionPlan,
+        other_weights: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(pretrained=pretrained, **kwargs)
-        self.plan = CompressionPlan.load(plan) if isinstance(plan, str) else plan
+        known = CompressionPlan.load(plan) if isinstance(plan, str) else plan
+        self.plan = known.transferred_to(self.model) if other_weights else known
         # For the life of this object: nothing the harness asks is answered uncompressed.
         self._block = compressed(self.model, self.plan)
         self._block.__enter__()

@@ -173,8 +173,10 @@ class TestRecent:
         with compressed(model, plan) as new_cache, torch.no_grad():
             cache = new_cache()
             model(input_ids=tokens[:, :8], past_key_values=cache)
-            with pytest.raises(CacheError, match="the 3 newest of those left"):
-                cache.crop(-2)
+            for count in (-2, -3, -7):
+                with pytest.raises(CacheError, match=r"newest of those left .* activate_past_reco"):
+                    cache.crop(count)
+            assert cache.get_seq_length() == 8
             cache.activate_past_recording()
             model(input_ids=tokens[:, :4], past_key_values=cache)  # candidates, two of them wrong
             cache.crop(-4)
@@ -276,6 +278,25 @@ class TestGenerate:
             )
         assert torch.equal(greedy, lookup)
         assert torch.equal(greedy, assisted)
+
+    @pytest.mark.parametrize("recent", [0, 3])
+    def test_a_compressed_assistant(self, family: str, rotary: str, recent: int) -> None:
+        """In a block of its own, for a model that is compressed itself and for one that is not."""
+        model, tokens = tiny_model(family), tiny_tokens(1, 4).repeat(1, 3)
+        # Nearly the same weights, so that some of its tokens are taken and others are not.
+        assistant = tiny_model(family)
+        generator = torch.Generator().manual_seed(0)
+        for weight in assistant.parameters():
+            weight.data += 0.01 * torch.randn(weight.shape, generator=generator).to(weight)
+        plan = random_plan(model, rotary=rotary, recent=recent, key_rank=8, value_rank=7)
+        greedy = model.generate(tokens, **self.arguments)
+        with compressed(assistant, plan.transferred_to(assistant)):
+            found = model.generate(tokens, assistant_model=assistant, **self.arguments)
+            assert torch.equal(found, greedy)
+            with compressed(model, plan):
+                greedy = model.generate(tokens, **self.arguments)
+                found = model.generate(tokens, assistant_model=assistant, **self.arguments)
+                assert torch.equal(found, greedy)
 
     def test_a_returned_cache_can_be_continued(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, 6)
@@ -444,6 +465,20 @@ class TestQuantized:
             assert torch.equal(cached, model.generate(tokens, use_cache=False, **arguments))
 
 
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_the_kivi_layout_refuses_to_guess_ahead(rotary: str) -> None:
+    model, assistant, tokens = tiny_model("llama"), tiny_model("llama"), tiny_tokens(1, 4)
+    plan = random_plan(model, rotary=rotary, quantization=Quantization(4, "kivi", group_size=4))
+    tokens = tokens.repeat(1, 3)
+    with compressed(model, plan) as new_cache:
+        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+            for more in ({}, {"past_key_values": new_cache()}):
+                with pytest.raises(CacheError, match="no assisted decoding and no prompt lookup"):
+                    model.generate(tokens, max_new_tokens=5, **how, **more)
+        with pytest.raises(CacheError, match="no assisted decoding and no prompt lookup"):
+            assistant.generate(tokens, max_new_tokens=5, assistant_model=model)
+
+
 def test_static_layout_works_with_windows_and_crops() -> None:
     model, tokens = tiny_model("gemma2"), tiny_tokens(2, LONG)
     plan = random_plan(model, quantization=Quantization(4, "static", group_size=4))
@@ -560,11 +595,12 @@ class TestTheBlock:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with compressed(model, random_plan(model)) as new_cache:
             cache = new_cache()
-        with (
-            compressed(model, random_plan(model)),
-            pytest.raises(CacheError, match="another plan"),
-        ):
-            model(input_ids=tokens, past_key_values=cache)
+        for other in ({"key_rank": 4}, {"oblique": True}, {"rotary": "post"}, {"recent": 3}):
+            with (
+                compressed(model, random_plan(model, **other)),
+                pytest.raises(CacheError, match="another plan"),
+            ):
+                model(input_ids=tokens, past_key_values=cache)
 
     def test_the_cache_outside_its_block_raises(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()

@@ -165,6 +165,48 @@ class TestCrop:
                 cache.crop(-2)
             assert cache.get_seq_length() == 9
 
+    def test_a_layer_that_refuses_keeps_all_layers_as_they_are(self) -> None:
+        model = tiny_model("gemma2", layer_types=["full_attention"] * 2 + ["sliding_attention"])
+        tokens = tiny_tokens(1, 12)
+        with compressed(model, random_plan(model)) as new_cache, torch.no_grad():
+            cache, other = new_cache(), new_cache()
+            for each in (cache, other):
+                model(input_ids=tokens[:, :9], past_key_values=each)
+            with pytest.raises(CacheError, match="activate_past_recording"):
+                cache.crop(-3)
+            assert {layer.tokens_seen for layer in cache.layers} == {9}
+            found, expected = (
+                model(input_ids=tokens[:, 9:], past_key_values=each).logits
+                for each in (cache, other)
+            )
+        assert torch.equal(found, expected)
+
+    @pytest.mark.parametrize("rotary", ["pre", "post"])
+    @pytest.mark.parametrize("count", range(1, 7))
+    def test_the_kivi_layout_goes_on_after_a_crop_or_refuses_it(
+        self, count: int, rotary: str
+    ) -> None:
+        model = tiny_model("llama")
+        quantization = Quantization(4, "kivi", group_size=4, residual=3)
+        plan = random_plan(model, quantization=quantization, rotary=rotary)
+        tokens = tiny_tokens(1, 24)
+        with compressed(model, plan) as new_cache, torch.no_grad():
+            whole = model(input_ids=tokens).logits
+            for length in range(count, 14):
+                cache = new_cache()
+                model(input_ids=tokens[:, :length], past_key_values=cache)
+                rounded = [n - quantization.exact_tokens(n) for n in (length - count, length)]
+                if rounded[0] < rounded[1]:
+                    with pytest.raises(CacheError, match="rounded already"):
+                        cache.crop(-count)
+                else:
+                    cache.crop(-count)
+                start = cache.get_seq_length()
+                assert start == length - count * (rounded[0] == rounded[1])
+                assert cache.nbytes() == plan.nbytes(start, dtype=torch.float64)
+                found = model(input_ids=tokens[:, start:], past_key_values=cache).logits
+                assert torch.allclose(found, whole[:, start:], atol=1e-6)
+
     def test_rounded_tokens_cannot_be_cropped_in_the_kivi_layout(self) -> None:
         model = tiny_model("llama")
         plan = random_plan(model, quantization=Quantization(4, "kivi", group_size=4, residual=2))

@@ -1,5 +1,6 @@
 """The harness as a client, on local files; its model is Hugging Face's on a compressed cache."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import TextError, compress, compressed, load_model, open_text
+from manifoldkv import PlanError, TextError, compress, compressed, load_model, open_text
 from manifoldkv.evaluation.zero_shot import (
     ManifoldKVLM,
     local_task,
@@ -98,10 +99,13 @@ def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -
     }
     for name, content in (files | {"inner": inner, "outer": outer}).items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
-    found = zero_shot(*model, ["outer", "third"], task_files=tmp_path, limit=4)
-    assert list(found["items"]) == [12, 4]
-    assert list(found["metric"]) == ["acc", "acc"]
-    assert found["accuracy"][0] == pytest.approx(found["accuracy"][1])  # three times the same
+    group, task = (
+        zero_shot(*model, [name], task_files=tmp_path, limit=4).iloc[0]
+        for name in ("outer", "third")
+    )
+    assert (group["items"], task["items"]) == (12, 4)
+    assert group["metric"] == task["metric"] == "acc"
+    assert group["accuracy"] == pytest.approx(task["accuracy"])  # three times the same
 
 
 def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
@@ -119,6 +123,18 @@ def test_the_registered_model_is_compressed_until_closed(model: Model, data: Pat
     assert torch.equal(client.model(input_ids=tokens).logits, expected)
     client.close()
     assert torch.equal(model[0](input_ids=tokens).logits, plain)
+
+
+def test_a_plan_of_other_weights_is_taken_if_that_is_said(model: Model) -> None:
+    tokens = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
+    plan = compress(model[0], tokens, ratio=0.25)
+    tuned = copy.deepcopy(model[0])
+    tuned.model.embed_tokens.weight.data *= 1.1
+    with pytest.raises(PlanError, match="other weights"):
+        ManifoldKVLM(tuned, plan, tokenizer=model[1])
+    client = ManifoldKVLM(tuned, plan, other_weights=True, tokenizer=model[1])
+    assert client.model(input_ids=tokens).logits.isfinite().all()
+    client.close()
 
 
 def test_the_harness_finds_the_model_by_name(model: Model, data: Path, tmp_path: Path) -> None:

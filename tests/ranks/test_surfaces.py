@@ -7,6 +7,7 @@ import torch
 
 from manifoldkv import CompressionPlan, HeadGrouping, LayerPlan, capture, compressed, layer_errors
 from manifoldkv.decoder import compressed_output
+from manifoldkv.fingerprint import fingerprint
 from manifoldkv.models import sliding_windows
 from manifoldkv.plan import config_hash
 from manifoldkv.projection import divergence
@@ -41,7 +42,10 @@ def test_divergences_are_those_through_the_cache(rotary: str) -> None:
             LayerPlan(bases.keys[key], bases.values[value])
             for bases, (key, value) in zip(table, ranks, strict=True)
         ]
-        plan = CompressionPlan(tuple(layers), rotary, config_hash(model.config), PROVENANCE)
+        weights = fingerprint(model)
+        plan = CompressionPlan(
+            tuple(layers), rotary, config_hash(model.config), weights, PROVENANCE
+        )
         with compressed(model, plan), torch.no_grad():
             return float(divergence(exact, model(input_ids=tokens).logits.log_softmax(-1)))
 

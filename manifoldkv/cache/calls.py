@@ -1,0 +1,103 @@
+"""What a model is called with inside a compressed block, checked before anything is stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldkv.cache.layers import CompressedCache, CompressedLayer
+from manifoldkv.errors import CacheError
+
+
+def new_tokens(given: dict[str, Any]) -> int:
+    """How many new tokens a call has."""
+    ids = given.get("input_ids")
+    inputs = given.get("inputs_embeds") if ids is None else ids
+    return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
+
+
+def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:
+    """Refuse positions that the stock model without a cache takes for several texts in a row."""
+    if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
+        raise CacheError(
+            "position_ids that do not follow each other stand for several texts in one row, which "
+            "a compressed model does not tell apart: give every text a row of its own, or an "
+            "attention mask if it is one text"
+        )
+
+
+def check_unpadded(mask: Any) -> None:
+    """Refuse a mask that hides a token from the last query: KIVI's runs would hold it."""
+    for each in mask.values() if isinstance(mask, dict) else [mask]:
+        if each is None:
+            continue
+        of_last = each if each.ndim == 2 else each[:, :, -1]
+        if not bool(of_last.bool().all()):
+            raise CacheError(
+                "the attention mask has zeros, and what KIVI's layout rounds together would depend "
+                "on the padding: call the model with texts of one length, or use the static layout"
+            )
+
+
+def boolean_masks(mask: Any, tokens: int, cache: CompressedCache, kinds: Sequence[str]) -> Any:
+    """Bring an attention mask into the form that our attention takes.
+
+    Parameters
+    ----------
+    mask : Tensor, dict of Tensor or None
+        (B, n), which is given back as it is, or (B or 1, 1, m, n); a dict has one per kind of
+        layer.
+    tokens : int
+        m, new ones.
+    cache : CompressedCache
+        Before the call.
+    kinds : sequence of str
+        Of every layer.
+
+    Raises
+    ------
+    CacheError
+        If it is anything else, does not fit the layers, or holds anything besides 0 and -inf.
+    """
+    if not isinstance(mask, dict):
+        return _boolean(mask, tokens, cache.layers)
+    by_kind: dict[str, list[CompressedLayer]] = defaultdict(list)
+    for kind, layer in zip(kinds, cache.layers, strict=True):
+        by_kind[kind].append(layer)
+    return {kind: _boolean(each, tokens, by_kind[kind]) for kind, each in mask.items()}
+
+
+def _boolean(mask: Any, tokens: int, layers: Sequence[CompressedLayer]) -> Tensor | None:
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return mask
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != 1:
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise CacheError(f"an attention mask is (B, n) or (B, 1, m, n), not {found}")
+    for layer in layers:
+        seen, _ = layer.get_mask_sizes(tokens)
+        if mask.shape[2:] != (tokens, seen):
+            raise CacheError(
+                f"an attention mask of {mask.shape[2]} × {mask.shape[3]} does not fit a layer in "
+                f"which {tokens} new tokens see {seen}: pass one of (B, n)"
+            )
+    return _seen(mask)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """True where a query sees a token."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        # Whoever has no -inf takes the lowest number of the dtype, or of a shorter one.
+        lowest = max(torch.finfo(mask.dtype).min, torch.finfo(torch.bfloat16).min)
+        seen = mask == 0
+        if bool((seen | (mask <= lowest)).all()):
+            return seen
+    raise CacheError(
+        f"an attention mask in {mask.dtype} may hold 0 and -inf only: what it adds to scores "
+        "besides is not supported"
+    )

@@ -1,0 +1,75 @@
+"""Telling the weights that a plan was made for from others of the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from manifoldkv.errors import ModelError
+from manifoldkv.models import attention_of, decoder_layers, is_linear, linear_weight
+from manifoldkv.offloading import weight_of
+
+SIDE = 8
+"""Elements are taken where so many rows of a matrix cross so many columns."""
+RELATIVE_TOLERANCE = 2**-7
+"""Of an element. Rounding to bfloat16 changes it by a 2^-9th of itself."""
+ABSOLUTE_TOLERANCE = 2**-12
+"""Of the root mean square of a matrix, for elements that are small for float16, or cancel."""
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> Tensor:
+    """Take a few elements of the embedding and of the attention of the first and the last layer.
+
+    Adapters that are active count. Of a model whose weights stay in their shards, only these
+    matrices are read.
+
+    Returns
+    -------
+    Tensor
+        (matrices, SIDE²), float32, on the CPU.
+
+    Raises
+    ------
+    ModelError
+        If the model has no weights, being on the meta device.
+    """
+    found = []
+    for name, columns in _columns_of_matrices(model):
+        if columns.is_meta:
+            raise ModelError(f"{name} is on the meta device: load the model with its weights")
+        rows = _spread(columns.shape[0]).to(columns.device)
+        found.append(columns[rows].flatten().float().cpu())
+    return torch.stack(found)
+
+
+def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names of the matrices, and some columns of each: (out, SIDE)."""
+    embedding = model.get_input_embeddings().weight
+    yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
+    layers = decoder_layers(model)
+    for layer in (layers[0], layers[-1]):
+        for name, linear in sorted(attention_of(layer).named_children()):
+            if isinstance(linear, nn.Linear):
+                weight = weight_of(layer, f"self_attn.{name}.weight")
+                yield name, weight[:, _spread(weight.shape[1]).to(weight.device)]
+            elif is_linear(linear):
+                yield name, linear_weight(linear, _spread(linear.weight.shape[1]))
+
+
+def _spread(size: int) -> Tensor:
+    """Indices spread over a dimension, (SIDE,)."""
+    return torch.linspace(0, size - 1, SIDE, dtype=torch.float64).round().long()
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two fingerprints are of the same weights, in whatever dtypes they were loaded."""
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.double(), expected.double()
+    size = expected.square().mean(dim=1, keepdim=True).sqrt()
+    allowed = RELATIVE_TOLERANCE * expected.abs() + ABSOLUTE_TOLERANCE * size
+    return bool(((found - expected).abs() <= allowed).all())
