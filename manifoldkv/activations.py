@@ -30,7 +30,7 @@ OUTPUT_TOLERANCE = 0.02
 """Relative error of a replayed layer that rounding can explain, bfloat16 included."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Part of the calibration set: some sequences and, in each of them, some query rows.
 
@@ -65,7 +65,7 @@ class Projections(NamedTuple):
     values: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerActivations:
     """What passes through one decoder layer for S sequences of n tokens.
 
@@ -118,6 +118,13 @@ class LayerActivations:
     module: nn.Module
     keywords: dict[str, Any]
     folder: Path | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerActivations(layer {self.layer}, {self.sequences} sequences of {self.length} "
+            f"tokens, {self.query_heads} query heads and {self.kv_heads} KV heads of "
+            f"{self.head_dim})"
+        )
 
     @property
     def device(self) -> torch.device:

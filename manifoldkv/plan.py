@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -20,7 +20,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from manifoldkv.activations import Rotary, Site
-from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
+from manifoldkv.basis import (
+    ORTHONORMAL_TOLERANCE,
+    Basis,
+    HeadGrouping,
+    equal,
+    orthonormality_error,
+)
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
 from manifoldkv.hub import OnHub
 from manifoldkv.output import write_whole
@@ -96,7 +102,7 @@ class Quantization:
         return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerPlan:
     """Bases of one layer.
 
@@ -114,7 +120,16 @@ class LayerPlan:
     key: Basis
     value: Basis
     window: int | None = None
-    key_range: Tensor | None = None
+    key_range: Tensor | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerPlan):
+            return NotImplemented
+        same_bases = self.key == other.key and self.value == other.value
+        return same_bases and self.window == other.window and equal(self.key_range, other.key_range)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.value, self.window))
 
     @property
     def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
@@ -170,12 +185,12 @@ class Provenance:
     solver: str
     seed: int
     requested_ratio: float
-    versions: dict[str, str]
+    versions: dict[str, str] = field(hash=False)
     threads: int
     tuning_steps: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompressionPlan(OnHub):
     """Bases for every layer of a model.
 
@@ -196,6 +211,9 @@ class CompressionPlan(OnHub):
         is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
         exactly. Does not go together with KIVI's layout, which has a window of its own.
 
+    Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
+    from (`provenance`) plays no part, so that a plan found again on another day equals the first.
+
     Raises
     ------
     PlanError
@@ -212,6 +230,30 @@ class CompressionPlan(OnHub):
     provenance: Provenance
     quantization: Quantization | None = None
     recent: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompressionPlan):
+            return NotImplemented
+        return self is other or self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        said = self.provenance
+        keys = [layer.key.rank for layer in self.layers]
+        values = [layer.value.rank for layer in self.layers]
+        ranks = (
+            f"key ranks {min(keys)} to {max(keys)} and value ranks {min(values)} to {max(values)}"
+        )
+        rounded = "" if self.quantization is None else f", {self.quantization}"
+        return (
+            f"CompressionPlan(for {said.model}: ratio {self.ratio:.4g} at {said.length} tokens,\n"
+            f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
+            f"  keys {self.rotary}-rotation, newest {self.recent} tokens exact{rounded},\n"
+            f"  {said.objective} by {said.solver} on {said.sequences} × {said.length} tokens of "
+            f"{said.text}, seed {said.seed})"
+        )
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -306,7 +348,10 @@ class CompressionPlan(OnHub):
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what a cache holds: bases, windows, rounding."""
+        """SHA-256 of all that decides what a cache holds: bases, windows, rounding.
+
+        Not of the provenance: the same bases found elsewhere or later have the same digest.
+        """
         payload = save_tensors(_tensors(self))
         windows = [layer.window for layer in self.layers]
         rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.recent]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from manifoldkv.errors import RankError
@@ -51,7 +52,7 @@ def candidate_ranks(
     return tuple(sorted({r for r in rounded if 0 < r < head_dim} | full))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ErrorSurface:
     """The layer-output error of one layer for every pair of candidate ranks.
 
@@ -66,6 +67,24 @@ class ErrorSurface:
     key_ranks: tuple[int, ...]
     value_ranks: tuple[int, ...]
     errors: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ErrorSurface):
+            return NotImplemented
+        same_ranks = self._ranks == other._ranks
+        return same_ranks and torch.equal(self.errors, other.errors)
+
+    def __hash__(self) -> int:
+        return hash(self._ranks)
+
+    def __repr__(self) -> str:
+        keys, values = self._ranks
+        errors = f"{float(self.errors.min()):.3g} to {float(self.errors.max()):.3g}"
+        return f"ErrorSurface(key_ranks={keys}, value_ranks={values}, errors {errors})"
+
+    @property
+    def _ranks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.key_ranks, self.value_ranks
 
     def best(self, budget: float) -> Ranks | None:
         """The pair with the lowest error among those with r_K + r_V at most `budget`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
@@ -111,6 +111,18 @@ def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
     """A progress bar where a person is watching."""
     label = f"layer {problem.activations.layer} {problem.site}s"
     yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take.
+
+    Raises
+    ------
+    SeedError
+        If it is not an integer of 64 bits, with or without a sign.
+    """
+    if not isinstance(seed, int) or not SMALLEST_SEED <= seed <= LARGEST_SEED:
+        raise SeedError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
