@@ -36,6 +36,7 @@ from manifoldkv.rank_selection import (
     optimal,
 )
 from manifoldkv.recipes import RankRule, Recipe, recipe_named
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.steps import Kept, digest_of_model, digest_of_tokens
 from manifoldkv.surfaces import LayerBases, divergences, sequential_ranks, threshold_ranks
 from manifoldkv.tuning import tune
@@ -107,8 +108,11 @@ def compress(
         ``"threshold"``), or above 1.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
+    SeedError
+        If the seed is not an integer of 64 bits.
     TextError
-        If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
+        If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
+        short, or the sequences are longer than the model takes.
     PlanError
         If the layout of the quantisation does not fit the model.
     ExecutorError
@@ -217,6 +221,7 @@ def settle(
     Nothing here takes long.
     """
     check_supported(model)
+    check_seed(seed)
     recipe = recipe_named(recipe)
     recipe = recipe if ranks is None else replace(recipe, ranks=ranks)
     windows = sliding_windows(model.config)

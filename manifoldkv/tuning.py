@@ -24,7 +24,7 @@ from manifoldkv.models import decoder_layers
 from manifoldkv.offloading import resident
 from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
-from manifoldkv.solvers.base import random_sequences
+from manifoldkv.solvers.base import check_seed, random_sequences
 from manifoldkv.steps import NOWHERE, Kept
 
 BETAS = (0.9, 0.95)
@@ -72,13 +72,14 @@ def tune(
     ------
     PlanError
         If the plan is quantised or made for another model.
-    TextError
+    SeedError, TextError
         As in `compress`.
     DivergenceError
         If the divergence is not finite.
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    check_seed(seed)
     plan.check_model(model.config)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)

@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from manifoldkv import (
     Quantization,
     RankError,
     Recipe,
+    SeedError,
     TextError,
     UnknownNameError,
     UnsolvableError,
@@ -29,6 +31,7 @@ from manifoldkv import (
     projector_distance,
     quantize,
     ratio_from_bytes,
+    tune,
     uniform_ranks,
 )
 from manifoldkv.bases import Find
@@ -174,6 +177,20 @@ class TestRefusedBeforeAnyWork:
         monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
         with pytest.raises(PlanError, match="sliding window"):
             compress(tiny_model("mistral"), tiny_tokens(), quantization=Quantization(4, "kivi"))
+
+    @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, -(10**30), 0.5])
+    def test_seeds_that_no_generator_takes(self, seed: int) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        with pytest.raises(SeedError, match=f"^seed {re.escape(str(seed))} is not an integer from"):
+            compress(model, tokens, recipe="fast", seed=seed)
+        with pytest.raises(SeedError):
+            tune(model, compress(model, tokens), tokens, seed=seed)
+
+    @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+    def test_the_largest_and_the_smallest_seed(self, seed: int) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        found = tune(model, compress(model, tokens, seed=seed), tokens, seed=seed, steps=1)
+        assert found.provenance.seed == seed
 
     def test_an_unsupported_model(self) -> None:
         model = tiny_model("llama")

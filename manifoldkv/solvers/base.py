@@ -13,12 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import DivergenceError
+from manifoldkv.errors import DivergenceError, SeedError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
 T = TypeVar("T")
+
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Solution:
     """
 
     basis: Basis
-    history: list[float]
+    history: list[float] = field(hash=False)
     status: Status
 
 
