@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.calibration import checked_tokens
 from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.models import attention_of, check_supported, decoder_layers, modeling_module
 from manifoldkv.offloading import resident
@@ -243,6 +244,8 @@ def capture(
     ------
     UnsupportedModelError
         Before any forward pass, if the model's attention cannot be handled.
+    TextError
+        If the tokens are not ids and lengths that the model takes.
     ValueError
         If a layer index is out of range.
     OutputError
@@ -254,7 +257,8 @@ def capture(
     outside = [i for i in wanted if not 0 <= i < len(modules)]
     if outside:
         raise ValueError(f"layer {outside[0]} is not between 0 and {len(modules) - 1}")
-    return _capture(model, tokens.to(model.device), modules, wanted, propagate, folder)
+    tokens = checked_tokens(model, tokens).to(model.device)
+    return _capture(model, tokens, modules, wanted, propagate, folder)
 
 
 @torch.no_grad()

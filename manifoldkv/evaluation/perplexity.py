@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,10 +14,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.errors import TextError
+from manifoldkv.calibration import checked_tokens
 from manifoldkv.plan import CompressionPlan
 
 SEQUENCES_PER_FORWARD = 8
+LARGEST_NLL = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll)
+        return math.inf if self.nll > LARGEST_NLL else math.exp(self.nll)
 
 
 @torch.no_grad()
@@ -72,10 +74,9 @@ def perplexity(
     Raises
     ------
     TextError
-        If the tokens have another shape.
+        If the tokens have another shape, or are not ids and lengths that the model takes.
     """
-    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
-        raise TextError(f"tokens must be (sequences, length > 1), not {tuple(tokens.shape)}")
+    tokens = checked_tokens(model, tokens, shortest=2)
     losses = []
     with nullcontext() if plan is None else compressed(model, plan):
         batches = tokens.to(model.device).split(SEQUENCES_PER_FORWARD)
