@@ -16,7 +16,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise UnsupportedModelError(f"{_family(model)} has no list of decoder layers")
+        obstacle = (
+            "it is an encoder, not a causal decoder"
+            if _looks_ahead(model)
+            else "it has no list of decoder layers"
+        )
+        raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
     return layers
 
 
@@ -80,6 +85,12 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     if not isinstance(getattr(attention, "o_proj", None), nn.Linear):
         return f"{type(attention).__name__} has no linear o_proj"
     return None
+
+
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether every attention of a model says that tokens see later ones, as those of BERT do."""
+    causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+    return bool(causal) and not any(causal)
 
 
 def _family(model: PreTrainedModel) -> str:
