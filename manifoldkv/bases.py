@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
@@ -21,6 +22,8 @@ from manifoldkv.recipes import Recipe
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.steps import Kept
 from manifoldkv.surfaces import LayerBases
+
+LOG = logging.getLogger(__name__)
 
 Place = tuple[int, Site, int]
 """Layer, site and rank."""
@@ -104,6 +107,7 @@ def find_bases(
     layers = len(decoder_layers(model))
     found = [LayerBases({}, {}) for _ in range(layers)]
     total = layers * sum(map(len, ranks))
+    LOG.info("finding %d bases in %d layers", total, layers)
 
     with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
 

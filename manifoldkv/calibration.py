@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ WIKITEXT = ("wikitext", "Salesforce/wikitext")
 """Data sets whose rows are the lines of one text; perplexities are quoted for rows joined by two
 line feeds."""
 
+LOG = logging.getLogger(__name__)
 _HELD_OUT_EVERY = round(1 / HELD_OUT_FRACTION)
 
 
@@ -234,12 +236,10 @@ def calibration_tokens(
     if length is None:
         length = min(LENGTH, positions(model))
     check_length(model, length)
+    sequences = SEQUENCES if sequences is None else sequences
+    LOG.info("reading %d × %d tokens of %s", sequences, length, source.name)
     ids = sample_tokens(
-        source,
-        _tokenizer(model),
-        sequences=SEQUENCES if sequences is None else sequences,
-        length=length,
-        split="calibration",
+        source, _tokenizer(model), sequences=sequences, length=length, split="calibration"
     )
     return source.name, checked_tokens(model, ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from manifoldkv.solvers.base import check_seed
 from manifoldkv.steps import Kept, digest_of_model, digest_of_tokens
 from manifoldkv.surfaces import LayerBases, divergences, sequential_ranks, threshold_ranks
 from manifoldkv.tuning import tune
+
+LOG = logging.getLogger(__name__)
 
 RATIO_TOLERANCE = 1e-9
 
@@ -269,6 +272,7 @@ def _chosen_ranks(
     if rule == "uniform":
         key_ranks, value_ranks = settled.ranks
         return [(key_ranks[0], value_ranks[0])] * len(settled.windows)
+    LOG.info("choosing ranks by the %s rule", rule)
     kept = kept.under(**find.settings, groupings=find.groupings, ranks=settled.ranks)
     if rule == "sequential":
         return sequential_ranks(model, tokens, table, budget, rotary=rotary, kept=kept)[0]

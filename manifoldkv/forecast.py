@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from manifoldkv.recipes import RankRule, Recipe
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.surfaces import DIVERGENCE_SEQUENCES, ROWS, SEQUENCES
 from manifoldkv.tuning import SEQUENCES_PER_STEP
+
+LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -93,6 +96,7 @@ def forecast(
         length=length,
     )
     tokens, layers, head_dim = settled.tokens, len(settled.windows), settled.head_dim
+    LOG.info("rehearsing on %d sequences", min(REHEARSED_SEQUENCES, len(tokens)))
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)
     with torch.no_grad():
         log_probabilities(model, few[:1])  # the first call is slower than all others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from manifoldkv.calibration import read_tokenizer
 from manifoldkv.errors import ModelError, TextError
 from manifoldkv.models import check_supported
 from manifoldkv.offloading import load_offloaded
+
+LOG = logging.getLogger(__name__)
 
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
 """What transformers and safetensors raise on files that are missing or damaged."""
@@ -60,6 +63,7 @@ def load_model(
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (folder / "config.json").is_file():
         raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
+    LOG.info("loading %s", name)
     model, loaded = _load_weights(name, dtype, device, offload)
     check_supported(model)  # first: an encoder lacks the weights of a decoder's head
     if loaded["missing_keys"]:

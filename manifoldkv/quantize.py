@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -17,6 +18,8 @@ from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import PlanError, UnknownNameError
 from manifoldkv.plan import CompressionPlan, Quantization, plain
 from manifoldkv.surfaces import follow
+
+LOG = logging.getLogger(__name__)
 
 Rotation = Literal["none", "pca", "hadamard"]
 ROTATIONS = get_args(Rotation)
@@ -60,6 +63,7 @@ def quantize(
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)
+    LOG.info("rounding the latents of %d layers to %d bits", len(plan.layers), quantization.bits)
     layers = []
     for activations in follow(capture(model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from manifoldkv.output import write_whole
 from manifoldkv.plan import CompressionPlan, LayerPlan
 from manifoldkv.rank_selection import ErrorSurface, candidate_ranks
 from manifoldkv.surfaces import ROWS, error_surface
+
+LOG = logging.getLogger(__name__)
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
@@ -62,6 +65,7 @@ def write_report(
     drawing = _Drawing()
     plan.check_model(model.config)
     quality = compare(model, tokens, plan)
+    LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
     full = sum(layer.numbers(length, recent=length) for layer in plan.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,8 @@ from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.solvers.base import check_seed, random_sequences
 from manifoldkv.steps import NOWHERE, Kept
+
+LOG = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
 STEPS_BETWEEN_WRITES = 10
@@ -94,6 +97,7 @@ def tune(
         tuning=[steps, learning_rate, sequences_per_step, seed],
     )
     done = _restore(optimizer, kept.read("tuning"))
+    LOG.info("tuning from step %d to %d", done, steps)
     with (
         _frozen(model),
         on_threads(torch.get_num_threads()),

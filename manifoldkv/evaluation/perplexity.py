@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import sys
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 from manifoldkv.cache import compressed
 from manifoldkv.calibration import checked_tokens
 from manifoldkv.plan import CompressionPlan
+
+LOG = logging.getLogger(__name__)
 
 SEQUENCES_PER_FORWARD = 8
 LARGEST_NLL = math.log(sys.float_info.max)
@@ -46,7 +49,10 @@ class Perplexity:
     def standard_error(self) -> float:
         """Of `nll`, over sequences; not a number if there is only one."""
         count = len(self.by_sequence)
-        return math.nan if count < 2 else statistics.stdev(self.by_sequence) / math.sqrt(count)
+        if count < 2:
+            return math.nan
+        # Not statistics.stdev, which fails on losses that are not finite.
+        return float(torch.tensor(self.by_sequence, dtype=torch.float64).std()) / math.sqrt(count)
 
     @property
     def perplexity(self) -> float:
@@ -77,6 +83,8 @@ def perplexity(
         If the tokens have another shape, or are not ids and lengths that the model takes.
     """
     tokens = checked_tokens(model, tokens, shortest=2)
+    cache = "uncompressed" if plan is None else "compressed"
+    LOG.info("measuring perplexity on %d × %d tokens, %s", *tokens.shape, cache)
     losses = []
     with nullcontext() if plan is None else compressed(model, plan):
         batches = tokens.to(model.device).split(SEQUENCES_PER_FORWARD)

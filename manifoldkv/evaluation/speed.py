@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +17,8 @@ from manifoldkv.cache import compressed
 from manifoldkv.calibration import positions
 from manifoldkv.errors import TextError
 from manifoldkv.plan import CompressionPlan
+
+LOG = logging.getLogger(__name__)
 
 TOKENS_PER_CALL = 512
 """Of a prompt, while a cache is filled."""
@@ -87,6 +90,7 @@ def decode_speed(
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
+    LOG.info("timing %d tokens after %d in %d rounds", new_tokens, tokens, rounds)
     stock, small = [], []
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
         cache = DynamicCache(config=model.config)

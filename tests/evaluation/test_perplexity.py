@@ -69,6 +69,14 @@ def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
     assert Perplexity((700.0,), 1).perplexity == pytest.approx(math.exp(700))
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_losses_that_are_not_finite_have_no_standard_error(broken: float) -> None:
+    """As half precision makes them."""
+    found = Perplexity((broken, 1.0, 2.0), 3)
+    assert math.isnan(found.standard_error)
+    assert not math.isfinite(found.perplexity)
+
+
 def test_it_is_the_mean_over_sequences() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     found = perplexity(model, tokens)
