@@ -392,6 +392,12 @@ def _run_layer(
         attention_mask: Tensor,
         arguments: dict[str, Any],
     ) -> Tensor:
+        if values.shape != keys.shape:
+            raise UnsupportedModelError(
+                f"{type(attention).__name__} is not supported: its keys have {keys.shape[3]} "
+                f"features in {keys.shape[1]} heads, its values {values.shape[3]} in "
+                f"{values.shape[1]}"
+            )
         shapes.append((queries.shape[1], keys.shape[1], keys.shape[3]))
         settings.append(AttentionSettings.from_arguments(attention, arguments))
         queries, keys = rotate(queries, keys, cos, sin)
@@ -402,9 +408,14 @@ def _run_layer(
         for k, v in call.items()
         if k not in ("position_embeddings", "attention_mask", "position_ids")
     }
-    for chunk in torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD):
+    for calls, chunk in enumerate(torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD), 1):
         x = inputs[chunk].to(weight)
         outputs[chunk] = call_layer(module, x, record, cos.shape[-1], keywords).to(outputs)
+        if len(shapes) != calls:
+            raise UnsupportedModelError(
+                f"{type(attention_of(module)).__name__} is not supported: it calls its attention "
+                f"function {len(shapes)} times at once"
+            )
     query_heads, kv_heads, head_dim = shapes[0]
     wide = torch.promote_types(inputs.dtype, torch.float32)
     return LayerActivations(

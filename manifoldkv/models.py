@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -80,6 +81,8 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     module = modeling_module(layer)
     if not hasattr(module, "apply_rotary_pos_emb"):
         return f"{type(attention).__name__} does not rotate its keys"
+    if tuple(signature(module.apply_rotary_pos_emb).parameters)[:2] != ("q", "k"):
+        return f"{type(attention).__name__} does not rotate queries and keys together"
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(attention).__name__} does not go through the attention interface"
     if not isinstance(getattr(attention, "o_proj", None), nn.Linear):
