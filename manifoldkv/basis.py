@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -227,7 +228,8 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
     RankError
         If that is not between 1 and `head_dim`.
     """
-    rank = round(ratio * head_dim)
+    # A number that is not finite has no integer next to it.
+    rank = round(ratio * head_dim) if math.isfinite(ratio) else 0
     if not 1 <= rank <= head_dim:
         raise RankError(
             f"rank ratio {ratio:g} gives rank {rank} of head_dim {head_dim}; "

@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from common import folder_named
 from embedded import EMBEDDED
 from torch import Tensor
 from tqdm import tqdm
@@ -49,6 +50,7 @@ from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.output import check_writable
 from manifoldkv.solvers import SOLVERS, Solver
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 
@@ -162,7 +164,7 @@ def parse_arguments() -> tuple[Settings, Path]:
     add("--sequences", type=int, help="sequences of each split (16)")
     add("--sequence-length", type=int, help="tokens per sequence (256)")
     add("--seeds", nargs="+", type=int, default=[0], help="one run of the solvers each (0)")
-    add("--out", type=Path, help="output folder (figures/compare_objectives/<model>)")
+    add("--out", type=folder_named, help="output folder (figures/compare_objectives/<model>)")
     add("--quick", action="store_true", help="a small run with capped solvers, under 90 seconds")
     given = parser.parse_args()
     if given.sequences is not None and given.sequences < 1:
@@ -198,6 +200,8 @@ def run(settings: Settings, out: Path) -> int:
         value_grouping=parse_grouping(settings.value_grouping),
     )
     pairs, skipped = solvable_pairs(settings)
+    for seed in settings.seeds:
+        check_seed(seed)
     check_writable(out)
     model, tokenizer = load_model(EMBEDDED.get(settings.model, settings.model))
     layers = check_against_model(settings, model)

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from common import ends_in_one_line, folder_named
 from embedded import EMBEDDED
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from manifoldkv import (
     RECIPES,
-    ManifoldKVError,
     Quantization,
     compress,
     load_model,
@@ -54,16 +54,13 @@ def main() -> int:
     add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
     add("--sequences", type=int, default=16, help="in each split (%(default)s)")
     add("--sequence-length", type=int, default=1024, help="(%(default)s)")
-    add("--out", type=Path, help="output folder (figures/compare_quantization/<model>)")
+    add("--out", type=folder_named, help="output folder (figures/compare_quantization/<model>)")
     given = parser.parse_args()
     name = Path(given.model).name
     out = given.out or HERE.parent / "figures" / "compare_quantization" / name
-    try:
+    with ends_in_one_line("compare_quantization", resumes=False):
         check_writable(out)
         results = measure(given)
-    except ManifoldKVError as error:
-        print(f"compare_quantization: {error}", file=sys.stderr)
-        return 2
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results), out / "nll_against_bits")
     (out / "summary.md").write_text(summary(results), encoding="utf-8")

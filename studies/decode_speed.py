@@ -35,6 +35,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from common import ends_in_one_line, folder_named
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
@@ -55,7 +56,9 @@ from manifoldkv.attention import AttentionSettings
 from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, rotate_halves
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
+from manifoldkv.executors import set_threads
 from manifoldkv.figures import save_figure
+from manifoldkv.loading import check_device
 from manifoldkv.output import check_writable
 from manifoldkv.plan import config_hash
 
@@ -127,24 +130,22 @@ def main() -> int:
     add("--rounds", type=int, help="rounds, in each of which every variant takes a turn (7)")
     add("--threads", type=int, default=2, help="(%(default)s)")
     add("--device", default="cpu", help="(%(default)s)")
-    add("--out", type=Path, help="output folder (figures/decode_speed)")
+    add("--out", type=folder_named, help="output folder (figures/decode_speed)")
     add("--quick", action="store_true", help="two short contexts, two rounds")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
     name = "decode_speed_quick" if given.quick else "decode_speed"
     out = given.out or Path(__file__).parent.parent / "figures" / name
     tokens = given.tokens or ([64, 256] if given.quick else [1024, 4096, 16384, 65536])
     batches = given.batches or ([1] if given.quick else [1, 4])
     rounds = given.rounds or (2 if given.quick else 7)
-    try:
-        if min(*tokens, *batches, rounds, given.threads) < 1:
-            raise ManifoldKVError("tokens, batches, rounds and threads must be at least 1")
+    with ends_in_one_line("decode_speed"):
+        set_threads(given.threads)
+        check_device(given.device)
+        if min(*tokens, *batches, rounds) < 1:
+            raise ManifoldKVError("tokens, batches and rounds must be at least 1")
         check_writable(out)
         variants = [KNOWN[name] for name in dict.fromkeys(["stock", "full", *given.variants])]
         run(variants, tokens, batches, given.dtypes, rounds, given.device, out)
-    except ManifoldKVError as error:
-        print(f"decode_speed: {error}", file=sys.stderr)
-        return 2
     return 0
 
 

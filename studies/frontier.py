@@ -24,6 +24,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from common import ends_in_one_line, folder_named
 from embedded import EMBEDDED
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -35,7 +36,6 @@ from transformers import PreTrainedModel
 from manifoldkv import (
     RECIPES,
     CompressionPlan,
-    ManifoldKVError,
     RankError,
     Recipe,
     UnknownNameError,
@@ -46,9 +46,11 @@ from manifoldkv import (
 )
 from manifoldkv.calibration import HELP as TEXT_HELP
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
+from manifoldkv.executors import set_threads
 from manifoldkv.figures import save_figure
 from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.output import check_writable
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.steps import Steps, digest_of_model, digest_of_tokens
 
 HERE = Path(__file__).resolve().parent
@@ -109,21 +111,22 @@ def main() -> int:
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--threads", type=int, default=2, help="(%(default)s)")
     add("--force", action="store_true", help="measure again what is kept")
-    add("--out", type=Path, help="output folder (figures/frontier/<model>)")
+    add("--out", type=folder_named, help="output folder (figures/frontier/<model>)")
     given = parser.parse_args()
     name = Path(given.model).name
     out = given.out or HERE.parent / "figures" / "frontier" / name
-    torch.set_num_threads(given.threads)
-    try:
+    with ends_in_one_line("frontier"):
+        set_threads(given.threads)
         unknown = [c for c in given.compositions if c not in NAMES]
         if unknown:
             known = ", ".join(NAMES)
             raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
+        for ratio in given.ratios:
+            if not 0 < ratio <= 1:
+                raise RankError(f"--ratios {ratio:g} is not in (0, 1]")
+        check_seed(given.seed)
         check_writable(out)
         results = Frontier(given, out).measure()
-    except ManifoldKVError as error:
-        print(f"frontier: {error}", file=sys.stderr)
-        return 2
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results, name), out / "loss_against_bytes")
     (out / "summary.md").write_text(summary(results, name), encoding="utf-8")
@@ -190,6 +193,8 @@ class Frontier:
                 tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
                 continue
             frames.append(frame.assign(composition=name))
+        if not frames:
+            raise RankError("no composition reaches a ratio that was asked for")
         return pd.concat(frames, ignore_index=True)
 
     def uncompressed(self) -> Perplexity:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from common import ends_in_one_line, folder_named
 from torch import Tensor
 from tqdm import tqdm
 
@@ -135,7 +136,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=Path, default=HERE.parent / "figures", help="(%(default)s)")
+    add("--out", type=folder_named, default=HERE.parent / "figures", help="(%(default)s)")
     add("--model", nargs="+", help="folders or Hub ids (both reference models)")
     add("--text", help="calibration and first corpus, a fifth held out (docstrings or WikiText-2)")
     add("--second-text", help="second corpus (pydoc-topics or C4)")
@@ -148,7 +149,7 @@ def main() -> int:
     add("--force", action="store_true", help="compute every step again")
     given = parser.parse_args()
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
-    try:
+    with ends_in_one_line("reproduce_paper"):
         if given.seeds < 1:
             raise ManifoldKVError("--seeds must be at least 1")
         check_writable(given.out)
@@ -156,12 +157,6 @@ def main() -> int:
         names = dict(REFERENCE) if given.model is None else {Path(m).name: m for m in given.model}
         studies = [Study(name, model, given, protocol, steps) for name, model in names.items()]
         tables = [study.run() for study in studies]
-    except ManifoldKVError as error:
-        print(f"reproduce_paper: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from there", file=sys.stderr)
-        return 130
     write_table(pd.concat(tables), given.out, [study.caption for study in studies])
     print(f"written to {given.out}")
     return 0

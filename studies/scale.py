@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from common import ends_in_one_line, folder_named
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,23 +121,21 @@ def main() -> int:
     add("--sequence-length", type=int, default=128, help="(%(default)s)")
     add("--steps", type=int, default=5, help="solver steps per layer and site (%(default)s)")
     add("--rate", type=float, default=100, help="TFLOP/s sustained elsewhere (%(default)s)")
-    add("--work", type=Path, help="folder for the checkpoints (the temporary one)")
-    add("--out", type=Path, help="output folder (figures/scale)")
+    add("--work", type=folder_named, help="folder for the checkpoints (the temporary one)")
+    add("--out", type=folder_named, help="output folder (figures/scale)")
     add("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(measure(**json.loads(given.measure))))
         return 0
     out = given.out or Path(__file__).parent.parent / "figures" / "scale"
-    try:
+    with ends_in_one_line("scale"):
         numbers = (*given.layers, *given.sequences, given.sequence_length, given.steps)
         if min(numbers) < 1 or not given.rate > 0:
             raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
-        check_writable(out)
+        for written in (out, given.work or Path(tempfile.gettempdir())):
+            check_writable(written)
         results = measure_all(given, out / "results.csv")
-    except ManifoldKVError as error:
-        print(f"scale: {error}", file=sys.stderr)
-        return 2
     save_figure(draw_tokens(results), out / "memory_against_tokens")
     save_figure(draw_layers(results), out / "cost_against_layers")
     (out / "summary.md").write_text(summary(results, given.rate), encoding="utf-8")

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from common import ends_in_one_line, folder_named
 from embedded import EMBEDDED
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -49,6 +50,7 @@ from manifoldkv import (
 )
 from manifoldkv.activations import Site
 from manifoldkv.calibration import HELP as TEXT_HELP
+from manifoldkv.executors import set_threads
 from manifoldkv.figures import save_figure
 from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.output import check_writable
@@ -93,18 +95,17 @@ def main() -> int:
     add("--budgets", type=int, nargs="+", default=BUDGETS, help="steps (%(default)s)")
     add("--threads", type=int, default=2, help="(%(default)s)")
     add("--no-estimate", action="store_true", help="leave out the layer of Llama-3-8B's shape")
-    add("--out", type=Path, help="output folder (figures/solver_efficiency/<model>)")
+    add("--out", type=folder_named, help="output folder (figures/solver_efficiency/<model>)")
     given = parser.parse_args()
     name = Path(given.model).name
     out = given.out or HERE.parent / "figures" / "solver_efficiency" / name
-    torch.set_num_threads(given.threads)
-    try:
+    with ends_in_one_line("solver_efficiency"):
+        set_threads(given.threads)
+        if min(*given.budgets, given.epochs) < 1:
+            raise ManifoldKVError("budgets and epochs must be at least 1")
         check_writable(out)
         results = measure(given, out / "steps")
         estimate = None if given.no_estimate else measure_estimate(out / "steps", given.threads)
-    except ManifoldKVError as error:
-        print(f"solver_efficiency: {error}", file=sys.stderr)
-        return 2
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw(results, name), out / "error_against_seconds")
     (out / "summary.md").write_text(summary(results, estimate, name, given), encoding="utf-8")
@@ -126,7 +127,11 @@ def measure(given: argparse.Namespace, folder: Path) -> pd.DataFrame:
         text, tokenizer, sequences=given.sequences, length=length, split="calibration"
     )
     test = sample_tokens(text, tokenizer, sequences=given.held_out, length=length, split="held-out")
-    layers = given.layers or list(range(len(decoder_layers(model))))
+    known = range(len(decoder_layers(model)))
+    layers = given.layers or list(known)
+    unknown = [layer for layer in layers if layer not in known]
+    if unknown:
+        raise ManifoldKVError(f"--layers {unknown[0]}: the model has layers 0 to {known[-1]}")
     rank = rank_from_ratio(given.rank_ratio, attention_of(decoder_layers(model)[0]).head_dim)
     common = {
         "model": given.model,

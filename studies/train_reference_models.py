@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from common import ends_in_one_line, folder_named
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,6 +39,9 @@ from transformers import (
 )
 
 from manifoldkv.docstrings import read_docstrings, read_pydoc_topics
+from manifoldkv.errors import ManifoldKVError
+from manifoldkv.executors import set_threads
+from manifoldkv.solvers.base import check_seed
 
 HERE = Path(__file__).parent
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -49,7 +53,15 @@ EVALUATED_TOKENS = 200 * CONTEXT
 
 def main() -> None:
     arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
+    with ends_in_one_line("train_reference_models"):
+        set_threads(arguments.threads)
+        check_seed(arguments.seed)
+        if min(arguments.tokens, arguments.batch, arguments.checkpoint_every) < 1:
+            raise ManifoldKVError("tokens, batch and checkpoint-every must be at least 1")
+        train_and_save(arguments)
+
+
+def train_and_save(arguments: argparse.Namespace) -> None:
     folder = HERE / "reference_models" / f"reference-{arguments.architecture}"
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -101,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (%(default)s)")
     parser.add_argument(
         "--work",
-        type=Path,
+        type=folder_named,
         default=HERE / "reference_models" / ".training",
         help="folder of checkpoints and tokenized text (%(default)s)",
     )

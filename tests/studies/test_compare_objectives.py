@@ -200,7 +200,7 @@ def test_empty_text_is_refused(run, tmp_path):
 def test_output_folder_that_is_a_file_is_refused(run, text):
     code, error = run("--out", text / "below")
     assert code == 2
-    assert f"cannot write to --out {text}" in error
+    assert f"cannot write to {text}" in error
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
