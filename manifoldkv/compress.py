@@ -64,6 +64,8 @@ def compress(
 ) -> CompressionPlan:
     """Find bases for the cache of a model.
 
+    Every phase is logged as it begins (logger ``manifoldkv``, level INFO).
+
     Parameters
     ----------
     model : PreTrainedModel

@@ -378,6 +378,8 @@ class CompressionPlan(OnHub):
         OutputError
             If the folder cannot be written to.
         """
+        if not str(folder):
+            raise OutputError("the name of the plan's folder is empty")
         payload = save_tensors(_tensors(self))
         description = json.dumps(_description(self, payload), indent=2, sort_keys=True) + "\n"
         folder = Path(folder)
@@ -397,6 +399,8 @@ class CompressionPlan(OnHub):
         PlanError
             If a file is missing, truncated or damaged, or says something impossible.
         """
+        if not str(folder):
+            raise PlanError("the name of the plan's folder is empty")
         folder = Path(folder)
         payload = _read(folder / TENSORS)
         try:

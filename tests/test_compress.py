@@ -130,6 +130,20 @@ def test_a_plan_survives_a_file_and_compresses_the_same(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
+def test_every_phase_is_logged_and_nothing_is_printed(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    recipe = Recipe("eigen-attention", "closed-form", ranks="optimal", tuning_steps=1)
+    capfd.readouterr()
+    with caplog.at_level("INFO", logger="manifoldkv"):
+        compress(model, tokens, recipe=recipe, quantization=Quantization(4))
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        *("finding", "choosing", "tuning", "rounding")
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
 class TestText:
     def test_a_text_is_read_with_the_models_own_tokenizer(
         self, monkeypatch: pytest.MonkeyPatch
