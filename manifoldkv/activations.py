@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.calibration import checked_tokens
 from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.models import (
     attention_of,
@@ -39,7 +40,7 @@ OUTPUT_TOLERANCE = 0.02
 """Relative error of a replayed layer that rounding can explain, bfloat16 included."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Part of the calibration set: some sequences and, in each of them, some query rows.
 
@@ -74,7 +75,7 @@ class Projections(NamedTuple):
     values: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerActivations:
     """What passes through one decoder layer for S sequences of n tokens.
 
@@ -127,6 +128,13 @@ class LayerActivations:
     module: nn.Module
     keywords: dict[str, Any]
     folder: Path | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerActivations(layer {self.layer}, {self.sequences} sequences of {self.length} "
+            f"tokens, {self.query_heads} query heads and {self.kv_heads} KV heads of "
+            f"{self.head_dim})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -245,6 +253,8 @@ def capture(
     ------
     UnsupportedModelError
         Before any forward pass, if the model's attention cannot be handled, or dropout is on.
+    TextError
+        If the tokens are not ids and lengths that the model takes.
     ValueError
         If a layer index is out of range.
     OutputError
@@ -258,7 +268,8 @@ def capture(
     outside = [i for i in wanted if not 0 <= i < len(modules)]
     if outside:
         raise ValueError(f"layer {outside[0]} is not between 0 and {len(modules) - 1}")
-    return _capture(model, tokens.to(model.device), modules, wanted, propagate, folder)
+    tokens = checked_tokens(model, tokens).to(model.device)
+    return _capture(model, tokens, modules, wanted, propagate, folder)
 
 
 @torch.no_grad()
@@ -390,6 +401,12 @@ def _run_layer(
         attention_mask: Tensor,
         arguments: dict[str, Any],
     ) -> Tensor:
+        if values.shape != keys.shape:
+            raise UnsupportedModelError(
+                f"{type(attention).__name__} is not supported: its keys have {keys.shape[3]} "
+                f"features in {keys.shape[1]} heads, its values {values.shape[3]} in "
+                f"{values.shape[1]}"
+            )
         shapes.append((queries.shape[1], keys.shape[1], keys.shape[3]))
         settings.append(AttentionSettings.from_arguments(attention, arguments))
         queries, keys = rotate(queries, keys, cos, sin)
@@ -400,9 +417,14 @@ def _run_layer(
         for k, v in call.items()
         if k not in ("position_embeddings", "attention_mask", "position_ids")
     }
-    for chunk in torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD):
+    for calls, chunk in enumerate(torch.arange(len(inputs)).split(SEQUENCES_PER_FORWARD), 1):
         x = inputs[chunk].to(weight)
         outputs[chunk] = call_layer(module, x, record, cos.shape[-1], keywords).to(outputs)
+        if len(shapes) != calls:
+            raise UnsupportedModelError(
+                f"{type(attention_of(module)).__name__} is not supported: it calls its attention "
+                f"function {len(shapes)} times at once"
+            )
     query_heads, kv_heads, head_dim = shapes[0]
     wide = torch.promote_types(inputs.dtype, torch.float32)
     return LayerActivations(

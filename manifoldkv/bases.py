@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from manifoldkv.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.recipes import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, Task
+
+LOG = logging.getLogger(__name__)
 
 SITES: tuple[Site, Site] = ("key", "value")
 
@@ -131,6 +134,7 @@ def find_bases(
             del activations  # before those of the next layer come
 
     total = sum(map(len, missing.values()))
+    LOG.info("finding %d bases in %d layers", total, len(candidates))
     with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
         for (layer, site), (rank, basis) in executor.run(finder, tasks(), threads):
             stored[site].write_basis(_name(layer, site, rank), basis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +91,7 @@ def parse_grouping(value: str | int) -> str | int:
     raise RankError(f"unknown head grouping {value!r}; known: shared, all, or a number of heads")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Basis:
     """A low-rank basis for the keys or values of one layer.
 
@@ -103,11 +104,30 @@ class Basis:
         ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Which heads use which of the bases.
+
+    Two bases are equal if all their elements are; `projector_distance` compares what they span.
     """
 
     down: Tensor
     up: Tensor
     grouping: HeadGrouping
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Basis):
+            return NotImplemented
+        return (
+            self.grouping == other.grouping
+            and self.orthonormal == other.orthonormal
+            and equal(self.down, other.down)
+            and equal(self.up, other.up)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.grouping, self.orthonormal, self.down.shape))
+
+    def __repr__(self) -> str:
+        kind = "orthonormal" if self.orthonormal else "oblique"
+        return f"Basis(rank {self.rank} of {self.head_dim}, {kind}, {self.grouping})"
 
     @property
     def orthonormal(self) -> bool:
@@ -135,6 +155,14 @@ class Basis:
     def projector(self) -> Tensor:
         """``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""
         return self.down @ self.up.mT
+
+
+def equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two tensors are equal in every element, in shape, dtype and device; or both None."""
+    if first is None or second is None:
+        return first is second
+    alike = first.dtype == second.dtype and first.device == second.device
+    return alike and torch.equal(first, second)
 
 
 def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
@@ -200,7 +228,8 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
     RankError
         If that is not between 1 and `head_dim`.
     """
-    rank = round(ratio * head_dim)
+    # A number that is not finite has no integer next to it.
+    rank = round(ratio * head_dim) if math.isfinite(ratio) else 0
     if not 1 <= rank <= head_dim:
         raise RankError(
             f"rank ratio {ratio:g} gives rank {rank} of head_dim {head_dim}; "

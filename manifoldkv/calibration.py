@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ LENGTH = 512
 """Calibration windows drawn from a text source that is given as such."""
 LONGEST_LINE = 2000
 """How far back, in characters, the split of a .txt file looks for the end of a line."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 WIKITEXT = ("wikitext", "Salesforce/wikitext")
 """Data sets whose rows are the lines of one text; perplexities are quoted for rows joined by two
 line feeds."""
 
+LOG = logging.getLogger(__name__)
 _HELD_OUT_EVERY = round(1 / HELD_OUT_FRACTION)
 
 
@@ -69,6 +72,8 @@ def open_text(name: str) -> TextSource:
     TextError
         If the file is missing, unreadable or empty, or the name is not a text source.
     """
+    if not name.strip():
+        raise TextError(f"the name of the text is empty; a text is {HELP}")
     if name == "docstrings":
         return TextSource(name, read_docstrings)
     if name == "pydoc-topics":
@@ -127,6 +132,10 @@ def sample_tokens(
     TextError
         If the text is empty or too short; the message says how much there is.
     """
+    if length < 1 or (sequences is not None and sequences < 1):
+        raise TextError(
+            f"cannot read {sequences} sequences of {length} tokens: both must be at least 1"
+        )
     wanted = math.inf if sequences is None else sequences * length
     needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
     end = [tokenizer.eos_token_id] if needs_end else []
@@ -141,11 +150,76 @@ def sample_tokens(
     part = f"{split} part of " if split else ""
     if not ids:
         raise TextError(f"the {part}text {source.name} is empty")
+    if len(ids) < length:
+        raise TextError(
+            f"the {part}text {source.name} has {len(ids):,} tokens, too few for even one sequence "
+            f"of {length:,}: ask for sequences of at most {len(ids):,} tokens"
+        )
     raise TextError(
         f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences or 1} "
         f"sequences of {length}: ask for at most {len(ids) // length} sequences, or for shorter "
         "ones"
     )
+
+
+def positions(model: PreTrainedModel) -> int:
+    """Count the tokens of one text that a model takes."""
+    return model.config.get_text_config().max_position_embeddings
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Raise `TextError` if a sequence of so many tokens is longer than the model takes."""
+    if length > positions(model):
+        raise TextError(
+            f"sequences of {length:,} tokens are longer than the {positions(model):,} positions of "
+            "the model: ask for shorter ones"
+        )
+
+
+def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1) -> Tensor:
+    """Refuse token ids that a model cannot read, and return the others.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Whose vocabulary and positions count.
+    tokens : Tensor
+        (sequences, length), of any integer dtype.
+    shortest : int
+        The least length that makes sense.
+
+    Returns
+    -------
+    Tensor
+        The same ids as int64.
+
+    Raises
+    ------
+    TextError
+        If they are not such a tensor, or an id or the length is more than the model takes.
+    """
+    wanted = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
+    if not isinstance(tokens, Tensor):
+        raise TextError(
+            f"tokens must be a tensor of shape {wanted}, not {type(tokens).__name__}: "
+            "torch.tensor makes one of a list"
+        )
+    shaped = tokens.ndim == 2 and tokens.numel() > 0 and tokens.shape[1] >= shortest
+    if tokens.dtype not in INTEGERS or not shaped:
+        raise TextError(
+            f"tokens must be integers of shape {wanted}, not {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    check_length(model, tokens.shape[1])
+    tokens = tokens.long()
+    vocabulary = model.get_input_embeddings().num_embeddings
+    smallest, largest = (int(end) for end in tokens.aminmax())
+    if smallest < 0 or largest >= vocabulary:
+        outside = smallest if smallest < 0 else largest
+        raise TextError(
+            f"token id {outside} is not one of the model's, which are 0 to {vocabulary - 1}: read "
+            "the text with the tokenizer of this model"
+        )
+    return tokens
 
 
 def calibration_tokens(
@@ -159,36 +233,51 @@ def calibration_tokens(
     Raises
     ------
     TextError
-        If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
+        If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
+        short, or the sequences are longer than the model takes.
     """
-    if isinstance(tokens, Tensor):
-        if tokens.ndim != 2 or tokens.numel() == 0 or tokens.is_floating_point():
-            raise TextError(
-                f"tokens must be integers of shape (sequences, length), not {tokens.dtype} "
-                f"{tuple(tokens.shape)}"
-            )
-        return "tokens", tokens.long()
+    if not isinstance(tokens, str | TextSource):
+        return "tokens", checked_tokens(model, tokens)
     source = open_text(tokens) if isinstance(tokens, str) else tokens
     if length is None:
-        length = min(LENGTH, model.config.get_text_config().max_position_embeddings)
+        length = min(LENGTH, positions(model))
+    check_length(model, length)
+    sequences = SEQUENCES if sequences is None else sequences
+    LOG.info("reading %d × %d tokens of %s", sequences, length, source.name)
     ids = sample_tokens(
-        source,
-        _tokenizer(model),
-        sequences=SEQUENCES if sequences is None else sequences,
-        length=length,
-        split="calibration",
+        source, _tokenizer(model), sequences=sequences, length=length, split="calibration"
     )
-    return source.name, ids
+    return source.name, checked_tokens(model, ids)
+
+
+def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Read the tokenizer that is saved with a model, in a folder or on the Hub.
+
+    Raises
+    ------
+    TextError
+        If there is none, or it is damaged.
+    """
+    missing = "no tokenizer is saved with it (tokenizer.save_pretrained writes one)"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+        if reason.endswith(":"):  # a list of all that was looked for follows
+            raise TextError(missing) from error
+        raise TextError(f"its tokenizer cannot be read: {reason}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # Where some families find no file, they make a tokenizer that knows no word.
+        raise TextError(missing)
+    return tokenizer
 
 
 def _tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     name = model.config._name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise TextError(
-            f"no tokenizer is saved with model {name!r}: pass token ids instead of a text"
-        ) from error
+        return read_tokenizer(name)
+    except TextError as error:
+        raise TextError(f"model {name!r}: {error}; or pass token ids instead of a text") from error
 
 
 def _check_file(path: Path) -> None:

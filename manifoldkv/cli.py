@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import math
+import os
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,24 +21,35 @@ from transformers.utils.logging import disable_progress_bar
 from manifoldkv.activations import Rotary, capture
 from manifoldkv.cache import compressed
 from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.calibration import open_text, sample_tokens
+from manifoldkv.calibration import (
+    LENGTH,
+    check_length,
+    checked_tokens,
+    open_text,
+    positions,
+    sample_tokens,
+)
+from manifoldkv.compress import CompressionConfig
 from manifoldkv.compress import compress as find_plan
 from manifoldkv.diagnostics import diagnose as measure_layers
-from manifoldkv.errors import ExecutorError, ManifoldKVError, OutputError
+from manifoldkv.errors import ExecutorError, ManifoldKVError, OutputError, TextError
 from manifoldkv.evaluation.perplexity import compare
-from manifoldkv.evaluation.speed import decode_speed
+from manifoldkv.evaluation.speed import PROMPT, decode_speed
 from manifoldkv.forecast import Forecast, forecast
 from manifoldkv.loading import load_model
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.output import check_writable
 from manifoldkv.plan import BITS, CompressionPlan, Quantization
-from manifoldkv.ranks import RANK_RULES
-from manifoldkv.recipes import DEFAULT_RECIPE, RECIPES
+from manifoldkv.ranks import RANK_RULES, RankRule
+from manifoldkv.recipes import DEFAULT_RECIPE, RECIPES, recipe_named
 from manifoldkv.registry import Registry
 from manifoldkv.report import template, write_report
-from manifoldkv.runs.executors import RayExecutor
+from manifoldkv.runs.executors import RayExecutor, set_threads
 from manifoldkv.solvers import SOLVERS
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.study_report import write_study_report
+
+LOG = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,16 +59,38 @@ app = typer.Typer(
 
 A model, some text and a ratio make a plan; the plan makes the model run on the smaller cache.
 
-Results are printed on standard output (with --json as one JSON object), progress and errors on
-standard error. Exit codes: 0 done; 2 the input cannot be used or the work cannot be done, and the
-message says why; 130 interrupted. What a run has found so far is kept if it was given --work.""",
+Results are printed on standard output when all is done (with --json as one JSON object), a line
+for each phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot be
+used or the work cannot be done, and the message says why; 130 interrupted. A run that was given
+--work goes on where it was.""",
 )
 
+FAILED, INTERRUPTED = 2, 130
+NEW_TOKENS = 100
+COLDEST = 1e-6
+"""Below this temperature nothing but the likeliest token is drawn, or logits overflow."""
+REPORT_SEQUENCES = 8
+"""Of held-out text, on which a report is measured."""
+
+
+class _Interrupted(Exception):  # noqa: N818 (not an error)
+    """Ends a command that Ctrl-C has met, and says what is left of its work."""
+
+
+def _path(name: str | Path) -> Path:
+    """Refuse an empty name, which pathlib takes for the current folder."""
+    if not str(name).strip():
+        raise typer.BadParameter("the name is empty; the current folder is '.'")
+    return Path(name)
+
+
+FOLDER: dict[str, Any] = {"parser": _path, "metavar": "FOLDER"}
+FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 ModelOption = Annotated[str, typer.Option("--model", help="Folder, or id on the Hub.")]
-PlanOption = Annotated[str, typer.Option("--plan", help="Folder of a plan.")]
+PlanOption = Annotated[Path, typer.Option("--plan", **FOLDER, help="Folder of a plan.")]
 TextOption = Annotated[str, typer.Option("--text", help=f"Text: {TEXT_HELP}.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, …")]
@@ -67,7 +106,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 SequencesOption = Annotated[
     int, typer.Option("--sequences", min=1, help="Windows of the held-out text.")
 ]
-LengthOption = Annotated[int, typer.Option("--length", min=2, help="Tokens in a window.")]
+LengthOption = Annotated[
+    int | None,
+    typer.Option("--length", min=2, help=f"Tokens in a window ({LENGTH}, or all the model takes)."),
+]
 
 
 @app.command()
@@ -80,13 +122,24 @@ def compress(
     recipe: Annotated[
         str, typer.Option(help=f"One of {', '.join(RECIPES)}; see `manifoldkv recipes`.")
     ] = DEFAULT_RECIPE,
-    out: Annotated[Path, typer.Option(help="Folder of the plan.")] = Path("plan"),
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder of the plan.")] = Path("plan"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a plan that is in the folder.")
+    ] = False,
     ranks: Annotated[
         str | None,
         typer.Option(
             help="How ranks are chosen, if not as the recipe says: "
             f"{', '.join(RANK_RULES.names())}."
         ),
+    ] = None,
+    rank_multiple: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks are multiples of it, or full: 8 or 16 suit GPU kernels."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens that the ratio is kept for (those of a window)."),
     ] = None,
     rotary: Annotated[
         Rotary, typer.Option(help="Keys stored before rotation (better) or after it (faster).")
@@ -100,10 +153,11 @@ def compress(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="The same seed gives the same plan on as many.")
+        int | None, typer.Option(help="The same seed gives the same plan on as many.")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Keep what is finished here; a killed run goes on from it.")
+        Path | None,
+        typer.Option(**FOLDER, help="Folder of checkpoints, from which a killed run goes on."),
     ] = None,
     executor: Annotated[
         Literal["local", "ray"], typer.Option(help="Where bases are found.")
@@ -115,52 +169,50 @@ def compress(
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     report: Annotated[
-        Path | None, typer.Option(help="Also write an HTML report (with measurements) here.")
+        Path | None,
+        typer.Option(**FILE, help="Also write an HTML report (with measurements) here."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only foretell time, memory and bytes.")
+        bool, typer.Option("--dry-run", help="Only estimate time, memory and bytes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find a plan for a model and save it."""
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     quantization = None if bits is None else Quantization(bits)
     if report is not None:
-        if report.suffix != ".html":
-            raise OutputError(f"--report {report} does not end in .html")
-        template("plan.html")  # an absent library is named before hours are spent
+        _check_report(report)
     if ray_address is not None and executor != "ray":
         raise ExecutorError(f"--ray-address {ray_address} goes with --executor ray")
-    loaded, tokenizer = _load(model, dtype, device, offload)
-    how: dict[str, Any] = {
-        "ratio": ratio,
-        "recipe": recipe,
-        "ranks": ranks,
-        "rotary": rotary,
-        "sequences": sequences,
-        "length": length,
-    }
+    if not dry_run:
+        _check_overwrites(out, work, force)
+    config = CompressionConfig(
+        ratio=ratio,
+        recipe=recipe,
+        ranks=_rank_rule(recipe, ranks, rank_multiple),
+        rotary=rotary,
+        quantization=quantization,
+        seed=seed,
+        sequences=sequences,
+        length=length,
+        context=context,
+    )
     source = open_text(text)
+    loaded, tokenizer = _load(model, dtype, device, offload)
     if dry_run:
-        foretold = forecast(loaded, source, **how)
+        foretold = forecast(loaded, source, config)
         _print(asdict(foretold), _forecast_lines(foretold), as_json)
         return
     runs = RayExecutor(ray_address) if executor == "ray" else executor
-    for folder in {out} if report is None else {out, report.parent}:
-        check_writable(folder)
-    plan = find_plan(
-        loaded,
-        source,
-        quantization=quantization,
-        seed=seed,
-        folder=work,
-        executor=runs,
-        **how,
-    )
+    check_writable(out)
+    if report is not None:
+        check_writable(report.parent)
+        held_out = _held_out(loaded, tokenizer, text, REPORT_SEQUENCES, length)
+    with _resumable(work):
+        plan = find_plan(loaded, source, config, folder=work, executor=runs)
     plan.save(out)
     if report is not None:
-        held_out = _held_out(tokenizer, text, 8, plan.provenance.length)
         write_report(report, loaded, plan, held_out, folder=out)
     lines = [*_plan_lines(plan), f"plan: {out}", *([f"report: {report}"] if report else [])]
     _print(_plan_facts(plan) | {"plan": str(out)}, lines, as_json)
@@ -171,9 +223,13 @@ def generate(
     model: ModelOption,
     prompt: Annotated[str, typer.Option(help="What the text begins with.")],
     plan: Annotated[
-        str | None, typer.Option("--plan", help="Folder of a plan; the stock cache if omitted.")
+        Path | None,
+        typer.Option("--plan", **FOLDER, help="Folder of a plan; the stock cache if omitted."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many.")] = 100,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"At most so many ({NEW_TOKENS}, or all the model takes)."),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the choice of tokens.")] = 0,
     device: DeviceOption = "cpu",
@@ -183,13 +239,15 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Write text on the compressed cache."""
+    check_seed(seed)
     loaded, tokenizer = _load(model, dtype, device, offload)
     known = None if plan is None else _plan_for(plan, loaded, other_weights)
     inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    count = _new_tokens(loaded, inputs["input_ids"], max_new_tokens)
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options["temperature"] = temperature
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
+    if temperature > COLDEST:
+        options |= {"do_sample": True, "temperature": temperature}
     facts: dict[str, Any] = {}
     if known is None:
         output = loaded.generate(**inputs, **options)
@@ -209,7 +267,7 @@ def evaluate(
     plan: PlanOption,
     text: TextOption = "docstrings",
     sequences: SequencesOption = 32,
-    length: LengthOption = 512,
+    length: LengthOption = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
@@ -219,20 +277,23 @@ def evaluate(
     """Measure perplexity on held-out text, with the compressed cache and without."""
     loaded, tokenizer = _load(model, dtype, device, offload)
     known = _plan_for(plan, loaded, other_weights)
-    found = compare(loaded, _held_out(tokenizer, text, sequences, length), known)
+    tokens = _held_out(loaded, tokenizer, text, sequences, length)
+    found = compare(loaded, tokens, known)
+    length = tokens.shape[1]
     facts = {
         "uncompressed_perplexity": found.uncompressed.perplexity,
         "compressed_perplexity": found.compressed.perplexity,
         "added_nll": found.added_nll,
-        "standard_error": found.standard_error if sequences > 1 else None,
+        "standard_error": found.standard_error,
         "ratio": known.ratio_at(length),
         "cache_bytes": known.nbytes(length, dtype=loaded.dtype),
     }
+    error = f" ± {found.standard_error:.4f}" if sequences > 1 else ""
     lines = [
         f"perplexity of {sequences} × {length} held-out tokens",
         f"  uncompressed  {found.uncompressed.perplexity:.3f}",
         f"  compressed    {found.compressed.perplexity:.3f}  (ratio {facts['ratio']:.3f})",
-        f"  added         {found.added_nll:.4f} ± {found.standard_error:.4f} nats per token",
+        f"  added         {found.added_nll:.4f}{error} nats per token",
     ]
     _print(facts, lines, as_json)
 
@@ -248,7 +309,13 @@ def inspect(plan: PlanOption, as_json: JsonOption = False) -> None:
 def bench(
     model: ModelOption,
     plan: PlanOption,
-    tokens: Annotated[int, typer.Option(min=1, help="Cached when decoding begins.")] = 512,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Cached when decoding begins ({PROMPT}, or what the model takes).",
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoded in every turn.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each cache.")] = 3,
     device: DeviceOption = "cpu",
@@ -261,7 +328,7 @@ def bench(
     known = _plan_for(plan, loaded, other_weights)
     found = decode_speed(loaded, known, tokens=tokens, new_tokens=new_tokens, rounds=rounds)
     lines = [
-        f"one token after {tokens}, {torch.get_num_threads()} threads, {rounds} rounds",
+        f"one token after {found.tokens}, {torch.get_num_threads()} threads, {rounds} rounds",
         f"  stock       {1e3 * found.stock_seconds:8.2f} ms  {_size(found.stock_bytes)}",
         f"  compressed  {1e3 * found.compressed_seconds:8.2f} ms  {_size(found.compressed_bytes)}",
         f"  compressed / stock: {found.time_ratio:.2f} of the time, "
@@ -276,7 +343,7 @@ def diagnose(
     plan: PlanOption,
     text: TextOption = "docstrings",
     sequences: SequencesOption = 8,
-    length: LengthOption = 512,
+    length: LengthOption = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
@@ -290,7 +357,9 @@ def diagnose(
     loaded, tokenizer = _load(model, dtype, device, offload)
     known = _plan_for(plan, loaded, other_weights)
     bases = {index: (layer.key, layer.value) for index, layer in enumerate(known.layers)}
-    layers = capture(loaded, _held_out(tokenizer, text, sequences, length))
+    tokens = _held_out(loaded, tokenizer, text, sequences, length)
+    LOG.info("measuring %d layers on %d × %d tokens", len(known.layers), *tokens.shape)
+    layers = capture(loaded, tokens)
     table = measure_layers(layers, bases, rotary=known.rotary)
     table.insert(1, "key_rank", [layer.key.rank for layer in known.layers])
     table.insert(2, "value_rank", [layer.value.rank for layer in known.layers])
@@ -301,8 +370,8 @@ def diagnose(
 
 @app.command()
 def report(
-    study: Annotated[Path, typer.Option(help="Folder that a study has written.")],
-    out: Annotated[Path, typer.Option(help="HTML file.")] = Path("report.html"),
+    study: Annotated[Path, typer.Option(**FOLDER, help="Folder that a study has written.")],
+    out: Annotated[Path, typer.Option(**FILE, help="HTML file.")] = Path("report.html"),
 ) -> None:
     """Put what a study wrote into one HTML file."""
     write_study_report(study, out)
@@ -341,20 +410,143 @@ def _part(value: Any) -> str:
 
 def main() -> None:
     """Run the command, with every error of ours as one line."""
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+    results = io.StringIO()
+    # Where standard error is closed nobody reads what is said there.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(sys.stderr or nowhere):
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        with _phases_said(), redirect_stdout(results):
+            code = _run()
+        sys.exit(_delivered(results.getvalue()) or code)
+
+
+def _run() -> int:
+    """Run the command; the exit code."""
     try:
+        if sys.__stdout__ is None:
+            raise OutputError("standard output is closed: there is nowhere to print results")
         app(standalone_mode=True)
+    except _Interrupted as interruption:
+        return _complain(interruption, INTERRUPTED)
     except ManifoldKVError as error:
-        print(f"manifoldkv: {error}", file=sys.stderr)
-        sys.exit(2)
+        return _complain(error, FAILED)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+        return _complain("interrupted", code) if code == INTERRUPTED else code
+    return 0
+
+
+def _complain(what: object, code: int) -> int:
+    with suppress(OSError):  # where standard error is full, the code has to do
+        print(f"manifoldkv: {what}", file=sys.stderr, flush=True)
+    return code
+
+
+@contextmanager
+def _phases_said() -> Iterator[None]:
+    """Print what the library logs as it goes on standard error, a line with the time of day each.
+
+    Progress bars are for terminals; these lines also tell who reads a log hours later.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger("manifoldkv")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _delivered(results: str) -> int:
+    """Print all results at once; the exit code if that does not work, else 0.
+
+    Whoever stops reading (``| head -1``) has what was wanted: that is no failure.
+    """
+    if not results:
+        return 0
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # not every encoding has every character
+            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(results)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
+        return _complain(f"cannot write to standard output: {error.strerror}", FAILED)
+    return 0
 
 
 def _load(name: str, dtype: Dtype, device: str, offload: bool) -> Any:
     return load_model(name, dtype=getattr(torch, dtype), device=device, offload=offload)
 
 
-def _plan_for(folder: str, model: Any, other_weights: bool) -> CompressionPlan:
+def _rank_rule(recipe: str, name: str | None, multiple: int | None) -> RankRule:
+    """Return the rank rule of the recipe or of another name, with its multiple set if there is one.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no recipe or rule of the name.
+    """
+    rule = recipe_named(recipe).ranks if name is None else RANK_RULES.resolve(name)
+    return rule if multiple is None else replace(rule, multiple=multiple)
+
+
+def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
+    """Refuse to overwrite a plan, unless it is told to or the folder is the run's own."""
+    own = work is not None and work.resolve() == out.resolve()
+    if not force and not own and any((out / name).exists() for name in CompressionPlan.FILES):
+        raise OutputError(
+            f"{out} holds a plan already: take another folder as --out, or --force to overwrite it"
+        )
+
+
+def _check_report(report: Path) -> None:
+    """Refuse what is found only when a report is written, after hours."""
+    if report.suffix != ".html" or report.is_dir():
+        raise OutputError(f"--report {report} is no file that ends in .html")
+    template("plan.html")  # raises if a library is absent
+
+
+@contextmanager
+def _resumable(work: Path | None) -> Iterator[None]:
+    """Say what is left of the work inside the block if Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        left = "nothing is saved; with --work FOLDER a run goes on where it was"
+        if work is not None:
+            left = f"what is finished is in {work}; the same command goes on from there"
+        raise _Interrupted(f"interrupted: {left}") from interruption
+
+
+def _new_tokens(model: Any, prompt: torch.Tensor, wanted: int | None) -> int:
+    """How many tokens to add to a prompt (1, length): as many as wanted, if the model takes them.
+
+    Raises
+    ------
+    TextError
+        If the prompt is empty, or too long.
+    """
+    if not prompt.numel():
+        raise TextError("the prompt has no token: write something after --prompt")
+    checked_tokens(model, prompt)
+    room = positions(model) - prompt.shape[1]
+    if room < (wanted or 1):
+        raise TextError(
+            f"{wanted or 1} new tokens after a prompt of {prompt.shape[1]} are more than the "
+            f"{positions(model)} positions of the model"
+        )
+    return min(NEW_TOKENS, room) if wanted is None else wanted
+
+
+def _plan_for(folder: Path, model: Any, other_weights: bool) -> CompressionPlan:
     plan = CompressionPlan.load(folder)
     if other_weights:
         return plan.transferred_to(model)
@@ -362,13 +554,30 @@ def _plan_for(folder: str, model: Any, other_weights: bool) -> CompressionPlan:
     return plan
 
 
-def _held_out(tokenizer: Any, text: str, sequences: int, length: int) -> torch.Tensor:
-    source = open_text(text)
-    return sample_tokens(source, tokenizer, sequences=sequences, length=length, split="held-out")
+def _held_out(
+    model: Any, tokenizer: Any, text: str, sequences: int, length: int | None
+) -> torch.Tensor:
+    """Windows of the held-out part of a text, refused if the model cannot read them."""
+    length = min(LENGTH, positions(model)) if length is None else length
+    check_length(model, length)
+    LOG.info("reading %d × %d held-out tokens of %s", sequences, length, text)
+    tokens = sample_tokens(
+        open_text(text), tokenizer, sequences=sequences, length=length, split="held-out"
+    )
+    return checked_tokens(model, tokens)
 
 
 def _print(facts: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    print(json.dumps(facts, indent=2) if as_json else "\n".join(lines))
+    print(json.dumps(_finite(facts), indent=2) if as_json else "\n".join(lines))
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_named(named: dict[str, str], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,10 @@ from manifoldkv.recipes import DEFAULT_RECIPE, Recipe, recipe_named
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
 from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.tuning import tune
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,11 @@ def compress(
         If the ratio is above 1, or too small for the ranks to choose from.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
+    SeedError
+        If the seed is not an integer of 64 bits.
     TextError
-        If the tokens are not a (sequences, length) tensor of ids, or the text is too short.
+        If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
+        short, or the sequences are longer than the model takes.
     PlanError
         If the layout of the quantisation does not fit the model.
     ExecutorError
@@ -215,6 +222,7 @@ def prepare(
     Nothing here takes long.
     """
     check_supported(model)
+    check_seed(config.seed)
     recipe = config.complete_recipe()
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
@@ -260,9 +268,10 @@ def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRun) -> Checkpoints
 
 def _choose_ranks(run: PreparedRun, problem: RankProblem) -> list[Ranks]:
     """Return the ranks of all layers by the rule of the recipe, which must keep the budget."""
+    name = run.recipe.describe()["ranks"]["name"]
+    LOG.info("choosing ranks by the %s rule", name)
     ranks = run.recipe.ranks.choose(problem)
     if run.budget.cost(ranks) > run.budget.latent_elements:
-        name = run.recipe.describe()["ranks"]["name"]
         raise RankError(f"rank rule {name} exceeds the ratio {run.budget.ratio:g}")
     return ranks
 

@@ -37,6 +37,10 @@ class OutputError(ManifoldKVError):
     """A result cannot be written."""
 
 
+class SeedError(ManifoldKVError):
+    """A seed is not an integer of 64 bits."""
+
+
 class PlanError(ManifoldKVError):
     """A compression plan is damaged, impossible, or made for another model."""
 

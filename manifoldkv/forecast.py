@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from manifoldkv.projection import log_probabilities
 from manifoldkv.ranks import Rehearsal
 from manifoldkv.solvers import ClosedForm
 from manifoldkv.tuning import SEQUENCES_PER_STEP
+
+LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -77,6 +80,7 @@ def forecast(
     model = unwrapped(model)
     run = prepare(model, tokens, replace(config or CompressionConfig(), **settings))
     tokens, layers, head_dim = run.tokens, run.budget.layers, run.budget.head_dim
+    LOG.info("rehearsing on %d sequences", min(REHEARSED_SEQUENCES, len(tokens)))
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)
     with torch.no_grad():
         log_probabilities(model, few[:1])  # the first call is slower than all others

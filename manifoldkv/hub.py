@@ -96,7 +96,7 @@ class OnHub:
             If there is no such folder or repository, the Hub cannot be reached and nothing is in
             the cache, or what comes cannot be used.
         """
-        if Path(name).is_dir():
+        if not str(name) or Path(name).is_dir():
             return cls.load(name)
         try:
             folder = snapshot_download(

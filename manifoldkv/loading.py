@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from manifoldkv.errors import ModelError
+from manifoldkv.calibration import read_tokenizer
+from manifoldkv.errors import ModelError, TextError
 from manifoldkv.models import check_supported
 from manifoldkv.offloading import load_offloaded
+
+LOG = logging.getLogger(__name__)
+
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+"""What transformers and safetensors raise on files that are missing or damaged."""
 
 
 def load_model(
@@ -43,35 +52,77 @@ def load_model(
     Raises
     ------
     ModelError
-        If there is no such folder or model, or it does not load.
+        If there is no such folder, model or device, or the model does not load.
     UnsupportedModelError
         If its attention cannot be handled (see `check_supported`).
     """
+    if not name.strip():
+        raise ModelError("the name of the model is empty: give a folder, or an id on the Hub")
+    check_device(device)
     folder = Path(name)
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (folder / "config.json").is_file():
         raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
-    try:
-        if offload:
-            model, loaded = load_offloaded(name, dtype, device)
-        else:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True
-            )
-            model = model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"cannot load model {name}: {reason}") from error
+    LOG.info("loading %s", name)
+    model, loaded = _load_weights(name, dtype, device, offload)
+    check_supported(model)  # first: an encoder lacks the weights of a decoder's head
     if loaded["missing_keys"]:
         missing = sorted(loaded["missing_keys"])
         raise ModelError(f"model {name} lacks {len(missing)} weights, {missing[0]} among them")
-    check_supported(model)
-    return model.eval().requires_grad_(False), tokenizer
+    return model.eval().requires_grad_(False), _load_tokenizer(name)
+
+
+def check_device(device: str) -> None:
+    """Put a number onto a device and read it back.
+
+    Raises
+    ------
+    ModelError
+        If that does not work: a device that torch does not know or this machine does not have, or
+        one that holds shapes without numbers (``"meta"``).
+    """
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = _first_line(error).split(". ")[0]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        possible = ["cpu", *([str(accelerator)] if accelerator else [])]
+        raise ModelError(
+            f"cannot use device {device!r} ({reason}): possible here: {', '.join(possible)}"
+        ) from error
+
+
+def _load_weights(
+    name: str, dtype: torch.dtype, device: str, offload: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model, and say which weights were missing."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ModelError(
+                f"cannot load model {name}: a model of type {config.model_type!r} is no causal "
+                "decoder"
+            )
+        if offload:
+            return load_offloaded(name, dtype, device)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, output_loading_info=True
+        )
+        return model.to(device), loaded
+    except _UNREADABLE as error:
+        reason = _first_line(error)
+        if "ignore_mismatched_sizes" in reason:  # the report it points to goes into a log
+            reason = "its weights have other shapes than config.json says"
+        raise ModelError(f"cannot load model {name}: {reason}") from error
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return read_tokenizer(name)
+    except TextError as error:
+        raise ModelError(f"cannot load model {name}: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -75,7 +76,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise UnsupportedModelError(f"{_family(model)} has no list of decoder layers")
+        obstacle = (
+            "it is an encoder, not a causal decoder"
+            if _looks_ahead(model)
+            else "it has no list of decoder layers"
+        )
+        raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
     return layers
 
 
@@ -195,6 +201,8 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     module = modeling_module(layer)
     if not hasattr(module, "apply_rotary_pos_emb"):
         return f"{type(attention).__name__} does not rotate its keys"
+    if tuple(signature(module.apply_rotary_pos_emb).parameters)[:2] != ("q", "k"):
+        return f"{type(attention).__name__} does not rotate queries and keys together"
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(attention).__name__} does not go through the attention interface"
     if not is_linear(getattr(attention, "o_proj", None)):
@@ -205,6 +213,12 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
 def is_linear(module: nn.Module | None) -> bool:
     """Whether a module is a linear layer, with adapters of PEFT around it or without."""
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
+
+
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether every attention of a model says that tokens see later ones, as those of BERT do."""
+    causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+    return bool(causal) and not any(causal)
 
 
 def _family(model: PreTrainedModel) -> str:

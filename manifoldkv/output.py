@@ -27,7 +27,7 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
-        raise OutputError(f"cannot write to --out {folder}: {error.strerror}") from error
+        raise OutputError(f"cannot write to {folder}: {error.strerror}") from error
     finally:
         if probe.exists():
             probe.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -20,7 +20,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.activations import Rotary, Site
-from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormality_error
+from manifoldkv.basis import (
+    ORTHONORMAL_TOLERANCE,
+    Basis,
+    HeadGrouping,
+    equal,
+    orthonormality_error,
+)
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
 from manifoldkv.fingerprint import agree, fingerprint
 from manifoldkv.hub import OnHub
@@ -98,7 +104,7 @@ class Quantization:
         return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerPlan:
     """Bases of one layer.
 
@@ -116,7 +122,16 @@ class LayerPlan:
     key: Basis
     value: Basis
     window: int | None = None
-    key_range: Tensor | None = None
+    key_range: Tensor | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerPlan):
+            return NotImplemented
+        same_bases = self.key == other.key and self.value == other.value
+        return same_bases and self.window == other.window and equal(self.key_range, other.key_range)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.value, self.window))
 
     @property
     def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
@@ -172,10 +187,10 @@ class Provenance:
     sequences: int
     length: int
     context: int
-    recipe: dict[str, Any]
+    recipe: dict[str, Any] = field(hash=False)
     seed: int
     requested_ratio: float
-    versions: dict[str, str]
+    versions: dict[str, str] = field(hash=False)
     threads: int
     tuning_steps: int = 0
 
@@ -184,7 +199,7 @@ class Provenance:
         return str(self.recipe[part]["name"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompressionPlan(OnHub):
     """Bases for every layer of a model.
 
@@ -207,6 +222,9 @@ class CompressionPlan(OnHub):
         is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
         exactly. Does not go together with KIVI's layout, which has a window of its own.
 
+    Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
+    from (`provenance`) plays no part, so that a plan found again on another day equals the first.
+
     Raises
     ------
     PlanError
@@ -224,6 +242,32 @@ class CompressionPlan(OnHub):
     provenance: Provenance
     quantization: Quantization | None = None
     recent: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompressionPlan):
+            return NotImplemented
+        return self is other or self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        provenance = self.provenance
+        keys = [layer.key.rank for layer in self.layers]
+        values = [layer.value.rank for layer in self.layers]
+        ranks = (
+            f"key ranks {min(keys)} to {max(keys)} and value ranks {min(values)} to {max(values)}"
+        )
+        rounded = "" if self.quantization is None else f", {self.quantization}"
+        return (
+            f"CompressionPlan(for {provenance.model}: ratio {self.ratio:.4g} at "
+            f"{provenance.context} tokens,\n"
+            f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
+            f"  keys {self.rotary}-rotation, newest {self.recent} tokens exact{rounded},\n"
+            f"  {provenance.method('objective')} by {provenance.method('solver')} on "
+            f"{provenance.sequences} × {provenance.length} tokens of {provenance.text}, "
+            f"seed {provenance.seed})"
+        )
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -313,7 +357,10 @@ class CompressionPlan(OnHub):
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what a cache holds: the model, bases, windows, rounding."""
+        """SHA-256 of all that decides what a cache holds: bases, windows, rounding.
+
+        Not of the provenance: the same bases found elsewhere or later have the same digest.
+        """
         return self._digest
 
     @cached_property
@@ -366,6 +413,8 @@ class CompressionPlan(OnHub):
         OutputError
             If the folder cannot be written to.
         """
+        if not str(folder):
+            raise OutputError("the name of the plan's folder is empty")
         payload = save_tensors(_tensors(self))
         description = json.dumps(_description(self, payload), indent=2, sort_keys=True) + "\n"
         folder = Path(folder)
@@ -385,6 +434,8 @@ class CompressionPlan(OnHub):
         PlanError
             If a file is missing, truncated or damaged, or says something impossible.
         """
+        if not str(folder):
+            raise PlanError("the name of the plan's folder is empty")
         folder = Path(folder)
         payload = _read(folder / TENSORS)
         try:

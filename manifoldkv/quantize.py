@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -18,6 +19,8 @@ from manifoldkv.errors import PlanError, UnknownNameError
 from manifoldkv.models import unwrapped
 from manifoldkv.plan import CompressionPlan, Quantization, plain
 from manifoldkv.runs.progress import follow
+
+LOG = logging.getLogger(__name__)
 
 Rotation = Literal["none", "pca", "hadamard"]
 ROTATIONS = get_args(Rotation)
@@ -62,6 +65,7 @@ def quantize(
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)
+    LOG.info("rounding the latents of %d layers to %d bits", len(plan.layers), quantization.bits)
     layers = []
     for activations in follow(capture(model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from manifoldkv.plan import CompressionPlan, LayerPlan
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import candidate_ranks
 from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
+
+LOG = logging.getLogger(__name__)
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
@@ -61,6 +64,7 @@ def write_report(
     drawing = _Drawing()
     plan.check_model(model)
     quality = compare(model, tokens, plan)
+    LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
     full = sum(layer.numbers(length, recent=length) for layer in plan.layers)

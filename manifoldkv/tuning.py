@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,9 @@ from manifoldkv.plan import CompressionPlan, plain
 from manifoldkv.projection import divergence, log_probabilities, projected
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
-from manifoldkv.solvers.base import random_sequences
+from manifoldkv.solvers.base import check_seed, random_sequences
+
+LOG = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
 STEPS_BETWEEN_WRITES = 10
@@ -72,13 +75,14 @@ def tune(
     ------
     PlanError
         If the plan is quantised or made for another model.
-    TextError
+    SeedError, TextError
         As in `compress`.
     DivergenceError
         If the divergence is not finite.
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
@@ -98,6 +102,7 @@ def tune(
         )
     )
     done = _restore(optimizer, checkpoints.read_tensors("tuning"))
+    LOG.info("tuning from step %d to %d", done, steps)
     with (
         _frozen(model),
         on_threads(torch.get_num_threads()),

@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
 from manifoldkv.calibration import HELP as TEXT_HELP
+from manifoldkv.loading import check_device
 from manifoldkv.output import check_writable
 from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.executors import set_threads
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "figures"
@@ -54,10 +55,20 @@ class Parser(argparse.ArgumentParser):
     def add_threads(self) -> None:
         self.add_argument("--threads", type=int, default=2, help="of the processor (%(default)s)")
 
+    def add_device(self) -> None:
+        self.add_argument("--device", default="cpu", help="(%(default)s)")
+
     def add_out(self, default: str) -> None:
         """Add where results go, and whether those that are there are computed again."""
-        self.add_argument("--out", type=Path, help=f"output folder ({default})")
+        self.add_argument("--out", type=folder_named, help=f"output folder ({default})")
         self.add_argument("--force", action="store_true", help="compute again what is stored")
+
+
+def folder_named(name: str) -> Path:
+    """Refuse an empty name as a folder, which pathlib takes for the current one."""
+    if not name.strip():
+        raise argparse.ArgumentTypeError("the name is empty; the current folder is '.'")
+    return Path(name)
 
 
 def run_study(parser: Parser, study: Callable[[argparse.Namespace], None]) -> int:
@@ -69,9 +80,9 @@ def run_study(parser: Parser, study: Callable[[argparse.Namespace], None]) -> in
     name = Path(sys.argv[0]).stem
     try:
         if getattr(given, "threads", None) is not None:
-            if given.threads < 1:
-                raise ManifoldKVError(f"--threads {given.threads}: one is the least")
-            torch.set_num_threads(given.threads)
+            set_threads(given.threads)
+        if getattr(given, "device", None) is not None:
+            check_device(given.device)
         study(given)
     except ManifoldKVError as error:
         print(f"{name}: {error}", file=sys.stderr)

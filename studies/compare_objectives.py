@@ -44,6 +44,7 @@ from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
+from manifoldkv.solvers.base import check_seed
 
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
@@ -147,6 +148,8 @@ def main() -> int:
 
 
 def study(given: argparse.Namespace) -> None:
+    for seed in given.seeds:
+        check_seed(seed)
     settings = read_settings(given)
     pairs, skipped = solvable_pairs(settings)
     folder = "compare_objectives_quick" if given.quick else "compare_objectives"

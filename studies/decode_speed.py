@@ -123,8 +123,8 @@ def main() -> int:
         help="beside stock and full (all without heads in common and newest tokens)",
     )
     add("--rounds", type=int, help="rounds, in each of which every variant takes a turn (7)")
-    add("--device", default="cpu", help="(%(default)s)")
     add("--quick", action="store_true", help="two short contexts, two rounds")
+    parser.add_device()
     parser.add_threads()
     parser.add_out("figures/decode_speed")
     return common.run_study(parser, study)

@@ -46,6 +46,7 @@ from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.models import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
+from manifoldkv.solvers.base import check_seed
 
 BEST = RECIPES["best"]
 FAST_UNIFORM = replace(RECIPES["fast"], ranks=Uniform())
@@ -111,6 +112,10 @@ def study(given: argparse.Namespace) -> None:
     if unknown:
         known = ", ".join(NAMES)
         raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
+    for ratio in given.ratios:
+        if not 0 < ratio <= 1:
+            raise RankError(f"--ratios {ratio:g} is not in (0, 1]")
+    check_seed(given.seed)
     name = Path(given.model).name
     out = common.output_folder(given, "frontier", name)
     results = Frontier(given, out).measure()
@@ -176,6 +181,8 @@ class Frontier:
                 tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
                 continue
             frames.append(frame.assign(composition=name))
+        if not frames:
+            raise RankError("no composition reaches a ratio that was asked for")
         return pd.concat(frames, ignore_index=True)
 
     def uncompressed(self) -> Perplexity:

@@ -218,7 +218,11 @@ def main() -> int:
     add("--model", nargs="+", help="folders or Hub ids (both reference models)")
     add("--text", help="calibration and first corpus, a fifth held out (docstrings or WikiText-2)")
     add("--second-text", help="second corpus (pydoc-topics or C4)")
-    add("--tasks-data", type=Path, help="folder of hellaswag, piqa and mmlu as JSON files")
+    add(
+        "--tasks-data",
+        type=common.folder_named,
+        help="folder of hellaswag, piqa and mmlu as JSON files",
+    )
     add(
         "--protocol",
         choices=("default", "paper"),
@@ -227,9 +231,9 @@ def main() -> int:
         "(%(default)s)",
     )
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
-    add("--device", default="cpu", help="(%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     add("--quick", action="store_true", help="everything once, small: checks the road")
+    parser.add_device()
     parser.add_threads()
     parser.add_out("figures")
     return common.run_study(parser, reproduce)

@@ -59,6 +59,7 @@ from manifoldkv.activations import LayerActivations, Site
 from manifoldkv.figures import save_figure
 from manifoldkv.objectives.gram import GramObjective
 from manifoldkv.offloading import load_offloaded
+from manifoldkv.output import check_writable
 from manifoldkv.runs.checkpoints import Checkpoints
 
 VOCABULARY = 1024
@@ -137,7 +138,7 @@ def main() -> int:
     add("--sequence-length", type=int, default=128, help="(%(default)s)")
     add("--steps", type=int, default=5, help="solver steps per layer and site (%(default)s)")
     add("--rate", type=float, default=100, help="TFLOP/s sustained elsewhere (%(default)s)")
-    add("--work", type=Path, help="folder for the checkpoints (the temporary one)")
+    add("--work", type=common.folder_named, help="folder for the checkpoints (the temporary one)")
     parser.add_threads()
     parser.add_out("figures/scale")
     return common.run_study(parser, study)
@@ -148,6 +149,7 @@ def study(given: argparse.Namespace) -> None:
     if min(numbers) < 1 or not given.rate > 0:
         raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
     out = common.output_folder(given, "scale")
+    check_writable(given.work or Path(tempfile.gettempdir()))
     results = measure_all(given, common.stored_in(out, given))
     results.to_csv(out / "results.csv", index=False)
     save_figure(draw_tokens(results), out / "memory_against_tokens")

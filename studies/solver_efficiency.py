@@ -39,6 +39,7 @@ from manifoldkv import (
     HeadGrouping,
     LayerActivations,
     LayerOutput,
+    ManifoldKVError,
     Predictor,
     Problem,
     RiemannianAdam,
@@ -89,6 +90,8 @@ def main() -> int:
 
 
 def study(given: argparse.Namespace) -> None:
+    if min(*given.budgets, *given.epochs) < 1:
+        raise ManifoldKVError("budgets and epochs must be at least 1")
     name = Path(given.model).name
     out = common.output_folder(given, "solver_efficiency", name)
     checkpoints = common.stored_in(out, given)
@@ -114,7 +117,11 @@ def measure(given: argparse.Namespace, checkpoints: Checkpoints) -> pd.DataFrame
         held_out=given.held_out,
         length=length,
     )
-    layers = given.layers or list(range(len(decoder_layers(model))))
+    known = range(len(decoder_layers(model)))
+    layers = given.layers or list(known)
+    unknown = [layer for layer in layers if layer not in known]
+    if unknown:
+        raise ManifoldKVError(f"--layers {unknown[0]}: the model has layers 0 to {known[-1]}")
     rank = rank_from_ratio(given.rank_ratio, attention_of(decoder_layers(model)[0]).head_dim)
     labels = {"model": given.model, "text": given.text, "sequences": given.sequences}
     labels |= {"length": length, "rank": rank, "threads": given.threads}

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
 import transformers
@@ -38,6 +39,8 @@ from transformers import (
 )
 
 from manifoldkv.docstrings import read_docstrings, read_pydoc_topics
+from manifoldkv.errors import ManifoldKVError
+from manifoldkv.solvers.base import check_seed
 
 HERE = Path(__file__).parent
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -47,9 +50,34 @@ CONTEXT = 1024
 EVALUATED_TOKENS = 200 * CONTEXT
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
+def main() -> int:
+    parser = common.Parser(__doc__)
+    parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
+    parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens seen (%(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help=f"sequences of {CONTEXT} per step")
+    parser.add_argument("--matrix-lr", type=float, default=0.01, help="Muon's rate (%(default)s)")
+    parser.add_argument("--other-lr", type=float, default=0.003, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the model (1.3x, needs a C++ compiler)",
+    )
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (%(default)s)")
+    parser.add_argument(
+        "--work",
+        type=common.folder_named,
+        default=HERE / "reference_models" / ".training",
+        help="folder of checkpoints and tokenized text (%(default)s)",
+    )
+    parser.add_threads()
+    return common.run_study(parser, study)
+
+
+def study(arguments: argparse.Namespace) -> None:
+    check_seed(arguments.seed)
+    if min(arguments.tokens, arguments.batch, arguments.checkpoint_every) < 1:
+        raise ManifoldKVError("tokens, batch and checkpoint-every must be at least 1")
     folder = HERE / "reference_models" / f"reference-{arguments.architecture}"
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -80,32 +108,6 @@ def main() -> None:
     }
     (folder / "README.md").write_text(model_card(arguments, card), encoding="utf-8")
     print(json.dumps(card, indent=2))
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("architecture", choices=sorted(ARCHITECTURES))
-    parser.add_argument("--tokens", type=int, default=10_000_000, help="tokens seen (%(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help=f"sequences of {CONTEXT} per step")
-    parser.add_argument("--matrix-lr", type=float, default=0.01, help="Muon's rate (%(default)s)")
-    parser.add_argument("--other-lr", type=float, default=0.003, help="AdamW's rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="torch.compile the model (1.3x, needs a C++ compiler)",
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (%(default)s)")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=HERE / "reference_models" / ".training",
-        help="folder of checkpoints and tokenized text (%(default)s)",
-    )
-    return parser.parse_args()
 
 
 def load_or_train_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -333,4 +335,4 @@ Command: `{command}`
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,8 @@
-"""A tiny random model of every family, and activations of one of its layers."""
+"""A tiny random model of every family, and activations of one of its layers.
+
+The table in the README lists them all: `FAMILIES`, which every part of the library is tested on,
+`MORE_FAMILIES`, which the whole road is tested on, and those that are `REFUSED`.
+"""
 
 from typing import Any
 
@@ -50,13 +54,90 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
+MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", {}),
+    "phi3-partial": (
+        "Phi3Config",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "glm4": ("Glm4Config", {}),
+    "glm4-moe": ("Glm4MoeConfig", EXPERTS | {"n_routed_experts": 2, "use_qk_norm": True}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "ministral": ("MinistralConfig", {"sliding_window": 5, "layer_types": WINDOWS}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    "qwen3-moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 2}),
+    "granite": ("GraniteConfig", {}),
+    "seed-oss": ("SeedOssConfig", {}),
+    "starcoder2": ("Starcoder2Config", {}),
+    "ernie4_5": ("Ernie4_5Config", {}),
+}
+
+MLA = "its multi-head latent attention (MLA) already caches a latent"
+LINEAR = "it has layers of type linear_attention"
+KEYWORDS = "its layer does not hand keywords on to it"
+ROTATED = "computes something else when its keys and queries are rotated outside of it"
+FULL = ["full_attention"] * 3
+ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
+LONG_FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deepseek-v3": ("DeepseekV3Config", EXPERTS | {"n_routed_experts": 8}, MLA),
+    "minicpm3": ("MiniCPM3Config", {}, MLA),
+    "qwen3-next": ("Qwen3NextConfig", EXPERTS | {"num_experts": 2}, LINEAR),
+    "jamba": ("JambaConfig", {}, LINEAR),
+    "mamba": ("MambaConfig", {}, LINEAR),
+    "llama4": (
+        "Llama4TextConfig",
+        {"num_local_experts": 2, "intermediate_size_mlp": 48},
+        "it has layers of type chunked_attention",
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {"num_kv_shared_layers": 1, "layer_types": FULL, "intermediate_size": [48] * 3},
+        "some of its layers share the keys and values of others",
+    ),
+    "gemma4": ("Gemma4TextConfig", {}, "does not rotate queries and keys together"),
+    "llama-dynamic": (
+        "LlamaConfig",
+        {"rope_parameters": ROPE | {"rope_type": "dynamic"}},
+        "its dynamic rotary embedding changes with the length of the text",
+    ),
+    "phi3-longrope": (
+        "Phi3Config",
+        {"rope_parameters": ROPE | LONG_FACTORS | {"rope_type": "longrope"}},
+        "its longrope rotary embedding changes with the length of the text",
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}, ROTATED),
+    "cohere2": ("Cohere2Config", {"sliding_window": 5, "layer_types": WINDOWS}, ROTATED),
+    "exaone4": ("Exaone4Config", {"sliding_window": 5, "layer_types": WINDOWS}, ROTATED),
+    "hunyuan": ("HunYuanDenseV1Config", {}, ROTATED),
+    "diffllama": ("DiffLlamaConfig", {}, "it calls its attention function 2 times at once"),
+    "mimo-v2-flash": ("MiMoV2FlashConfig", {}, "its keys have 8 features in 2 heads, its values"),
+    "stablelm": ("StableLmConfig", {}, KEYWORDS),
+    "nemotron": ("NemotronConfig", {}, KEYWORDS),
+    "phi": ("PhiConfig", {}, "has no linear o_proj"),
+    "persimmon": ("PersimmonConfig", {}, "has no linear o_proj"),
+    "gpt-neox": ("GPTNeoXConfig", {}, "has no self_attn"),
+    "gptj": ("GPTJConfig", {}, "it has no list of decoder layers"),
+    "gpt2": ("GPT2Config", {}, "it has no list of decoder layers"),
+    "bloom": ("BloomConfig", {}, "it has no list of decoder layers"),
+    "opt": ("OPTConfig", {}, "does not rotate its keys"),
+    "bert": ("BertConfig", {}, "it is an encoder, not a causal decoder"),
+}
 
 
 def tiny_model(
     family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """A random three-layer model with 4 query heads and 2 KV heads of 8, unless overridden."""
-    name, settings = FAMILIES[family]
+    name, settings = (FAMILIES | MORE_FAMILIES | REFUSED)[family][:2]
     values = COMMON | settings | overrides
     config = getattr(transformers, name)(**values, experts_implementation="eager")
     with torch.random.fork_rng(devices=[]):

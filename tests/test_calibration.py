@@ -1,6 +1,7 @@
 """Text sources and the sampler."""
 
 import json
+from pathlib import Path
 
 import datasets
 import pytest
@@ -10,9 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from manifoldkv import calibration
+from manifoldkv import Quantization, calibration, capture, compress, quantize, tune
 from manifoldkv.calibration import TextSource, open_text, sample_tokens
 from manifoldkv.errors import TextError
+from manifoldkv.evaluation import perplexity
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import random_plan
 
 END = 100
 
@@ -59,7 +63,8 @@ def test_windows_are_the_start_of_the_joined_text_or_what_is_possible_is_said(
         assert tokens.flatten().tolist() == STREAM[: sequences * length]
     else:
         possible = len(STREAM) // length
-        with pytest.raises(TextError, match=rf"has 14 tokens, .* at most {possible} sequences"):
+        way_out = f"{possible} sequences" if possible else "14 tokens"
+        with pytest.raises(TextError, match=rf"has 14 tokens, .* at most {way_out}"):
             sample_tokens(source, tokenizer, sequences=sequences, length=length)
 
 
@@ -112,6 +117,72 @@ def test_short_text_says_what_is_possible(tokenizer):
     message = r"text given has 8 tokens, too few for 5 sequences of 3: ask for at most 2 sequences"
     with pytest.raises(TextError, match=message):
         sample_tokens(source_of("1 2 3", "4 5 6"), tokenizer, sequences=5, length=3)
+
+
+def test_a_text_too_short_for_one_sequence_says_how_long_one_can_be(tokenizer):
+    message = r"has 8 tokens, too few for even one sequence of 9: .* of at most 8 tokens"
+    source = source_of("1 2 3", "4 5 6")
+    with pytest.raises(TextError, match=message):
+        sample_tokens(source, tokenizer, sequences=5, length=9)
+    assert sample_tokens(source, tokenizer, sequences=1, length=8).shape == (1, 8)
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(0, 4), (4, 0), (-1, -4)])
+def test_no_tokens_are_refused(tokenizer, sequences, length):
+    with pytest.raises(TextError, match=f"{sequences} sequences of {length} .* at least 1"):
+        sample_tokens(source_of(*DOCUMENTS), tokenizer, sequences=sequences, length=length)
+
+
+def test_a_text_without_a_name_is_refused():
+    with pytest.raises(TextError, match=r"^the name of the text is empty; a text is a \.txt file"):
+        open_text("")
+
+
+ENTRIES = {
+    "compress": lambda model, tokens: compress(model, tokens),
+    "tune": lambda model, tokens: tune(model, random_plan(model), tokens),
+    "quantize": lambda model, tokens: quantize(random_plan(model), model, tokens, Quantization(4)),
+    "perplexity": lambda model, tokens: perplexity(model, tokens),
+    "capture": lambda model, tokens: next(iter(capture(model, tokens))),
+}
+
+
+class TestTokensOfAModel:
+    """Ids that a model cannot read are refused by name, wherever they come in."""
+
+    LLAMA = "the model's, which are 0 to 63: read the text with the tokenizer of this model"
+
+    @pytest.mark.parametrize("entry", ENTRIES)
+    @pytest.mark.parametrize(
+        ("tokens", "message"),
+        [
+            ([[1, 2, 3]], r"must be a tensor of shape \(sequences, length.*\), not list: torch\.t"),
+            (Path("text.txt"), "not PosixPath"),
+            (torch.ones(2, 5), r"must be integers of shape .*, not torch\.float32 \(2, 5\)"),
+            (torch.ones(2, 5, dtype=torch.bool), r"not torch\.bool \(2, 5\)"),
+            (torch.ones(5, dtype=torch.int64), r"not torch\.int64 \(5,\)"),
+            (torch.tensor([[1, 64, 2]]), f"^token id 64 is not one of {LLAMA}"),
+            (torch.tensor([[1, -1, 2]]), f"^token id -1 is not one of {LLAMA}"),
+            (torch.ones(1, 65, dtype=torch.int64), "of 65 tokens are longer than the 64 positions"),
+        ],
+    )
+    def test_what_it_cannot_read_is_named(self, entry, tokens, message):
+        with pytest.raises(TextError, match=message):
+            ENTRIES[entry](tiny_model("llama"), tokens)
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+    def test_every_integer_is_an_id(self, dtype):
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        assert perplexity(model, tokens.to(dtype)) == perplexity(model, tokens)
+        assert compress(model, tokens.to(dtype)) == compress(model, tokens)
+
+    def test_a_length_beyond_the_model_is_refused_before_the_text_is_read(self):
+        def unread(split):
+            raise AssertionError("read")
+
+        message = "sequences of 1,000 tokens are longer than the 64 positions of the model"
+        with pytest.raises(TextError, match=message):
+            compress(tiny_model("llama"), TextSource("unread", unread), length=1000)
 
 
 def test_empty_text_is_refused(tokenizer):

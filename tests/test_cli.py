@@ -1,15 +1,23 @@
 """The command as a user types it."""
 
 import json
+import math
+import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from manifoldkv import OBJECTIVES, RECIPES, SOLVERS, CompressionPlan, cli
+from manifoldkv.evaluation import Comparison, Perplexity
 
+COMMAND = [sys.executable, "-c", "from manifoldkv.cli import main; main()"]
 MODEL = str(Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama")
 FEW = ("--sequences", "4", "--length", "64")
 
@@ -29,13 +37,33 @@ def run(
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "plan"
-    command = [sys.executable, "-c", "from manifoldkv.cli import main; main()", "compress"]
     arguments = ("--model", MODEL, "--recipe", "eigen-attention", "--out", str(folder), *FEW)
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*COMMAND, "compress", *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert f"plan: {folder}" in done.stdout
-    assert done.stderr == ""  # no bar where nobody watches
+    assert phases(done.stderr) == ["loading", "reading", "finding", "choosing"]
     return folder
+
+
+def phases(said: str) -> list[str]:
+    """First words of the lines on standard error, where nobody watches bars."""
+    found = [re.fullmatch(r"\d\d:\d\d:\d\d (\w+) .+", line) for line in said.splitlines()]
+    assert all(found), said
+    return [line[1] for line in found if line]
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same model with 512 positions; plans of the one fit the other."""
+    folder = tmp_path_factory.mktemp("short")
+    for path in Path(MODEL).iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def test_the_plan_is_saved(plan: Path) -> None:
@@ -79,7 +107,30 @@ def test_evaluate_measures_both_caches(plan: Path, capsys, monkeypatch) -> None:
 
 def test_one_sequence_has_no_standard_error(plan: Path, capsys, monkeypatch) -> None:
     ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 1, "--length", 32)
-    assert json.loads(run(capsys, monkeypatch, *ask, "--json")[1])["standard_error"] is None
+    facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
+    assert facts["standard_error"] is None
+    code, out, _ = run(capsys, monkeypatch, *ask)
+    assert code == 0
+    assert f"added         {facts['added_nll']:.4f} nats per token" in out
+    assert "nan" not in out
+
+
+def strict_json(text: str) -> dict:
+    """Of a reader that knows JSON and nothing more."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_no_number_that_json_does_not_have(plan: Path, capsys, monkeypatch) -> None:
+    broken = Comparison(Perplexity((math.nan, 1.0), 2), Perplexity((math.inf, 800.0), 2))
+    monkeypatch.setattr(cli, "compare", lambda *given: broken)
+    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 2, "--length", 32)
+    facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
+    assert facts["uncompressed_perplexity"] is facts["compressed_perplexity"] is None
+    assert facts["ratio"] == 0.5
 
 
 def test_inspect_needs_no_model(plan: Path, capsys, monkeypatch) -> None:
@@ -97,6 +148,27 @@ def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
     assert code == 0
     assert facts["compressed_bytes"] == facts["stock_bytes"] / 2 == 42 * 768 * 2
     assert facts["time_ratio"] == facts["compressed_seconds"] / facts["stock_seconds"]
+
+
+def test_defaults_fit_a_model_of_few_positions(
+    plan: Path, short_model: str, capsys, monkeypatch
+) -> None:
+    known = ("--model", short_model, "--plan", plan)
+    few = ("--new-tokens", 2, "--rounds", 1, "--json")
+    code, out, err = run(capsys, monkeypatch, "bench", *known, *few)
+    assert (code, json.loads(out)["tokens"]) == (0, 510), err
+    config = Path(short_model) / "config.json"
+    whole = config.read_text()
+    try:
+        config.write_text(whole.replace("512", "40"))
+        for command in ("evaluate", "diagnose"):
+            code, out, err = run(capsys, monkeypatch, command, *known, "--sequences", 2)
+            assert code == 0
+            assert "2 × 40" in err
+        ask = ("generate", *known, "--prompt", "Return the sum of", "--json")
+        assert json.loads(run(capsys, monkeypatch, *ask)[1])["tokens"] <= 40
+    finally:
+        config.write_text(whole)
 
 
 def test_diagnose_has_a_row_per_layer(plan: Path, capsys, monkeypatch) -> None:
@@ -159,7 +231,28 @@ def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> Non
         (("compress", "--model", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: eigen"),
         (("compress", "--model", MODEL, "--text", "./x.txt"), "cannot read text"),
         (("compress", "--model", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
-        (("compress", "--model", MODEL, "--report", "r.pdf"), "r.pdf does not end in .html"),
+        (("compress", "--model", MODEL, "--report", "r.pdf"), "r.pdf is no file that ends in .htm"),
+        (("compress", "--model", MODEL, "--threads", 100_000), "cannot compute on 100000 threads"),
+        (("compress", "--model", MODEL, "--threads", 0), "cannot compute on 0 threads"),
+        (("compress", "--model", MODEL, "--seed", 10**20), f"seed {10**20} is not an integer"),
+        (("compress", "--model", MODEL, "--seed", -(10**20)), f"seed {-(10**20)} is not an int"),
+        (("compress", "--model", MODEL, "--length", 100_000), "100,000 tokens are longer than the"),
+        (("compress", "--model", MODEL, "--device", "meta"), "cannot use device 'meta'"),
+        (("compress", "--model", MODEL, "--device", "cuda:99"), "cannot use device 'cuda:99'"),
+        (("compress", "--model", MODEL, "--text", ""), "the name of the text is empty"),
+        (("compress", "--model", ""), "the name of the model is empty"),
+        (("compress", "--model", MODEL, "--out", ""), "'--out': the name is empty"),
+        (("compress", "--model", MODEL, "--work", ""), "'--work': the name is empty"),
+        (("compress", "--model", MODEL, "--report", ""), "'--report': the name is empty"),
+        (("inspect", "--plan", ""), "'--plan': the name is empty"),
+        (("report", "--study", ""), "'--study': the name is empty"),
+        (("generate", "--model", MODEL, "--prompt", ""), "the prompt has no token"),
+        (("generate", "--model", MODEL, "--prompt", "a" * 9000), "are longer than the 1,024 posit"),
+        (
+            ("generate", "--model", MODEL, "--prompt", "Return", "--max-new-tokens", 1024),
+            "1024 new tokens after a prompt of 1 are more than the 1024 positions",
+        ),
+        (("generate", "--model", MODEL, "--prompt", "a", "--seed", 10**20), f"seed {10**20} is no"),
         (("compress", "--model", MODEL, "--rotary", "mid"), "'pre', 'post'"),
         (("compress", "--model", MODEL, "--ray-address", "auto"), "goes with --executor ray"),
     ],
@@ -176,12 +269,201 @@ def test_errors_are_one_line_and_code_2(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_an_interruption_is_code_130(capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("command", ["evaluate", "diagnose"])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--length", 100_000), "100,000 tokens are longer than the 1,024 positions"),
+        (("--device", "meta"), "cannot use device 'meta'"),
+        (("--text", ""), "the name of the text is empty"),
+    ],
+)
+def test_measuring_the_impossible_is_refused(
+    command: str, option: tuple, said: str, plan: Path, capsys, monkeypatch
+) -> None:
+    ask = (command, "--model", MODEL, "--plan", plan, "--sequences", 1)
+    code, out, err = run(capsys, monkeypatch, *ask, *option)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_the_coldest_text_is_the_likeliest(plan: Path, capsys, monkeypatch) -> None:
+    ask = ("generate", "--model", MODEL, "--prompt", "Return", "--plan", plan)
+    ask = (*ask, "--max-new-tokens", 4, "--temperature")
+    found = {run(capsys, monkeypatch, *ask, degree)[:2] for degree in (0, 1e-300)}
+    assert len(found) == 1
+    assert found.pop()[0] == 0
+
+
+class TestWhatIsInTheWay:
+    ASK = ("compress", "--model", MODEL, "--recipe", "eigen-attention", *FEW)
+
+    def test_a_plan_is_not_overwritten_before_anything_is_loaded(
+        self, plan: Path, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        before = (plan / "plan.json").read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(cli, "load_model", None)
+            code, _, err = run(capsys, patch, *self.ASK, "--out", plan, "--work", tmp_path)
+        assert code == 2
+        assert f"{plan} holds a plan already: take another folder as --out, or --force" in err
+        assert (plan / "plan.json").read_bytes() == before
+        assert run(capsys, monkeypatch, *self.ASK, "--out", plan, "--dry-run")[0] == 0
+
+    def test_force_overwrites_it(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        assert run(capsys, monkeypatch, *self.ASK, "--out", tmp_path)[0] == 0
+        other = (*self.ASK, "--ratio", 0.75, "--out", tmp_path)
+        assert run(capsys, monkeypatch, *other)[0] == 2
+        assert CompressionPlan.load(tmp_path).ratio == 0.5
+        assert run(capsys, monkeypatch, *other, "--force")[0] == 0
+        assert CompressionPlan.load(tmp_path).ratio == 0.75
+
+    def test_the_folder_of_its_own_checkpoints_is_its_own(
+        self, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        own = ("--out", tmp_path / "both", "--work", f"{tmp_path}/./both")
+        for _ in range(2):
+            assert run(capsys, monkeypatch, *self.ASK, *own)[0] == 0
+
+    def test_what_cannot_be_written_is_named_and_not_another_option(
+        self, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        out, report = tmp_path / "plan", tmp_path / "file" / "r.html"
+        code, _, err = run(capsys, monkeypatch, *self.ASK, "--out", out, "--report", report)
+        assert code == 2
+        assert f"manifoldkv: cannot write to {tmp_path / 'file'}: " in err
+        assert "--out" not in err
+
+    def test_held_out_text_for_a_report_is_read_before_the_work(
+        self, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        (tmp_path / "t.txt").write_text("one two three four\n" * 300)
+        monkeypatch.setattr(cli, "find_plan", None)
+        report = ("--report", tmp_path / "r.html", "--text", tmp_path / "t.txt")
+        ask = ("compress", "--model", MODEL, "--sequences", 4, "--length", 200, *report)
+        code, _, err = run(capsys, monkeypatch, *ask, "--out", tmp_path / "plan")
+        assert code == 2
+        assert "too few for 8 sequences of 200" in err
+
+
+def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
+    pytest.importorskip("plotly")
+    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
+    ask = ("compress", "--model", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
+    more = ("--length", 32, "--report", tmp_path / "r.html")
+    code, out, err = run(capsys, monkeypatch, *ask, *more)
+    assert code == 0
+    expected = ["loading", "reading", "reading", "finding", "choosing", "tuning", "rounding"]
+    assert phases(err) == [*expected, "measuring", "measuring", "measuring"]
+    assert not re.search(r"\d\d:\d\d:\d\d", out)
+
+
+class TestInterruption:
+    @staticmethod
     def interrupt(*ignored: object, **also_ignored: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_model", interrupt)
-    assert run(capsys, monkeypatch, "compress", "--model", MODEL)[0] == 130
+    def test_it_is_said_wherever_it_comes(self, plan: Path, capsys, monkeypatch) -> None:
+        monkeypatch.setattr(cli, "load_model", self.interrupt)
+        for command in ("evaluate", "bench", "diagnose"):
+            found = run(capsys, monkeypatch, command, "--model", MODEL, "--plan", plan)
+            assert found == (130, "", "manifoldkv: interrupted\n")
+
+    def test_what_is_left_is_said(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        monkeypatch.setattr(cli, "find_plan", self.interrupt)
+        ask = ("compress", "--model", MODEL, "--out", tmp_path / "plan")
+        code, out, err = run(capsys, monkeypatch, *ask)
+        assert (code, out) == (130, "")
+        assert err.endswith("nothing is saved; with --work FOLDER a run goes on where it was\n")
+        code, _, err = run(capsys, monkeypatch, *ask, "--work", tmp_path / "w")
+        assert code == 130
+        assert f"interrupted: what is finished is in {tmp_path / 'w'}; the same comm" in err
+
+    def test_a_real_one(self, tmp_path: Path) -> None:
+        work = tmp_path / "work"
+        ask = ("compress", "--model", MODEL, *FEW, "--work", str(work))
+        with subprocess.Popen(
+            [*COMMAND, *ask, "--out", str(tmp_path / "plan")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as running:
+            for line in running.stderr:
+                if "choosing ranks" in line:
+                    running.send_signal(signal.SIGINT)
+                    break
+            out, err = running.communicate()
+        assert (running.returncode, out) == (130, "")
+        assert err == (
+            f"manifoldkv: interrupted: what is finished is in {work}; the same command goes on "
+            "from there\n"
+        )
+        assert len(list(work.glob("layer-*"))) == 108  # bases at all ranks
+        assert not (tmp_path / "plan" / "plan.json").exists()
+
+
+class TestStandardOutput:
+    """A result is printed whole, or its loss is told."""
+
+    @pytest.fixture
+    def nowhere(self, request: pytest.FixtureRequest) -> Iterator[int]:
+        """A full disk, or a pipe that nobody reads any more."""
+        if request.param == "full":
+            descriptor = os.open("/dev/full", os.O_WRONLY)
+        else:
+            other, descriptor = os.pipe()
+            os.close(other)
+        yield descriptor
+        os.close(descriptor)
+
+    EXPECTED = {  # noqa: RUF012 (constant)
+        "full": (2, "manifoldkv: cannot write to standard output: No space left on device\n"),
+        "unread": (0, ""),
+    }
+
+    @pytest.mark.parametrize(
+        ("nowhere", "kind"), [("full", "full"), ("unread", "unread")], indirect=["nowhere"]
+    )
+    def test_of_a_process(self, nowhere: int, kind: str, plan: Path) -> None:
+        ask = [*COMMAND, "inspect", "--plan", str(plan)]
+        done = subprocess.run(ask, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == self.EXPECTED[kind]
+
+    @pytest.mark.parametrize(
+        ("nowhere", "kind"), [("full", "full"), ("unread", "unread")], indirect=["nowhere"]
+    )
+    @pytest.mark.parametrize("ask", [("--help",), ("compress", "--help"), ("recipes", "--json")])
+    def test_of_every_command(
+        self, ask: tuple, nowhere: int, kind: str, capsys, monkeypatch
+    ) -> None:
+        with monkeypatch.context() as patch, open(nowhere, "w", closefd=False) as stream:
+            patch.setattr(sys, "stdout", stream)
+            code, _, err = run(capsys, patch, *ask)
+        assert (code, err) == self.EXPECTED[kind]
+
+    def test_closed(self, plan: Path, capsys, monkeypatch) -> None:
+        """What Python makes of ``>&-``."""
+        with monkeypatch.context() as patch:
+            for name in ("stdout", "__stdout__"):
+                patch.setattr(sys, name, None)
+            code, _, err = run(capsys, patch, "inspect", "--plan", plan)
+        said = "manifoldkv: standard output is closed: there is nowhere to print results\n"
+        assert (code, err) == (2, said)
+
+    def test_an_encoding_without_the_characters(self, plan: Path, capsys, monkeypatch) -> None:
+        with open(os.devnull, "w", encoding="ascii") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 2, "--length", 8)
+            assert run(capsys, monkeypatch, *ask)[0] == 0  # writes ×
+
+    def test_standard_error_may_be_closed(self, plan: Path, capsys, monkeypatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", None)
+            patch.setattr(sys, "argv", ["manifoldkv", "inspect", "--plan", "nowhere"])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        assert ended.value.code == 2
 
 
 def test_help_names_every_command(capsys, monkeypatch) -> None:

@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ from manifoldkv import (
     RankError,
     Recipe,
     RiemannianAdam,
+    SeedError,
     TextError,
     Uniform,
     UnknownNameError,
@@ -32,6 +34,7 @@ from manifoldkv import (
     load_model,
     projector_distance,
     quantize,
+    tune,
 )
 from manifoldkv.bases import BasisFinder
 from manifoldkv.decoder import compressed_output
@@ -146,6 +149,20 @@ def test_a_plan_survives_a_file_and_compresses_the_same(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
+def test_every_phase_is_logged_and_nothing_is_printed(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    recipe = Recipe("eigen-attention", "closed-form", ranks="optimal", tuning_steps=1)
+    capfd.readouterr()
+    with caplog.at_level("INFO", logger="manifoldkv"):
+        compress(model, tokens, recipe=recipe, quantization=Quantization(4))
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        *("finding", "choosing", "tuning", "rounding")
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
 class TestText:
     def test_a_text_is_read_with_the_models_own_tokenizer(
         self, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +215,20 @@ class TestRefusedBeforeAnyWork:
                 recipe="eigen-attention",
                 quantization=Quantization(4, "kivi"),
             )
+
+    @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, -(10**30), 0.5])
+    def test_seeds_that_no_generator_takes(self, seed: int) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        with pytest.raises(SeedError, match=f"^seed {re.escape(str(seed))} is not an integer from"):
+            compress(model, tokens, recipe="fast", seed=seed)
+        with pytest.raises(SeedError):
+            tune(model, compress(model, tokens), tokens, seed=seed)
+
+    @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
+    def test_the_largest_and_the_smallest_seed(self, seed: int) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        found = tune(model, compress(model, tokens, seed=seed), tokens, seed=seed, steps=1)
+        assert found.provenance.seed == seed
 
     def test_an_unsupported_model(self) -> None:
         model = tiny_model("llama")

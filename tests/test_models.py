@@ -6,7 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.models.llama import modeling_llama
 
 from manifoldkv.errors import ModelError, UnsupportedModelError
@@ -93,6 +103,59 @@ def test_damaged_files_are_one_line(folder, damage):
     with pytest.raises(ModelError, match=f"^cannot load model {folder}: .+") as caught:
         load_model(str(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_shape_are_not_blamed_on_an_option(folder):
+    config = folder / "config.json"
+    config.write_bytes(edited(intermediate_size=50)(config.read_bytes()))
+    with pytest.raises(ModelError, match=r"its weights have other shapes than config\.json says"):
+        load_model(str(folder))
+
+
+def test_a_missing_tokenizer_is_a_whole_sentence(folder):
+    """transformers says what it looked for in a list, whose head alone would be cut off."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+        message = rf"^cannot load model {folder}: no tokenizer is saved with it \(.* writes one\)$"
+        with pytest.raises(ModelError, match=message):
+            load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_no_folder(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)  # where there is a model
+    with pytest.raises(ModelError, match=r"^the name of the model is empty: give a folder"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "", "cuda:99", "hpu", "ipu", "xpu:99"])
+def test_a_device_that_cannot_be_used_is_refused_before_a_model_is_read(device):
+    with pytest.raises(
+        ModelError, match=rf"^cannot use device '{device}' \(.+: possible here: cpu"
+    ):
+        load_model("nowhere", device=device)
+
+
+def test_a_device_that_is_there_is_taken(folder):
+    model, _ = load_model(str(folder), device="cpu:0")
+    assert model.device.type == "cpu"
+
+
+ENCODERS = {
+    "bert": (BertModel, BertConfig, "it is an encoder, not a causal decoder"),
+    "roberta": (RobertaForMaskedLM, RobertaConfig, "it is an encoder, not a causal decoder"),
+    "t5": (T5ForConditionalGeneration, T5Config, "a model of type 't5' is no causal decoder"),
+}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_no_decoder_whatever_weights_it_lacks(tmp_path, name, offload):
+    architecture, configuration, reason = ENCODERS[name]
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    architecture(configuration(**sizes, intermediate_size=8)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load_model(str(tmp_path), offload=offload)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])

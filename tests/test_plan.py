@@ -270,6 +270,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         plan_named("plain").save(tmp_path / "file")
 
 
+def test_an_empty_name_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_named("plain")
+    plan.save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="the name of the plan's folder is empty"):
+        plan.save("")
+    for load in (CompressionPlan.load, CompressionPlan.from_pretrained):
+        with pytest.raises(PlanError, match="the name of the plan's folder is empty"):
+            load("")
+        assert load(".") == plan
+
+
 def test_layers_keep_what_their_window_allows() -> None:
     layer = plan_named("windows").layers[0]
     assert isinstance(layer, LayerPlan)

@@ -63,6 +63,14 @@ def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
     assert "4 bits, static ranges" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
+def test_one_sequence_has_no_standard_error(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    write_report(tmp_path / "r.html", model, plan_of(model), tiny_tokens(1, 12))
+    added = re.search(r"Added loss</th><td>(.*)</td>", (tmp_path / "r.html").read_text("utf-8"))
+    assert added is not None
+    assert re.fullmatch(r"-?\d\.\d{4} nats per token", added[1])
+
+
 def test_an_absent_library_is_named_before_anything_is_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly", None)
     with pytest.raises(OutputError, match=r"needs plotly: pip install manifoldkv\[report\]"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,10 +15,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.errors import TextError
+from manifoldkv.calibration import checked_tokens
 from manifoldkv.plan import CompressionPlan
 
+LOG = logging.getLogger(__name__)
+
 SEQUENCES_PER_FORWARD = 8
+LARGEST_NLL = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,14 @@ class Perplexity:
     def standard_error(self) -> float:
         """Of `nll`, over sequences; not a number if there is only one."""
         count = len(self.by_sequence)
-        return math.nan if count < 2 else statistics.stdev(self.by_sequence) / math.sqrt(count)
+        if count < 2:
+            return math.nan
+        # Not statistics.stdev, which fails on losses that are not finite.
+        return float(torch.tensor(self.by_sequence, dtype=torch.float64).std()) / math.sqrt(count)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll)
+        return math.inf if self.nll > LARGEST_NLL else math.exp(self.nll)
 
 
 @torch.no_grad()
@@ -72,10 +80,11 @@ def perplexity(
     Raises
     ------
     TextError
-        If the tokens have another shape.
+        If the tokens have another shape, or are not ids and lengths that the model takes.
     """
-    if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
-        raise TextError(f"tokens must be (sequences, length > 1), not {tuple(tokens.shape)}")
+    tokens = checked_tokens(model, tokens, shortest=2)
+    cache = "uncompressed" if plan is None else "compressed"
+    LOG.info("measuring perplexity on %d × %d tokens, %s", *tokens.shape, cache)
     losses = []
     with nullcontext() if plan is None else compressed(model, plan):
         batches = tokens.to(model.device).split(SEQUENCES_PER_FORWARD)

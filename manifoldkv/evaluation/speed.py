@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -13,11 +14,16 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache import compressed
+from manifoldkv.calibration import positions
 from manifoldkv.errors import TextError
 from manifoldkv.plan import CompressionPlan
 
+LOG = logging.getLogger(__name__)
+
 TOKENS_PER_CALL = 512
 """Of a prompt, while a cache is filled."""
+PROMPT = 512
+"""Tokens cached before decoding begins, if the model takes so many."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def decode_speed(
     model: PreTrainedModel,
     plan: CompressionPlan,
     *,
-    tokens: int = 512,
+    tokens: int | None = None,
     new_tokens: int = 16,
     rounds: int = 3,
 ) -> DecodeSpeed:
@@ -61,8 +67,8 @@ def decode_speed(
         The model the plan was made for.
     plan : CompressionPlan
         From `compress`.
-    tokens : int
-        Length of the prompt.
+    tokens : int, optional
+        Length of the prompt: `PROMPT`, or what the model takes beside the new tokens, if omitted.
     new_tokens : int
         Decoded in every turn.
     rounds : int
@@ -73,7 +79,9 @@ def decode_speed(
     TextError
         If a count is not positive, or the model does not take so many tokens.
     """
-    longest = model.config.get_text_config().max_position_embeddings
+    longest = positions(model)
+    if tokens is None:
+        tokens = min(PROMPT, longest - new_tokens)
     if min(tokens, new_tokens, rounds) < 1 or tokens + new_tokens > longest:
         raise TextError(
             f"cannot decode {new_tokens} tokens after {tokens} in {rounds} rounds: counts must be "
@@ -82,6 +90,7 @@ def decode_speed(
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
+    LOG.info("timing %d tokens after %d in %d rounds", new_tokens, tokens, rounds)
     stock, small = [], []
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
         cache = DynamicCache(config=model.config)

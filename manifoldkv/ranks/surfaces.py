@@ -37,6 +37,23 @@ class ErrorSurface:
     value_ranks: tuple[int, ...]
     errors: Tensor
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ErrorSurface):
+            return NotImplemented
+        return self._ranks == other._ranks and torch.equal(self.errors, other.errors)
+
+    def __hash__(self) -> int:
+        return hash(self._ranks)
+
+    def __repr__(self) -> str:
+        keys, values = self._ranks
+        errors = f"{float(self.errors.min()):.3g} to {float(self.errors.max()):.3g}"
+        return f"ErrorSurface(key_ranks={keys}, value_ranks={values}, errors {errors})"
+
+    @property
+    def _ranks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.key_ranks, self.value_ranks
+
     def pairs(self) -> list[tuple[float, int, int]]:
         """Return error, key rank and value rank of every pair."""
         return [

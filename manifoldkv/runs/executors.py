@@ -70,6 +70,8 @@ class LocalExecutor(Executor):
 
 
 LOCAL = LocalExecutor()
+MOST_THREADS = 1024
+"""No machine needs more; far above it threads cannot be made, which ends the process."""
 
 
 class RayExecutor(Executor):
@@ -145,6 +147,19 @@ class RayExecutor(Executor):
                 return
             if waiting:
                 yield None
+
+
+def set_threads(count: int) -> None:
+    """Let torch compute on so many threads from now on.
+
+    Raises
+    ------
+    ExecutorError
+        If that is not between 1 and `MOST_THREADS`.
+    """
+    if not 1 <= count <= MOST_THREADS:
+        raise ExecutorError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
+    torch.set_num_threads(count)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import DivergenceError
+from manifoldkv.errors import DivergenceError, SeedError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
 T = TypeVar("T")
+
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Solution:
     """
 
     basis: Basis
-    history: list[float]
+    history: list[float] = field(hash=False)
     status: Status
 
 
@@ -112,6 +114,18 @@ def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
     """A progress bar where a person is watching."""
     label = f"layer {problem.activations.layer} {problem.site}s"
     yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take.
+
+    Raises
+    ------
+    SeedError
+        If it is not an integer of 64 bits, with or without a sign.
+    """
+    if not isinstance(seed, int) or not SMALLEST_SEED <= seed <= LARGEST_SEED:
+        raise SeedError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manifoldkv import TextError, compressed
-from manifoldkv.evaluation import perplexity
+from manifoldkv.evaluation import Perplexity, perplexity
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
@@ -62,6 +62,19 @@ def test_tokens_of_another_shape_are_refused() -> None:
     for tokens in (torch.zeros(3).long(), torch.zeros(2, 1).long(), torch.zeros(0, 5).long()):
         with pytest.raises(TextError, match="sequences, length > 1"):
             perplexity(tiny_model("llama"), tokens)
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
+    assert Perplexity((1000.0,), 1).perplexity == math.inf
+    assert Perplexity((700.0,), 1).perplexity == pytest.approx(math.exp(700))
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_losses_that_are_not_finite_have_no_standard_error(broken: float) -> None:
+    """As half precision makes them."""
+    found = Perplexity((broken, 1.0, 2.0), 3)
+    assert math.isnan(found.standard_error)
+    assert not math.isfinite(found.perplexity)
 
 
 def test_it_is_the_mean_over_sequences() -> None:

@@ -31,9 +31,24 @@ def test_the_model_is_as_it_was() -> None:
         pass
 
 
+@pytest.mark.parametrize("new_tokens", [1, 16, 60])
+def test_the_prompt_is_as_long_as_the_model_takes(new_tokens: int) -> None:
+    model = tiny_model("llama")  # takes 64 tokens
+    found = decode_speed(model, random_plan(model), new_tokens=new_tokens, rounds=1)
+    assert found.tokens == 64 - new_tokens
+    wide = tiny_model("llama", max_position_embeddings=4096)
+    assert decode_speed(wide, random_plan(wide), new_tokens=1, rounds=1).tokens == 512
+
+
 @pytest.mark.parametrize(
     "counts",
-    [{"tokens": 0}, {"new_tokens": 0}, {"rounds": 0}, {"tokens": 60, "new_tokens": 5}],
+    [
+        {"tokens": 0},
+        {"new_tokens": 0},
+        {"rounds": 0},
+        {"tokens": 60, "new_tokens": 5},
+        {"new_tokens": 64},
+    ],
 )
 def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
     model = tiny_model("llama")  # takes 64 tokens
