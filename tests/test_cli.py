@@ -212,6 +212,17 @@ def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     assert not out.exists()
 
 
+def test_ranks_are_multiples_where_that_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
+    out = tmp_path / "plan"
+    arguments = ("--model", MODEL, "--recipe", "eigen-attention", "--ranks", "sequential", *FEW)
+    asked = ("--ratio", "0.6", "--rank-multiple", "8", "--context", "300", "--out", str(out))
+    assert run(capsys, monkeypatch, "compress", *arguments, *asked)[0] == 0
+    plan = CompressionPlan.load(out)
+    assert {basis.rank % 8 for layer in plan.layers for basis in (layer.key, layer.value)} == {0}
+    assert plan.provenance.recipe["ranks"]["multiple"] == 8
+    assert plan.provenance.context == 300
+
+
 def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> None:
     ask = ("compress", "--model", MODEL, "--recipe", "eigen-attention", *FEW)
     ask = (*ask, "--work", tmp_path / "work", "--bits", 4, "--threads", torch.get_num_threads())

@@ -78,7 +78,7 @@ def test_every_block_runs_or_says_why_not(folder, capsys, monkeypatch):
         ran.append(code.splitlines()[0])
     assert len(ran) >= 6
     assert (folder / "report.html").stat().st_size > 1_000_000
-    assert CompressionPlan.load("fast-plan").ratio <= 0.5
+    assert CompressionPlan.load("quick-plan").ratio <= 0.5
 
 
 def test_generating_with_half_the_cache(folder, capsys):

@@ -23,7 +23,7 @@ from manifoldkv.ranks.surfaces import (
 )
 from manifoldkv.runs.progress import follow
 
-logger = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 
 @register_rank_rule("sequential")
@@ -83,7 +83,7 @@ def sequential_ranks(
         rising = surface.rising_steps()
         if rising:
             index = len(surfaces)
-            logger.warning("layer %d: %d steps to a larger rank raise the error", index, rising)
+            LOG.warning("layer %d: %d steps to a larger rank raise the error", index, rising)
         surfaces.append(surface)
         selection.select(surface)
 
