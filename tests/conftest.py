@@ -1,9 +1,47 @@
-"""One thread, no network: tests give the same results everywhere."""
+"""One thread a process, no network: tests give the same results everywhere.
+
+Processes run side by side (pytest-xdist), a file each; two threads in each would starve each other.
+"""
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
+import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("quick", max_examples=50, deadline=None)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        help="also tests that start clusters, browsers, builds or runs to kill, and six times as "
+        "many examples of every property",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("--slow") else "quick")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in slow]
+    config.hook.pytest_deselected(items=slow)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not config.getoption("--slow"):
+        terminalreporter.write_line(
+            "left out: clusters, browsers, builds, runs to kill, and five examples of six "
+            "(pytest --slow)"
+        )

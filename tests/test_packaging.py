@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "studies" / "reference_models" / "reference-llama"
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel and a sdist, made from a copy so that nothing is left behind."""

@@ -24,7 +24,7 @@ from tests.families import tiny_model, tiny_tokens
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Ray's own
 RECIPE = Recipe("layer-output", "riemannian-adam", "shared", 1)
 
 

@@ -116,17 +116,20 @@ def hover(browser, chart: str) -> str:
     return browser.find_element(By.CSS_SELECTOR, f"#{chart} .hovertext").text
 
 
+@pytest.mark.slow
 def test_it_renders_without_a_complaint(opened) -> None:
     assert opened.get_log("browser") == []
     assert opened.title == f"Compressed cache of {ATTACK}"
 
 
+@pytest.mark.slow
 def test_hovering_shows_values(opened) -> None:
     assert re.fullmatch(r"layer 1: 0\.\d{4}", hover(opened, "errors"))
     assert re.fullmatch(r"layer \d: (key|value) rank [46]", hover(opened, "ranks"))
     assert re.fullmatch(r"keys \d, values \d: \d\.\d{4}", hover(opened, "surface"))
 
 
+@pytest.mark.slow
 def test_another_layer_can_be_chosen(opened) -> None:
     from selenium.webdriver.common.by import By
 
@@ -137,6 +140,7 @@ def test_another_layer_can_be_chosen(opened) -> None:
     wait_for(opened, f"{shown}.toString() === 'false,false,false,false,true,true'")
 
 
+@pytest.mark.slow
 def test_a_phone_scrolls_in_one_direction(opened) -> None:
     metrics = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -146,6 +150,7 @@ def test_a_phone_scrolls_in_one_direction(opened) -> None:
     opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_it_prints_on_paper(opened) -> None:
     printed = opened.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
     assert len(printed["data"]) > 50_000

@@ -46,6 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert run_process(print) == 0  # the first one waits for imports
     began = time.monotonic()

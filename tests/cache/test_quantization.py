@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import Quantization
@@ -18,7 +18,6 @@ from manifoldkv.cache.storage import Store
 BITS = (8, 4, 3, 2)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(BITS), st.integers(1, 70), st.integers(0, 2**32 - 1))
 def test_packing_loses_nothing_and_takes_the_bytes_it_says(
     bits: int, features: int, seed: int
@@ -102,7 +101,6 @@ def test_constant_latents_are_exact() -> None:
     assert torch.equal(latents_of(store), torch.full((1, 1, 3, 5), 0.5))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=8), st.integers(1, 9), st.integers(0, 11))
 def test_the_newest_tokens_stay_exact(appended: list[int], run: int, residual: int) -> None:
     quantization = Quantization(2, "kivi", group_size=run, residual=residual)
@@ -121,7 +119,6 @@ def test_the_newest_tokens_stay_exact(appended: list[int], run: int, residual: i
     assert len(store) == tokens == sum(appended)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 9), st.integers(0, 11))
 def test_within_a_piece_as_many_tokens_are_rounded_as_at_its_end(
     before: int, count: int, run: int, residual: int

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import CacheError, Quantization, compressed
@@ -14,7 +14,6 @@ def numbered(start: int, stop: int) -> torch.Tensor:
 
 
 class TestGrowingTensor:
-    @settings(deadline=None)
     @given(st.lists(st.tuples(st.sampled_from("afl"), st.integers(1, 300)), max_size=30))
     def test_it_is_a_list_of_tokens(self, operations: list[tuple[str, int]]) -> None:
         tensor, expected, next_token = GrowingTensor(), [], 0

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import RankError
@@ -59,7 +59,6 @@ def feasible(found: list[ErrorSurface], budget: Budget) -> bool:
 
 
 class TestSelection:
-    @settings(deadline=None)
     @given(problems())
     def test_the_budget_is_kept_and_every_share_is_at_least_the_ratio(
         self, problem: tuple[list[ErrorSurface], Budget]
@@ -102,7 +101,6 @@ class TestSelection:
 
 
 class TestAllocate:
-    @settings(deadline=None, max_examples=200)
     @given(problems())
     def test_it_is_the_best_of_all_allocations(
         self, problem: tuple[list[ErrorSurface], Budget]
@@ -122,7 +120,6 @@ class TestAllocate:
         )
         assert total_error(found, ranks) == pytest.approx(best, abs=1e-12)
 
-    @settings(deadline=None)
     @given(problems(layers=3), st.floats(0, 0.5))
     def test_more_budget_is_never_worse(
         self, problem: tuple[list[ErrorSurface], Budget], more: float
