@@ -49,9 +49,12 @@ def quantize(
     rotation : {"hadamard", "pca", "none"}
         ``"hadamard"`` spreads every direction evenly over all numbers of a latent (a random
         orthogonal matrix where the size is no power of two), ``"pca"`` sorts directions by
-        variance, ``"none"`` leaves them as the solver found them. The default loses least in the
-        static layout on most models and widths (``studies/compare_quantization.py``); KIVI's layout
-        hardly minds.
+        variance, ``"none"`` leaves them as the solver found them. With the same ranks in every
+        layer, the default loses least at 4 bits of the static layout, on both reference models with
+        bases of EigenAttention and of the paper's objective, and at 3 bits on three of these four;
+        at 2 bits none is best throughout, and 8 bits and KIVI's layout hardly mind
+        (``studies/compare_quantization.py``). It is no law: on the paper's plan for reference-llama,
+        with sequential ranks, ``"none"`` loses least (``figures/quantization_llama.png``).
 
     Raises
     ------
