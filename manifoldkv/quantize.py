@@ -53,8 +53,9 @@ def quantize(
         layer, the default loses least at 4 bits of the static layout, on both reference models with
         bases of EigenAttention and of the paper's objective, and at 3 bits on three of these four;
         at 2 bits none is best throughout, and 8 bits and KIVI's layout hardly mind
-        (``studies/compare_quantization.py``). It is no law: on the paper's plan for reference-llama,
-        with sequential ranks, ``"none"`` loses least (``figures/quantization_llama.png``).
+        (``studies/compare_quantization.py``). It is no law: on the paper's plan of
+        sequential ranks for reference-llama ``"none"`` loses least
+        (``figures/quantization_llama.png``).
 
     Raises
     ------
