@@ -1,6 +1,5 @@
 """manifoldkv: low-rank bases for the key-value cache of language models."""
 
-from manifoldkv.activations import Batch, LayerActivations, capture
 from manifoldkv.basis import (
     Basis,
     HeadGrouping,
@@ -10,8 +9,6 @@ from manifoldkv.basis import (
     rank_from_ratio,
 )
 from manifoldkv.cache import CompressedCache, compressed
-from manifoldkv.calibration import TextSource, open_text, sample_tokens
-from manifoldkv.compress import CompressionConfig, compress, ratio_from_bytes
 from manifoldkv.diagnostics import LayerErrors, diagnose, layer_errors
 from manifoldkv.errors import (
     CacheError,
@@ -28,8 +25,10 @@ from manifoldkv.errors import (
     UnsolvableError,
     UnsupportedModelError,
 )
-from manifoldkv.loading import load_model
-from manifoldkv.models import check_supported
+from manifoldkv.layers.activations import Batch, LayerActivations
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.loading import load_model
+from manifoldkv.models.support import check_supported
 from manifoldkv.objectives import (
     KQSVD,
     KSVD,
@@ -40,8 +39,15 @@ from manifoldkv.objectives import (
     Problem,
     register_objective,
 )
-from manifoldkv.plan import CompressionPlan, LayerPlan, Provenance, Quantization
-from manifoldkv.quantize import quantize
+from manifoldkv.pipeline.compress import compress, ratio_from_bytes
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.recipes import RECIPES, Recipe
+from manifoldkv.pipeline.rounding import quantize
+from manifoldkv.pipeline.tune import tune
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.quantization import Quantization
 from manifoldkv.ranks import (
     RANK_RULES,
     GivenRanks,
@@ -52,7 +58,6 @@ from manifoldkv.ranks import (
     Uniform,
     register_rank_rule,
 )
-from manifoldkv.recipes import RECIPES, Recipe
 from manifoldkv.runs.executors import Executor, LocalExecutor, RayExecutor
 from manifoldkv.solvers import (
     SOLVERS,
@@ -63,7 +68,8 @@ from manifoldkv.solvers import (
     Solver,
     register_solver,
 )
-from manifoldkv.tuning import tune
+from manifoldkv.text.sources import TextSource, open_text
+from manifoldkv.text.tokens import sample_tokens
 
 __all__ = [
     "KQSVD",

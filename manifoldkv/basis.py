@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from manifoldkv.errors import RankError
+
+Site = Literal["key", "value"]
+"""What a basis projects."""
+Rotary = Literal["pre", "post"]
+"""Whether keys are projected before rotation or after it."""
 
 ORTHONORMAL_TOLERANCE = 1e-4
 """Largest entry of PᵀP - I up to which a float32 basis counts as orthonormal."""

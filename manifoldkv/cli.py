@@ -18,36 +18,32 @@ import torch
 import typer
 from transformers.utils.logging import disable_progress_bar
 
-from manifoldkv.activations import Rotary, capture
+from manifoldkv.basis import Rotary
 from manifoldkv.cache import compressed
-from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.calibration import (
-    LENGTH,
-    check_length,
-    checked_tokens,
-    open_text,
-    positions,
-    sample_tokens,
-)
-from manifoldkv.compress import CompressionConfig
-from manifoldkv.compress import compress as find_plan
 from manifoldkv.diagnostics import diagnose as measure_layers
 from manifoldkv.errors import ExecutorError, ManifoldKVError, OutputError, TextError
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.evaluation.speed import PROMPT, decode_speed
-from manifoldkv.forecast import Forecast, forecast
-from manifoldkv.loading import load_model
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.loading import load_model
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.output import check_writable
-from manifoldkv.plan import BITS, CompressionPlan, Quantization
+from manifoldkv.pipeline.compress import compress as find_plan
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.estimate import Forecast, forecast
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES, recipe_named
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.quantization import BITS, Quantization
 from manifoldkv.ranks import RANK_RULES, RankRule
-from manifoldkv.recipes import DEFAULT_RECIPE, RECIPES, recipe_named
 from manifoldkv.registry import Registry
-from manifoldkv.report import template, write_report
+from manifoldkv.reports.plan import template, write_report
+from manifoldkv.reports.study import write_study_report
 from manifoldkv.runs.executors import RayExecutor, set_threads
+from manifoldkv.runs.files import check_writable
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.solvers.base import check_seed
-from manifoldkv.study_report import write_study_report
+from manifoldkv.text.sources import HELP as TEXT_HELP
+from manifoldkv.text.sources import open_text
+from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
 
 LOG = logging.getLogger(__name__)
 

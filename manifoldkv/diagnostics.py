@@ -9,9 +9,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary
-from manifoldkv.basis import Basis
-from manifoldkv.decoder import attention_output, layer_output
+from manifoldkv.basis import Basis, Rotary
+from manifoldkv.layers.activations import Batch, LayerActivations
+from manifoldkv.layers.decoder import attention_output, layer_output
 
 
 @dataclass(frozen=True)

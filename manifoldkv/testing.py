@@ -27,10 +27,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping, identity_basis, orthonormal_basis
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, identity_basis, orthonormal_basis
 from manifoldkv.errors import DivergenceError, RankError, UnsolvableError
-from manifoldkv.models import sliding_windows
+from manifoldkv.layers.activations import Batch, LayerActivations
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.support import sliding_windows
 from manifoldkv.objectives import KSVD, OBJECTIVES, Objective, Problem
 from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule
 from manifoldkv.ranks.base import CandidateRanks

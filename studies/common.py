@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
-from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.loading import check_device
-from manifoldkv.output import check_writable
+from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
+from manifoldkv.runs.files import check_writable
+from manifoldkv.text.sources import HELP as TEXT_HELP
 
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "figures"

@@ -27,12 +27,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.activations import LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping, parse_grouping, rank_from_ratio
-from manifoldkv.calibration import HELP as TEXT_HELP
-from manifoldkv.calibration import open_text, sample_tokens
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, parse_grouping, rank_from_ratio
 from manifoldkv.diagnostics import layer_errors
-from manifoldkv.docstrings import Split
 from manifoldkv.errors import ManifoldKVError, RankError, UnsolvableError
 from manifoldkv.figures import (
     error_against_rank,
@@ -40,11 +36,17 @@ from manifoldkv.figures import (
     errors_per_layer,
     save_figure,
 )
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
 from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.docstrings import Split
+from manifoldkv.text.sources import HELP as TEXT_HELP
+from manifoldkv.text.sources import open_text
+from manifoldkv.text.tokens import sample_tokens
 
 SITES = ("key", "value", "both")
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from manifoldkv import RECIPES, Quantization, Uniform, compress, quantize
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
-from manifoldkv.plan import LAYOUTS
-from manifoldkv.quantize import ROTATIONS
+from manifoldkv.pipeline.rounding import ROTATIONS
+from manifoldkv.plan.quantization import LAYOUTS
 from manifoldkv.runs.checkpoints import digest_of_tokens
 
 BITS = (8, 4, 3, 2)

@@ -50,14 +50,14 @@ from manifoldkv import (
     Quantization,
     compressed,
 )
-from manifoldkv.activations import Rotary
-from manifoldkv.attention import AttentionSettings
+from manifoldkv.basis import Rotary
 from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, rotate_halves
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure
-from manifoldkv.fingerprint import fingerprint
-from manifoldkv.plan import config_hash
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.interface import AttentionSettings
+from manifoldkv.plan.plan import config_hash
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS, HIDDEN, MLP, VOCABULARY = 4, 1024, 2816, 4096

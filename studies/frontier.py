@@ -44,7 +44,7 @@ from manifoldkv import (
 )
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
 

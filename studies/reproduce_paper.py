@@ -57,15 +57,15 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv import figures as draw
-from manifoldkv.docstrings import Split
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
 from manifoldkv.figures import save_figure
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.quantize import Rotation
+from manifoldkv.pipeline.rounding import Rotation
 from manifoldkv.ranks import PAPER_CANDIDATES, Ranks
 from manifoldkv.ranks.threshold import threshold_search
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"

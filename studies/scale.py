@@ -55,12 +55,13 @@ from manifoldkv import (
     RiemannianAdam,
     capture,
 )
-from manifoldkv.activations import LayerActivations, Site
+from manifoldkv.basis import Site
 from manifoldkv.figures import save_figure
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.objectives.gram import GramObjective
-from manifoldkv.offloading import load_offloaded
-from manifoldkv.output import check_writable
 from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.files import check_writable
 
 VOCABULARY = 1024
 """Of the small models; the real one's embeddings are added by arithmetic."""

@@ -48,9 +48,9 @@ from manifoldkv import (
     layer_errors,
     rank_from_ratio,
 )
-from manifoldkv.activations import Site
+from manifoldkv.basis import Site
 from manifoldkv.figures import COLOURS, legend_below, save_figure
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 
 SITES: tuple[Site, ...] = ("key", "value")

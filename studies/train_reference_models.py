@@ -38,9 +38,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from manifoldkv.docstrings import read_docstrings, read_pydoc_topics
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.docstrings import read_docstrings, read_pydoc_topics
 
 HERE = Path(__file__).parent
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -305,8 +305,8 @@ def model_card(arguments: argparse.Namespace, card: dict[str, Any]) -> str:
     name, tokens, seed = arguments.architecture, card["tokens"], card["seed"]
     command = shlex.join(["python", "studies/train_reference_models.py", *sys.argv[1:]])
     facts = {
-        "data": "docstrings of installed Python packages (`manifoldkv.docstrings`, calibration "
-        f"split), {card['corpus']:,} tokens",
+        "data": "docstrings of installed Python packages (`manifoldkv.text.docstrings`, "
+        f"calibration split), {card['corpus']:,} tokens",
         "tokens seen": f"{tokens:,}",
         "seed": seed,
         "perplexity, held-out docstrings": f"{card['held_out']:.2f}",

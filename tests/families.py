@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import LayerActivations, capture
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
 
 COMMON = {
     "vocab_size": 64,

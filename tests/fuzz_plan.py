@@ -16,7 +16,8 @@ import atheris
 
 with atheris.instrument_imports(include=["manifoldkv"]):
     from manifoldkv import CompressionPlan, PlanError
-    from manifoldkv.plan import DESCRIPTION, TENSORS
+    from manifoldkv.plan.files import TENSORS
+    from manifoldkv.plan.plan import DESCRIPTION
 
 from tests.families import tiny_model
 from tests.plans import random_plan

@@ -17,9 +17,9 @@ from manifoldkv import (
     Provenance,
     Quantization,
 )
-from manifoldkv.fingerprint import fingerprint
-from manifoldkv.models import attention_of, decoder_layers, modeling_module, sliding_windows
-from manifoldkv.plan import config_hash
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
+from manifoldkv.plan.plan import config_hash
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)

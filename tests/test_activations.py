@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 
-from manifoldkv import activations as activations_module
-from manifoldkv.activations import Batch, capture
-from manifoldkv.decoder import whole
 from manifoldkv.errors import UnsupportedModelError
-from manifoldkv.models import decoder_layers
+from manifoldkv.layers import activations as activations_module
+from manifoldkv.layers.activations import Batch
+from manifoldkv.layers.capture import capture
+from manifoldkv.layers.decoder import whole
+from manifoldkv.models.support import decoder_layers
 from tests.families import (
     COMMON,
     FAMILIES,

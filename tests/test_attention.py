@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from manifoldkv.attention import (
+from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.models.interface import (
     NAME,
     AttentionSettings,
     attend,
     attention_weights,
     intercepted,
 )
-from manifoldkv.errors import UnsupportedModelError
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 
 QUERY_HEADS, ROWS, TOKENS, HEAD_DIM, VALUE_DIM = 4, 3, 6, 8, 5

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from manifoldkv import Quantization, calibration, capture, compress, quantize, tune
-from manifoldkv.calibration import TextSource, open_text, sample_tokens
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation import perplexity
+from manifoldkv.text.sources import TextSource, open_text
+from manifoldkv.text.tokens import sample_tokens
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 

@@ -36,10 +36,10 @@ from manifoldkv import (
     quantize,
     tune,
 )
-from manifoldkv.bases import BasisFinder
-from manifoldkv.decoder import compressed_output
+from manifoldkv.layers.decoder import compressed_output
+from manifoldkv.models.projected import divergence, log_probabilities
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.projection import divergence, log_probabilities
+from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.ranks import PAPER_CANDIDATES, candidate_ranks
 from tests.families import tiny_model, tiny_tokens
 
@@ -167,8 +167,8 @@ class TestText:
     def test_a_text_is_read_with_the_models_own_tokenizer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.calibration"), "SEQUENCES", 2)
-        monkeypatch.setattr(import_module("manifoldkv.calibration"), "LENGTH", 32)
+        monkeypatch.setattr(import_module("manifoldkv.text.tokens"), "SEQUENCES", 2)
+        monkeypatch.setattr(import_module("manifoldkv.text.tokens"), "LENGTH", 32)
         model, _ = load_model("studies/reference_models/reference-llama")
         plan = compress(model, "pydoc-topics", recipe="eigen-attention")
         found = plan.provenance
@@ -207,7 +207,7 @@ class TestRefusedBeforeAnyWork:
 
     def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The name of the function hides that of its module.
-        monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
         with pytest.raises(PlanError, match="sliding window"):
             compress(
                 tiny_model("mistral"),
@@ -310,7 +310,7 @@ class TestRankRules:
     def test_an_infeasible_ratio_is_refused_before_any_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
         with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.125"):
             compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, recipe="best")
 
@@ -402,7 +402,7 @@ class TestRecent:
         assert lost(tuned) < 0.9 * lost(start)
 
     def test_kivi_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.bases"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
         with pytest.raises(PlanError, match="use the static layout"):
             compress(
                 tiny_model("llama"),

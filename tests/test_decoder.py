@@ -5,15 +5,14 @@ import math
 import pytest
 import torch
 
-from manifoldkv.activations import Batch
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.decoder import (
+from manifoldkv.layers.activations import Batch, select_rows
+from manifoldkv.layers.decoder import (
     attention_output,
     layer_output,
     mixed_values,
     project_mixed_values,
     select_head_rows,
-    select_rows,
     whole,
 )
 from manifoldkv.testing import random_basis

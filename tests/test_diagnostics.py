@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from manifoldkv.basis import HeadGrouping
-from manifoldkv.decoder import attention_output, layer_output
 from manifoldkv.diagnostics import diagnose, layer_errors
+from manifoldkv.layers.decoder import attention_output, layer_output
 from manifoldkv.testing import HEAD_DIM, random_basis, tiny_activations
 
 

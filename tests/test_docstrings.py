@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import docstrings
-from manifoldkv.docstrings import (
+from manifoldkv.text import docstrings
+from manifoldkv.text.docstrings import (
     MINIMUM_CHARACTERS,
     read_docstrings,
     read_pydoc_topics,

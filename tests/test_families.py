@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import LayerActivations, UnsupportedModelError, capture, compress, compressed
-from manifoldkv.compress import sliding_windows
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
 

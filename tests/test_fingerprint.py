@@ -21,9 +21,9 @@ from manifoldkv import (
     quantize,
     tune,
 )
-from manifoldkv.fingerprint import SIDE, fingerprint
-from manifoldkv.models import decoder_layers
-from manifoldkv.offloading import LayerWeights, load_offloaded
+from manifoldkv.models.fingerprint import SIDE, fingerprint
+from manifoldkv.models.offloading import LayerWeights, load_offloaded
+from manifoldkv.models.support import decoder_layers
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
 

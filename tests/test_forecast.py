@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from manifoldkv import RANK_RULES, RECIPES, RankError, Recipe, UnknownNameError, UnsolvableError
-from manifoldkv.forecast import forecast
-from manifoldkv.offloading import load_offloaded
+from manifoldkv.models.offloading import load_offloaded
+from manifoldkv.pipeline.estimate import forecast
 from tests.families import tiny_model, tiny_tokens
 
 

@@ -24,8 +24,9 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.plan import DESCRIPTION, TENSORS
-from manifoldkv.quantize import quantize
+from manifoldkv.pipeline.rounding import quantize
+from manifoldkv.plan.files import TENSORS
+from manifoldkv.plan.plan import DESCRIPTION
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 

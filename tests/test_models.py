@@ -20,8 +20,8 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from manifoldkv.errors import ModelError, UnsupportedModelError
-from manifoldkv.loading import load_model
-from manifoldkv.models import attention_of, check_supported, decoder_layers
+from manifoldkv.models.loading import load_model
+from manifoldkv.models.support import attention_of, check_supported, decoder_layers
 from tests.families import FAMILIES, tiny_model
 
 

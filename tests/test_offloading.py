@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import RECIPES, CacheError, ModelError, compress, compressed, load_model
-from manifoldkv.models import decoder_layers
-from manifoldkv.offloading import device_of, load_offloaded, named_weights, resident
+from manifoldkv.models.offloading import device_of, load_offloaded, named_weights, resident
+from manifoldkv.models.support import decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan

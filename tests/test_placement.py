@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from manifoldkv import RECIPES, OutputError, compress, placement
-from manifoldkv.activations import capture
-from manifoldkv.placement import Placement
+from manifoldkv.layers.capture import capture
+from manifoldkv.layers.placement import Placement
 from tests.families import tiny_model, tiny_tokens
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manifoldkv import Basis, CompressionPlan, LayerPlan, OutputError, PlanError, Quantization
-from manifoldkv.plan import config_hash
+from manifoldkv.plan.plan import config_hash
 from tests.families import tiny_model
 from tests.plans import random_plan
 

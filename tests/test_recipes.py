@@ -17,8 +17,8 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.cli import app
+from manifoldkv.pipeline.recipes import recipe_named
 from manifoldkv.ranks import PAPER_CANDIDATES
-from manifoldkv.recipes import recipe_named
 from tests.families import tiny_model, tiny_tokens
 
 

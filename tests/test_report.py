@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
-from manifoldkv.report import write_report
+from manifoldkv.reports.plan import write_report
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, OutputError, Recipe, RiemannianAdam, compress
-from manifoldkv.output import only_run
+from manifoldkv.runs.files import only_run
 from tests.families import tiny_model, tiny_tokens
 
 RECIPE = Recipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
@@ -204,7 +204,7 @@ def test_the_number_of_threads_is_set_though_nothing_is_solved(
 ) -> None:
     """MKL sums otherwise where nobody has set it, and a tuned plan would get other bytes."""
     events: list[object] = []
-    compress_module = import_module("manifoldkv.compress")
+    compress_module = import_module("manifoldkv.pipeline.compress")
     tune = compress_module.tune
     monkeypatch.setattr(torch, "set_num_threads", events.append)
     monkeypatch.setattr(
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = import_module("manifoldkv.output")
+    output = import_module("manifoldkv.runs.files")
     sync, calls = output.os.fsync, []
 
     def full(descriptor: int) -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from manifoldkv import OutputError
-from manifoldkv.study_report import write_study_report
+from manifoldkv.reports.study import write_study_report
 
 FIGURES = Path(__file__).parents[1] / "figures"
 STUDIES = [path.parent for path in sorted(FIGURES.rglob("summary.md"))]

@@ -15,11 +15,11 @@ from manifoldkv import (
     sample_tokens,
     tune,
 )
-from manifoldkv.models import decoder_layers
-from manifoldkv.plan import config_hash
-from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.models.projected import divergence, log_probabilities, projected
+from manifoldkv.models.support import decoder_layers
+from manifoldkv.pipeline.tune import MovingBases
+from manifoldkv.plan.plan import config_hash
 from manifoldkv.runs.checkpoints import Checkpoints
-from manifoldkv.tuning import MovingBases
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from manifoldkv.attention import AttentionSettings
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles, working_dtype
+from manifoldkv.models.interface import AttentionSettings
 
 NUMBERS_AT_A_TIME = 1 << 19
 """Numbers of expanded keys, or of latents made floating-point again, held at a time: they should

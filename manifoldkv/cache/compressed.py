@@ -16,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
 
-from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
 from manifoldkv.cache.attention import (
     Angles,
     CachedAttention,
@@ -40,7 +39,9 @@ from manifoldkv.cache.hooks import (
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
-from manifoldkv.models import (
+from manifoldkv.models.interface import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.models.offloading import device_of, is_offloaded
+from manifoldkv.models.support import (
     attention_of,
     check_supported,
     decoder_layers,
@@ -49,8 +50,7 @@ from manifoldkv.models import (
     uncompiled,
     unwrapped,
 )
-from manifoldkv.offloading import device_of, is_offloaded
-from manifoldkv.plan import CompressionPlan
+from manifoldkv.plan.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
 

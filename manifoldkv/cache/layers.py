@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from manifoldkv.basis import Basis
-from manifoldkv.cache.quantization import (
+from manifoldkv.cache.packed import (
     FeatureRangeStore,
     ResidualStore,
     StaticRangeStore,
@@ -17,7 +17,9 @@ from manifoldkv.cache.quantization import (
 )
 from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store, working_dtype
 from manifoldkv.errors import CacheError
-from manifoldkv.plan import CompressionPlan, LayerPlan, Quantization
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.quantization import Quantization
 
 
 class CompressedLayer(CacheLayerMixin):

@@ -15,8 +15,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.calibration import checked_tokens
-from manifoldkv.plan import CompressionPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.text.tokens import checked_tokens
 
 LOG = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.calibration import positions
 from manifoldkv.errors import TextError
-from manifoldkv.plan import CompressionPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.text.tokens import positions
 
 LOG = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
-from manifoldkv.calibration import TextSource
-from manifoldkv.docstrings import Split
 from manifoldkv.errors import TextError
-from manifoldkv.output import write_whole
-from manifoldkv.plan import CompressionPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.runs.files import write_whole
+from manifoldkv.text.docstrings import Split
+from manifoldkv.text.sources import TextSource
 
 LOCAL_TASKS: dict[str, dict[str, Any]] = {
     "hellaswag": {

@@ -1,12 +1,7 @@
 """Objectives: each states what a good basis keeps."""
 
-from manifoldkv.objectives.base import (
-    OBJECTIVES,
-    Objective,
-    Problem,
-    Site,
-    register_objective,
-)
+from manifoldkv.basis import Site
+from manifoldkv.objectives.base import OBJECTIVES, Objective, Problem, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD

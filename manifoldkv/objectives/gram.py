@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis
-from manifoldkv.objectives.base import Batch, Objective, Problem, Site
+from manifoldkv.basis import Basis, Site
+from manifoldkv.layers.activations import Batch
+from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_form
 
 

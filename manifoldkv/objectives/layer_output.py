@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import Batch
-from manifoldkv.basis import Basis
-from manifoldkv.decoder import (
+from manifoldkv.basis import Basis, Site
+from manifoldkv.layers.activations import Batch
+from manifoldkv.layers.decoder import (
     attention_output,
     layer_output,
     mixed_values,
@@ -18,9 +18,9 @@ from manifoldkv.decoder import (
     select_head_rows,
     whole,
 )
-from manifoldkv.objectives.base import Objective, Problem, Site, register_objective
+from manifoldkv.layers.placement import Placement
+from manifoldkv.objectives.base import Objective, Problem, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
-from manifoldkv.placement import Placement
 
 
 @register_objective("layer-output")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from manifoldkv.errors import RankError
-from manifoldkv.models import cached_tokens
+from manifoldkv.models.support import cached_tokens
 
 CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 """Shares of head_dim that are tried for keys and for values: of 128, nearly all multiples of 16."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import Rotary
-from manifoldkv.projection import Bases, divergence, log_probabilities, projected
+from manifoldkv.basis import Rotary
+from manifoldkv.models.projected import Bases, divergence, log_probabilities, projected
 from manifoldkv.ranks.base import LayerBases, RankProblem
 from manifoldkv.ranks.surfaces import ErrorSurface
 from manifoldkv.runs.executors import Task

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary
-from manifoldkv.basis import Basis, HeadGrouping, identity_basis
-from manifoldkv.decoder import layer_output, mixed_values, project_mixed_values, whole
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
+from manifoldkv.layers.activations import Batch, LayerActivations
+from manifoldkv.layers.decoder import layer_output, mixed_values, project_mixed_values, whole
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import TOLERANCE, Ranks

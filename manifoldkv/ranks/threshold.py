@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations import LayerActivations, Rotary, capture
+from manifoldkv.basis import Rotary
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
 from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.ranks.base import LayerBases, RankProblem, RankRule, Rehearsal, register_rank_rule
 from manifoldkv.ranks.budget import Ranks

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, parse_grouping
 from manifoldkv.errors import ManifoldKVError, OutputError
-from manifoldkv.offloading import named_weights
-from manifoldkv.output import write_whole
+from manifoldkv.models.offloading import named_weights
+from manifoldkv.runs.files import write_whole
 from manifoldkv.runs.source import digest_of_code
 
 DESCRIPTION = "manifoldkv"

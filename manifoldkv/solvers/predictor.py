@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
-from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.layers.activations import Batch
+from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, checked, progress, register_solver
 
 

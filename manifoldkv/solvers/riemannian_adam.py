@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
-from manifoldkv.objectives.base import Batch, Problem
+from manifoldkv.layers.activations import Batch
+from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.solvers.base import (
     Solution,

@@ -18,7 +18,7 @@ from manifoldkv import (
 )
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache.attention import rotate_halves
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 

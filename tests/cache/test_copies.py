@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import CacheError, CompressedCache, CompressionPlan, Quantization, compressed
-from manifoldkv import plan as plan_module
-from manifoldkv.models import attention_of, decoder_layers
+from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.plan import plan as plan_module
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import Quantization
-from manifoldkv.cache.quantization import (
+from manifoldkv.cache.packed import (
     FeatureRangeStore,
     ResidualStore,
     StaticRangeStore,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manifoldkv import CacheError, UnsupportedModelError, capture, compressed
-from manifoldkv.projection import projected
+from manifoldkv.models.projected import projected
 from tests.cache.test_compressed import ROTARIES, assert_equal, reference
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan

@@ -18,7 +18,7 @@ from manifoldkv import (
     compressed,
     diagnose,
 )
-from manifoldkv.models import attention_of, decoder_layers, linear_weight, unwrapped
+from manifoldkv.models.support import attention_of, decoder_layers, linear_weight, unwrapped
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan

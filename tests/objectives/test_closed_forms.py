@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from manifoldkv.activations import Site
-from manifoldkv.basis import HeadGrouping
+from manifoldkv.basis import HeadGrouping, Site
 from manifoldkv.errors import RankError, UnsolvableError
+from manifoldkv.layers.placement import Placement
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
-from manifoldkv.placement import Placement
 from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 
 RANK = 3

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import RankError, Recipe, compress, compressed, ratio_from_bytes
-from manifoldkv.models import cached_tokens
+from manifoldkv.models.support import cached_tokens
 from manifoldkv.ranks import CANDIDATES, PAPER_CANDIDATES, Budget, Uniform, candidate_ranks
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, HeadGrouping, LayerPlan, capture, compressed, layer_errors
-from manifoldkv.decoder import compressed_output
-from manifoldkv.fingerprint import fingerprint
-from manifoldkv.models import sliding_windows
-from manifoldkv.plan import config_hash
-from manifoldkv.projection import divergence
+from manifoldkv.layers.decoder import compressed_output
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.projected import divergence
+from manifoldkv.models.support import sliding_windows
+from manifoldkv.plan.plan import config_hash
 from manifoldkv.ranks import Budget, LayerBases, RankProblem
 from manifoldkv.ranks.divergences import divergences
 from manifoldkv.ranks.sequential import sequential_ranks

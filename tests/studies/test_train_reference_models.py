@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manifoldkv.calibration import open_text, sample_tokens
-from manifoldkv.docstrings import split_of
-from manifoldkv.loading import load_model
+from manifoldkv.models.loading import load_model
+from manifoldkv.text.docstrings import split_of
+from manifoldkv.text.sources import open_text
+from manifoldkv.text.tokens import sample_tokens
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "studies" / "train_reference_models.py"

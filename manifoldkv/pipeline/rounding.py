@@ -11,14 +11,17 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import capture
 from manifoldkv.basis import Basis, fix_signs
-from manifoldkv.cache.quantization import group_ranges
-from manifoldkv.calibration import TextSource, calibration_tokens
+from manifoldkv.cache.packed import group_ranges
 from manifoldkv.errors import PlanError, UnknownNameError
-from manifoldkv.models import unwrapped
-from manifoldkv.plan import CompressionPlan, Quantization, plain
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.support import unwrapped
+from manifoldkv.plan.layer import plain
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.quantization import Quantization
 from manifoldkv.runs.progress import follow
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 

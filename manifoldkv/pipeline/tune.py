@@ -18,15 +18,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis
-from manifoldkv.calibration import TextSource, calibration_tokens
 from manifoldkv.errors import DivergenceError, PlanError
-from manifoldkv.models import decoder_layers, unwrapped
-from manifoldkv.offloading import resident
-from manifoldkv.plan import CompressionPlan, plain
-from manifoldkv.projection import divergence, log_probabilities, projected
+from manifoldkv.models.offloading import resident
+from manifoldkv.models.projected import divergence, log_probabilities, projected
+from manifoldkv.models.support import decoder_layers, unwrapped
+from manifoldkv.plan.layer import plain
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
 from manifoldkv.solvers.base import check_seed, random_sequences
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations import Batch, LayerActivations, Rotary, call_layer, select_rows
-from manifoldkv.attention import attend, attention_weights
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.models import attention_of
+from manifoldkv.basis import Basis, HeadGrouping, Rotary
+from manifoldkv.layers.activations import Batch, LayerActivations, select_rows
+from manifoldkv.layers.call import call_layer
+from manifoldkv.models.interface import attend, attention_weights
+from manifoldkv.models.support import attention_of
 
 
 def whole(activations: LayerActivations) -> Batch:

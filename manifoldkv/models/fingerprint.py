@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import ModelError
-from manifoldkv.models import attention_of, decoder_layers, is_linear, linear_weight
-from manifoldkv.offloading import weight_of
+from manifoldkv.models.offloading import weight_of
+from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
 SIDE = 8
 """Elements are taken where so many rows of a matrix cross so many columns."""

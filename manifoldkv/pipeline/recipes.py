@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from manifoldkv.activations import Site
-from manifoldkv.basis import parse_grouping
+from manifoldkv.basis import Site, parse_grouping
 from manifoldkv.errors import RankError, UnknownNameError
 from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
 from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform

@@ -15,7 +15,7 @@ from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from manifoldkv.models import decoder_layers
+from manifoldkv.models.support import decoder_layers
 
 _ATTRIBUTE = "manifoldkv_weights"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan import Quantization
+from manifoldkv.plan.quantization import Quantization
 
 _IN_A_PACK = {8: 1, 4: 2, 2: 4, 3: 8}
 """Numbers in the smallest pack of whole bytes."""

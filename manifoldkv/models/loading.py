@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from manifoldkv.calibration import read_tokenizer
 from manifoldkv.errors import ModelError, TextError
-from manifoldkv.models import check_supported
-from manifoldkv.offloading import load_offloaded
+from manifoldkv.models.offloading import load_offloaded
+from manifoldkv.models.support import check_supported
+from manifoldkv.text.tokens import read_tokenizer
 
 LOG = logging.getLogger(__name__)
 

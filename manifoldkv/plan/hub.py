@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from manifoldkv.errors import OutputError, PlanError
-from manifoldkv.output import write_whole
+from manifoldkv.runs.files import write_whole
 
 CARD = "README.md"
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import Rotary
-from manifoldkv.attention import Attend, AttentionSettings, attend, intercepted
-from manifoldkv.basis import Basis
-from manifoldkv.models import (
+from manifoldkv.basis import Basis, Rotary
+from manifoldkv.models.interface import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.models.support import (
     attention_of,
     check_supported,
     check_without_dropout,

@@ -10,12 +10,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import LayerActivations, Rotary, Site, capture
-from manifoldkv.basis import Basis, HeadGrouping, identity_basis
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, identity_basis
 from manifoldkv.errors import UnsolvableError
-from manifoldkv.plan import plain
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
+from manifoldkv.pipeline.recipes import Recipe
+from manifoldkv.plan.layer import plain
 from manifoldkv.ranks.base import CandidateRanks, LayerBases
-from manifoldkv.recipes import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, Task
 

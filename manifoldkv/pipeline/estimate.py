@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import LayerActivations, capture
-from manifoldkv.bases import SITES
 from manifoldkv.basis import HeadGrouping
-from manifoldkv.calibration import TextSource
-from manifoldkv.compress import CompressionConfig, PreparedRun, prepare
-from manifoldkv.models import decoder_layers, unwrapped
-from manifoldkv.offloading import is_offloaded
-from manifoldkv.projection import log_probabilities
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.offloading import is_offloaded
+from manifoldkv.models.projected import log_probabilities
+from manifoldkv.models.support import decoder_layers, unwrapped
+from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.solve import SITES
+from manifoldkv.pipeline.tune import SEQUENCES_PER_STEP
 from manifoldkv.ranks import Rehearsal
 from manifoldkv.solvers import ClosedForm
-from manifoldkv.tuning import SEQUENCES_PER_STEP
+from manifoldkv.text.sources import TextSource
 
 LOG = logging.getLogger(__name__)
 

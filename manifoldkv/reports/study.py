@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from manifoldkv.errors import OutputError
-from manifoldkv.output import write_whole
-from manifoldkv.report import template
+from manifoldkv.reports.plan import template
+from manifoldkv.runs.files import write_whole
 
 SUMMARIES = ("summary.md", "README.md")
 MOST_ROWS = 500

@@ -11,22 +11,24 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import LayerActivations, capture
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.errors import OutputError
 from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.layers.activations import LayerActivations
+from manifoldkv.layers.capture import capture
 from manifoldkv.objectives import EigenAttention
-from manifoldkv.output import write_whole
-from manifoldkv.plan import CompressionPlan, LayerPlan
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import candidate_ranks
 from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
+from manifoldkv.runs.files import write_whole
 
 LOG = logging.getLogger(__name__)
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).parent
 KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
 
 

@@ -1,0 +1,1 @@
+"""What one decoder layer sees, and what it computes of it."""

@@ -1,0 +1,1 @@
+"""What a transformers model is asked for: support, loading, attention, weights."""

@@ -1,0 +1,1 @@
+"""From a model and a text to a plan."""

@@ -1,0 +1,233 @@
+"""The files of a plan: safetensors and JSON, of which nothing is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from manifoldkv.basis import (
+    Basis,
+    HeadGrouping,
+    Rotary,
+    Site,
+)
+from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.plan.layer import LayerPlan, check_basis, parts
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.quantization import Quantization
+from manifoldkv.runs.files import write_whole
+
+FORMAT = 3
+TENSORS = "plan.safetensors"
+DESCRIPTION = "plan.json"
+LARGEST_INTEGER = 1 << 20
+"""No number of heads, of tokens or of features in a plan's description is larger."""
+
+
+class PlanContents(NamedTuple):
+    """The fields of a `CompressionPlan`."""
+
+    layers: tuple[LayerPlan, ...]
+    rotary: Rotary
+    config_hash: str
+    fingerprint: Tensor
+    provenance: Provenance
+    quantization: Quantization | None
+    recent: int
+
+
+def payload_of(contents: PlanContents) -> bytes:
+    """Return all tensors of a plan as a safetensors file."""
+    tensors: dict[str, Tensor] = {"fingerprint": contents.fingerprint.contiguous()}
+    for index, layer in enumerate(contents.layers):
+        for site, basis in layer.sites:
+            for part, tensor in zip(("down", "up"), parts(basis), strict=False):
+                tensors[f"layers.{index}.{site}.{part}"] = tensor.contiguous()
+        if layer.key_range is not None:
+            tensors[f"layers.{index}.key.range"] = layer.key_range.contiguous()
+    return save_tensors(tensors)
+
+
+def write(folder: str | Path, contents: PlanContents, summary: dict[str, Any]) -> None:
+    """Write both files of a plan.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Made if need be.
+    contents : PlanContents
+        All that `read` returns.
+    summary : dict
+        What readers of the description want to see beside it.
+
+    Raises
+    ------
+    OutputError
+        If the folder cannot be written to.
+    """
+    if not str(folder):
+        raise OutputError("the name of the plan's folder is empty")
+    payload = payload_of(contents)
+    described = summary | _description(contents, payload)
+    description = json.dumps(described, indent=2, sort_keys=True) + "\n"
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / TENSORS, payload)
+        write_whole(folder / DESCRIPTION, description.encode())
+    except OSError as error:
+        raise OutputError(f"cannot write plan to {folder}: {error.strerror}") from error
+
+
+def read(folder: str | Path) -> PlanContents:
+    """Return what `write` wrote. Nothing in the files is executed.
+
+    Raises
+    ------
+    PlanError
+        If a file is missing, truncated or damaged, or says something impossible.
+    """
+    if not str(folder):
+        raise PlanError("the name of the plan's folder is empty")
+    folder = Path(folder)
+    payload = _read(folder / TENSORS)
+    try:
+        description = json.loads(_read(folder / DESCRIPTION))
+        tensors = load_tensors(payload)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(f"{folder / DESCRIPTION} is damaged: {error}") from error
+    except SafetensorError as error:
+        raise PlanError(f"{folder / TENSORS} is damaged: {error}") from error
+    with named(folder):
+        return _contents(description, tensors, payload)
+
+
+@contextmanager
+def named(folder: str | Path) -> Iterator[None]:
+    """Name the folder in every error of the block."""
+    folder = Path(folder)
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"plan {folder}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, ManifoldKVError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise PlanError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
+
+
+def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
+    quantization = contents.quantization
+    return {
+        "format": FORMAT,
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        "config_hash": contents.config_hash,
+        "rotary": contents.rotary,
+        "recent": contents.recent,
+        "provenance": asdict(contents.provenance),
+        "quantization": None if quantization is None else asdict(quantization),
+        "layers": [
+            {
+                "kv_heads": layer.key.grouping.heads,
+                "head_dim": layer.key.head_dim,
+                "window": layer.window,
+                "key": _site_description(layer.key),
+                "value": _site_description(layer.value),
+            }
+            for layer in contents.layers
+        ],
+    }
+
+
+def _site_description(basis: Basis) -> dict[str, Any]:
+    return {
+        "grouping": basis.grouping.name,
+        "rank": basis.rank,
+        "orthonormal": basis.orthonormal,
+    }
+
+
+def _contents(
+    description: dict[str, Any], tensors: dict[str, Tensor], payload: bytes
+) -> PlanContents:
+    if description["format"] != FORMAT:
+        raise PlanError(
+            f"format {description['format']!r} is not known; this version reads {FORMAT}"
+        )
+    if hashlib.sha256(payload).hexdigest() != description["sha256"]:
+        raise PlanError(f"{TENSORS} is not the file that {DESCRIPTION} describes")
+    if not isinstance(description["config_hash"], str):
+        raise PlanError("config_hash is not a string")
+    of_weights = tensors.pop("fingerprint")
+    layers = tuple(
+        LayerPlan(
+            _basis(layer, "key", tensors, index),
+            _basis(layer, "value", tensors, index),
+            None if layer["window"] is None else _integer(layer, "window"),
+            tensors.pop(f"layers.{index}.key.range", None),
+        )
+        for index, layer in enumerate(description["layers"])
+    )
+    if tensors:
+        raise PlanError(f"{TENSORS} holds {sorted(tensors)[0]}, which nothing refers to")
+    return PlanContents(
+        layers,
+        description["rotary"],
+        description["config_hash"],
+        of_weights,
+        _provenance(description["provenance"]),
+        _quantization(description["quantization"]),
+        _integer(description, "recent"),
+    )
+
+
+def _provenance(said: dict[str, Any]) -> Provenance:
+    numbers = ("sequences", "length", "context", "threads", "tuning_steps")
+    found = Provenance(**said | {name: _integer(said, name) for name in numbers})
+    for part in ("objective", "solver", "ranks"):
+        found.method(part)
+    return found
+
+
+def _quantization(said: dict[str, Any] | None) -> Quantization | None:
+    if said is None:
+        return None
+    numbers = {name: _integer(said, name) for name in ("bits", "group_size", "residual")}
+    return Quantization(**said | numbers)
+
+
+def _integer(said: dict[str, Any], name: str) -> int:
+    value = said[name]
+    if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
+        raise PlanError(f"{name} {value!r} is not an integer between 0 and {LARGEST_INTEGER}")
+    return value
+
+
+def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index: int) -> Basis:
+    said = layer[site]
+    down = tensors.pop(f"layers.{index}.{site}.down")
+    up = down if said["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
+    basis = Basis(down, up, HeadGrouping(said["grouping"], _integer(layer, "kv_heads")))
+    check_basis(f"layer {index} {site}", basis)
+    if (basis.rank, basis.head_dim) != (said["rank"], layer["head_dim"]):
+        raise PlanError(
+            f"layer {index} {site}: rank {basis.rank} of {basis.head_dim} is stored, rank "
+            f"{said['rank']} of {layer['head_dim']} is described"
+        )
+    return basis
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from error

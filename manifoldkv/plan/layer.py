@@ -1,0 +1,130 @@
+"""The bases of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from manifoldkv.basis import (
+    ORTHONORMAL_TOLERANCE,
+    Basis,
+    Site,
+    equal,
+    orthonormality_error,
+)
+from manifoldkv.errors import PlanError
+from manifoldkv.models.support import cached_tokens
+from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """Bases of one layer.
+
+    Parameters
+    ----------
+    key, value : Basis
+        float32 or float64, on the CPU.
+    window : int or None
+        Sliding window of the layer, in tokens; it caches ``window - 1`` of them.
+    key_range : Tensor or None
+        Smallest and largest key latent per run of heads and group of features,
+        (runs, groups, 2); only for a plan with static quantisation.
+    """
+
+    key: Basis
+    value: Basis
+    window: int | None = None
+    key_range: Tensor | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerPlan):
+            return NotImplemented
+        same_bases = self.key == other.key and self.value == other.value
+        return same_bases and self.window == other.window and equal(self.key_range, other.key_range)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.value, self.window))
+
+    @property
+    def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
+        """Both sites with their bases."""
+        return ("key", self.key), ("value", self.value)
+
+    def cached_tokens(self, tokens: int) -> int:
+        """How many of `tokens` tokens seen the layer keeps."""
+        return cached_tokens(tokens, self.window)
+
+    def exact_tokens(self, tokens: int, recent: int) -> int:
+        """How many of these are among the `recent` newest, which are not projected."""
+        return min(self.cached_tokens(tokens), recent)
+
+    def numbers(self, tokens: int, recent: int) -> int:
+        """Numbers cached of `tokens` tokens of one sequence."""
+        exact = self.exact_tokens(tokens, recent)
+        projected = (self.cached_tokens(tokens) - exact) * (self.key.rank + self.value.rank)
+        return self.key.grouping.heads * (exact * 2 * self.key.head_dim + projected)
+
+
+def site_nbytes(
+    basis: Basis, site: Site, tokens: int, dtype: torch.dtype, quantization: Quantization | None
+) -> int:
+    """Bytes of the latents of `tokens` cached tokens of one sequence at one site."""
+    if quantization is None:
+        return tokens * _elements_per_token(basis) * dtype.itemsize
+    runs = basis.grouping.heads // basis.grouping.width
+    features = basis.rank * basis.grouping.width
+    exact = quantization.exact_tokens(tokens)
+    rounded = tokens - exact
+    codes = rounded * quantization.code_bytes(features)
+    if site == "value":
+        ranges = rounded * quantization.groups(features)
+    elif quantization.layout == "kivi":
+        ranges = rounded // quantization.group_size * features
+    else:
+        ranges = 0  # static: constant bytes, part of the plan
+    return runs * (codes + ranges * 2 * SCALE_BYTES + exact * features * dtype.itemsize)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """As a plan keeps it."""
+    return tensor.detach().cpu().contiguous()
+
+
+def _elements_per_token(basis: Basis) -> int:
+    """Numbers cached per token."""
+    return basis.rank * basis.grouping.heads
+
+
+def parts(basis: Basis) -> list[Tensor]:
+    """Return the tensors that are stored of a basis: one if it is orthonormal, else two."""
+    return [basis.down] if basis.orthonormal else [basis.down, basis.up]
+
+
+def check_elements(name: str, tensor: Tensor) -> None:
+    """Raise `PlanError` unless a tensor is finite, in float32 or float64."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise PlanError(f"{name}: dtype {tensor.dtype} is neither float32 nor float64")
+    if not bool(tensor.isfinite().all()):
+        raise PlanError(f"{name}: some numbers are not finite")
+
+
+def check_basis(name: str, basis: Basis) -> None:
+    """Raise `PlanError` unless a basis fits its grouping and is orthonormal or biorthonormal."""
+    width, groups = basis.grouping.width, basis.grouping.groups
+    for part in (basis.down, basis.up):
+        check_elements(name, part)
+        if part.ndim != 3 or part.shape != basis.down.shape:
+            raise PlanError(f"{name}: a basis of shape {tuple(part.shape)}")
+        size, columns = part.shape[1:]
+        if part.shape[0] != groups or size % width or columns % width or not 0 < columns <= size:
+            raise PlanError(
+                f"{name}: shape {tuple(part.shape)} does not fit grouping {basis.grouping.name!r} "
+                f"of {basis.grouping.heads} heads"
+            )
+    error = orthonormality_error(basis)
+    if not error <= ORTHONORMAL_TOLERANCE:
+        law = "PᵀP" if basis.orthonormal else "upᵀ down"
+        raise PlanError(f"{name}: {law} is not the identity, largest difference {error:.1e}")

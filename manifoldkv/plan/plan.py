@@ -1,0 +1,314 @@
+"""What a user keeps: the bases of every layer, and all that is needed to use them again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCardData
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from manifoldkv.basis import Rotary
+from manifoldkv.errors import PlanError
+from manifoldkv.models.fingerprint import agree, fingerprint
+from manifoldkv.models.support import unwrapped
+from manifoldkv.plan import files
+from manifoldkv.plan.files import PlanContents
+from manifoldkv.plan.hub import OnHub
+from manifoldkv.plan.layer import LayerPlan, check_basis, check_elements, parts, site_nbytes
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.quantization import Quantization, check_layout
+
+_ARCHITECTURE = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_parameters", "layer_types", "sliding_window"),
+)
+
+
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+"""What a model on the Hub is called; a folder of one's own is not named on a card."""
+CARD = Path(__file__).with_name("card.md")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CompressionPlan(OnHub):
+    """Bases for every layer of a model.
+
+    Parameters
+    ----------
+    layers : tuple of LayerPlan
+        In the order of the model.
+    rotary : {"pre", "post"}
+        Whether keys are stored before or after rotation.
+    config_hash : str
+        `config_hash` of the model the plan is for.
+    fingerprint : Tensor
+        `fingerprint` of its weights, (matrices, elements), float32.
+    provenance : Provenance
+        Where the bases come from.
+    quantization : Quantization or None
+        How latents are rounded; None stores them in the dtype of the model.
+    recent : int
+        The newest tokens, whose keys and values are kept as they are. A token is projected when it
+        is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
+        exactly. Does not go together with KIVI's layout, which has a window of its own.
+
+    Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
+    from (`provenance`) plays no part, so that a plan found again on another day equals the first.
+
+    Raises
+    ------
+    PlanError
+        If a tensor has the wrong shape or dtype or holds a number that is not finite, if
+        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `recent` is
+        negative or does not fit the layout.
+    """
+
+    FILES = (files.TENSORS, files.DESCRIPTION)
+
+    layers: tuple[LayerPlan, ...]
+    rotary: Rotary
+    config_hash: str
+    fingerprint: Tensor
+    provenance: Provenance
+    quantization: Quantization | None = None
+    recent: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompressionPlan):
+            return NotImplemented
+        return self is other or self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        provenance = self.provenance
+        keys = [layer.key.rank for layer in self.layers]
+        values = [layer.value.rank for layer in self.layers]
+        ranks = (
+            f"key ranks {min(keys)} to {max(keys)} and value ranks {min(values)} to {max(values)}"
+        )
+        rounded = "" if self.quantization is None else f", {self.quantization}"
+        return (
+            f"CompressionPlan(for {provenance.model}: ratio {self.ratio:.4g} at "
+            f"{provenance.context} tokens,\n"
+            f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
+            f"  keys {self.rotary}-rotation, newest {self.recent} tokens exact{rounded},\n"
+            f"  {provenance.method('objective')} by {provenance.method('solver')} on "
+            f"{provenance.sequences} × {provenance.length} tokens of {provenance.text}, "
+            f"seed {provenance.seed})"
+        )
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError("a plan needs at least one layer")
+        if self.recent < 0:
+            raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
+        if min(self.provenance.length, self.provenance.context) < 1:
+            raise PlanError("calibration sequences and the context have one token at least")
+        _check_fingerprint(self.fingerprint)
+        if self.rotary not in ("pre", "post"):
+            raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
+        for index, layer in enumerate(self.layers):
+            for site, basis in layer.sites:
+                check_basis(f"layer {index} {site}", basis)
+            if layer.key.head_dim != layer.value.head_dim:
+                raise PlanError(f"layer {index}: keys and values differ in head_dim")
+            if layer.key.grouping.heads != layer.value.grouping.heads:
+                raise PlanError(f"layer {index}: keys and values differ in KV heads")
+            if layer.window is not None and layer.window < 2:
+                raise PlanError(f"layer {index}: a window of {layer.window} tokens keeps nothing")
+            self._check_quantization(index, layer)
+
+    def _check_quantization(self, index: int, layer: LayerPlan) -> None:
+        quantization = self.quantization
+        check_layout(quantization, index, layer.window, recent=self.recent > 0)
+        if quantization is None or quantization.layout != "static":
+            expected = None
+        else:
+            basis = layer.key
+            runs = basis.grouping.heads // basis.grouping.width
+            expected = (runs, quantization.groups(basis.rank * basis.grouping.width), 2)
+        found = None if layer.key_range is None else tuple(layer.key_range.shape)
+        if found != expected:
+            raise PlanError(f"layer {index}: key ranges are {found}, must be {expected}")
+        if layer.key_range is not None:
+            check_elements(f"layer {index} key ranges", layer.key_range)
+            if not bool((layer.key_range[..., 0] <= layer.key_range[..., 1]).all()):
+                raise PlanError(f"layer {index}: a key range ends before it begins")
+
+    @property
+    def ratio(self) -> float:
+        """Cached elements over those of the uncompressed model (Eq. cache ratio).
+
+        At the context length that the ratio was asked for. With tokens that stay exact, or with
+        sliding windows, another length has another ratio (`ratio_at`).
+        """
+        return self.ratio_at(self.provenance.context)
+
+    def ratio_at(self, tokens: int) -> float:
+        """Return the cached elements of a text of some tokens over the uncompressed model's."""
+        cached = sum(layer.numbers(tokens, self.recent) for layer in self.layers)
+        return cached / sum(layer.numbers(tokens, recent=tokens) for layer in self.layers)
+
+    def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
+        """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
+
+        Latents as stored, with scales and offsets and tokens kept exact; `dtype` is the model's.
+        """
+        return batch * sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
+
+    def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
+        exact = layer.exact_tokens(tokens, self.recent)
+        latents = self._latent_nbytes(layer, layer.cached_tokens(tokens) - exact, dtype)
+        return latents + exact * 2 * layer.key.grouping.heads * layer.key.head_dim * dtype.itemsize
+
+    def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
+        return sum(
+            site_nbytes(basis, site, tokens, dtype, self.quantization)
+            for site, basis in layer.sites
+        )
+
+    def bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bytes that one more token costs in the long run, no window having closed yet."""
+
+        def latents(tokens: int) -> int:
+            return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
+
+        if self.quantization is None or self.quantization.layout == "static":
+            return latents(1)
+        run, start = self.quantization.group_size, self.quantization.residual
+        return (latents(start + run) - latents(start)) / run
+
+    def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Constant bytes of the bases (and static ranges) while a model runs in `dtype`."""
+        tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
+        ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
+        return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
+
+    def digest(self) -> str:
+        """SHA-256 of all that decides what a cache holds: bases, windows, rounding.
+
+        Not of the provenance: the same bases found elsewhere or later have the same digest.
+        """
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        payload = files.payload_of(self._contents)
+        windows = [layer.window for layer in self.layers]
+        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.recent]
+        return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is."""
+        model = unwrapped(model)
+        self._check_architecture(model.config)
+        if not agree(fingerprint(model), self.fingerprint):
+            raise PlanError(
+                f"the plan was made for other weights ({self.provenance.model}): if these are a "
+                "fine-tuned version of them, use plan.transferred_to(model), or --other-weights on "
+                "the command line"
+            )
+
+    def transferred_to(self, model: PreTrainedModel) -> CompressionPlan:
+        """The same bases for a model of the same shape with other weights, a fine-tuned one, say.
+
+        Raises
+        ------
+        PlanError
+            If the model has another shape.
+        """
+        model = unwrapped(model)
+        self._check_architecture(model.config)
+        return replace(self, fingerprint=fingerprint(model))
+
+    def _check_architecture(self, config: PretrainedConfig) -> None:
+        text_config = config.get_text_config()
+        if text_config.num_hidden_layers != len(self.layers):
+            raise PlanError(
+                f"the plan has {len(self.layers)} layers, the model {text_config.num_hidden_layers}"
+            )
+        if config_hash(config) != self.config_hash:
+            raise PlanError(
+                f"the plan was made for another model ({self.provenance.model}): its configuration "
+                f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``plan.safetensors`` and ``plan.json`` into a folder, made if need be.
+
+        Raises
+        ------
+        OutputError
+            If the folder cannot be written to.
+        """
+        summary = {"ratio": self.ratio, "bytes_per_token": self.bytes_per_token()}
+        files.write(folder, self._contents, summary)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> CompressionPlan:
+        """Read what `save` wrote. Nothing in the files is executed.
+
+        Raises
+        ------
+        PlanError
+            If a file is missing, truncated or damaged, or says something impossible.
+        """
+        contents = files.read(folder)
+        with files.named(folder):
+            return cls(*contents)
+
+    @property
+    def _contents(self) -> PlanContents:
+        return PlanContents(*(getattr(self, name) for name in PlanContents._fields))
+
+    def card(self, repo_id: str) -> str:
+        said = self.provenance
+        metadata = ModelCardData(
+            library_name="manifoldkv",
+            base_model=said.model if REPOSITORY.fullmatch(said.model) else None,
+            tags=["kv-cache", "compression", "low-rank"],
+        )
+        bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
+        recent = f", the newest {self.recent} tokens exact" if self.recent else ""
+        return CARD.read_text(encoding="utf-8").format(
+            metadata=metadata.to_yaml(),
+            name=repo_id.split("/")[-1],
+            repository=json.dumps(repo_id),
+            model=json.dumps(said.model),
+            ratio=self.ratio,
+            length=said.context,
+            objective=said.method("objective"),
+            solver=said.method("solver"),
+            rest=f"{bits}{recent}",
+            per_token=self.bytes_per_token(),
+            rotary=self.rotary,
+            said=said,
+            ranks="\n".join(
+                f"| {index} | {layer.key.rank} | {layer.value.rank} | {layer.key.head_dim} |"
+                for index, layer in enumerate(self.layers)
+            ),
+        )
+
+
+def config_hash(config: PretrainedConfig) -> str:
+    """SHA-256 of the shapes, kinds of layers and rotation that a configuration describes."""
+    text_config = config.get_text_config()
+    architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+
+
+def _check_fingerprint(fingerprint: Tensor) -> None:
+    shape, dtype = tuple(fingerprint.shape), fingerprint.dtype
+    if fingerprint.ndim != 2 or 0 in shape or dtype != torch.float32:
+        raise PlanError(f"a fingerprint is a matrix in float32, not {shape} in {dtype}")
+    check_elements("fingerprint", fingerprint)

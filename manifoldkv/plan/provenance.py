@@ -1,0 +1,52 @@
+"""Where the bases of a plan come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the bases come from.
+
+    Parameters
+    ----------
+    model : str
+        Name or folder of the model, as it was loaded.
+    text : str
+        Calibration text.
+    sequences, length : int
+        Its size.
+    context : int
+        Tokens of the text that the requested ratio is kept for.
+    recipe : dict
+        All fields of the recipe; objective, solver and rank rule by their names and fields
+        (`Recipe.describe`).
+    seed : int
+        Of everything random.
+    requested_ratio : float
+        What was asked for; `CompressionPlan.ratio` is what came out.
+    versions : dict
+        Of the packages the numbers depend on.
+    threads : int
+        On which torch computed: the same seed gives the same bytes on as many threads.
+    tuning_steps : int
+        Taken by `tune` since.
+    """
+
+    model: str
+    text: str
+    sequences: int
+    length: int
+    context: int
+    recipe: dict[str, Any] = field(hash=False)
+    seed: int
+    requested_ratio: float
+    versions: dict[str, str] = field(hash=False)
+    threads: int
+    tuning_steps: int = 0
+
+    def method(self, part: Literal["objective", "solver", "ranks"]) -> str:
+        """Return the name of a part of the recipe."""
+        return str(self.recipe[part]["name"])

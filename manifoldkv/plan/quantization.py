@@ -1,0 +1,87 @@
+"""How latents are rounded to integers, as a plan says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal, get_args
+
+from manifoldkv.errors import PlanError
+
+BITS = (2, 3, 4, 8)
+
+
+Layout = Literal["static", "kivi"]
+
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+SCALE_BYTES = 2
+"""Scales and offsets that are computed while decoding are stored in float16."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How latents are rounded to integers.
+
+    Parameters
+    ----------
+    bits : {8, 4, 3, 2}
+        Of every stored number.
+    layout : {"static", "kivi"}
+        ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
+        in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
+        of `group_size` tokens, values as above; the newest tokens stay exact until a whole run has
+        left a window of `residual` tokens. Such a cache takes no padded batch, cannot be cropped
+        (no assisted decoding) and does not fit sliding windows.
+    group_size : int
+        Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
+    residual : int
+        Tokens that KIVI's layout never rounds; no meaning otherwise.
+    """
+
+    bits: int = 4
+    layout: Layout = "static"
+    group_size: int = 64
+    residual: int = 64
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise PlanError(f"latents of {self.bits} bits are not supported; possible: 2, 3, 4, 8")
+        if self.layout not in LAYOUTS:
+            raise PlanError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
+        if self.group_size < 1 or self.residual < 0:
+            raise PlanError("group_size must be at least 1 and residual at least 0")
+
+    def code_bytes(self, features: int) -> int:
+        """Bytes of `features` packed numbers; three-bit numbers are packed in eights."""
+        return ceil(features / 8) * 3 if self.bits == 3 else ceil(features * self.bits / 8)
+
+    def groups(self, features: int) -> int:
+        """Ranges of `features` neighbouring features."""
+        return ceil(features / self.group_size)
+
+    def exact_tokens(self, tokens: int) -> int:
+        """How many of the newest of `tokens` tokens are not rounded."""
+        if self.layout == "static":
+            return 0
+        return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
+
+
+def check_layout(
+    quantization: Quantization | None, index: int, window: int | None, *, recent: bool
+) -> None:
+    """Raise `PlanError` if a layer cannot hold latents in this layout."""
+    if quantization is None or quantization.layout == "static":
+        return
+    if window is not None:
+        raise PlanError(
+            f"layer {index} has a sliding window, where KIVI's runs of tokens do not fit; use the "
+            "static layout"
+        )
+    if recent:
+        raise PlanError(
+            "KIVI's layout keeps its own newest tokens exact and does not go together with a plan "
+            "that does; use the static layout"
+        )

@@ -1,0 +1,1 @@
+"""Text sources, and the tokens that are read of them."""
