@@ -24,9 +24,9 @@ ORTHONORMAL_TOLERANCE = 1e-4
 class HeadGrouping:
     """Which KV heads share a basis.
 
-    ``"shared"``: one d×r basis used by every head (the paper's keys). An integer g: the heads of
-    each run of g are concatenated and share a (g·d)×(g·r) basis; 1 is a basis per head (the paper's
-    values), ``"all"`` is one run of all heads. The cached bytes are the same for every grouping.
+    ``"shared"``: one d×r basis used by every head (the paper's keys). An integer g: g
+    heads each are concatenated and share a (g·d)×(g·r) basis; 1 is a basis per head (the paper's
+    values), ``"all"`` is one group of all heads. The cached bytes are the same for every grouping.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@
 Every composition (a recipe, or a recipe with a part taken out or put in) makes a plan for every
 ratio from the same calibration text; the perplexity of held-out text is measured through the
 compressed cache. Written into --out: results.csv (a row per plan), summary.md and a figure. What is
-measured is kept in --out/steps: an interrupted run goes on where it was, a repeated one draws at
+measured is stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at
 once.
 """
 

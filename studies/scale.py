@@ -500,7 +500,7 @@ def _growth(results: pd.DataFrame) -> list[str]:
             f"{many['peak_bytes'] / few['peak_bytes'] - 1:+.1%}, seconds per layer "
             f"{many['seconds'] / few['seconds'] - 1:+.1%}. At the latter rate all {shape.layers} "
             f"layers take {shape.layers * many['seconds'] / 3600:.2f} hours here (the fewest "
-            f"layers foretell {shape.layers * few['seconds'] / 3600:.2f})."
+            f"layers predict {shape.layers * few['seconds'] / 3600:.2f})."
         )
         for solver in (STEPS, CLOSED):
             per_token, error = slope(part, solver)

@@ -203,7 +203,7 @@ class TestImpossiblePlans:
         key = plan_named("plain").layers[0].key
         down = key.down.clone()
         down[0, 0, 0] = float("nan")
-        with pytest.raises(PlanError, match="layer 0 key: some numbers are not finite"):
+        with pytest.raises(PlanError, match="layer 0 key: some elements are not finite"):
             self.changed(key=Basis(down, down, key.grouping))
 
     def test_dtype(self) -> None:

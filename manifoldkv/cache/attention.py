@@ -20,9 +20,9 @@ from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles, working_dtype
 from manifoldkv.models.interface import AttentionSettings
 
-NUMBERS_AT_A_TIME = 1 << 19
-"""Numbers of expanded keys, or of latents made floating-point again, held at a time: they should
-stay in a processor's cache."""
+ELEMENTS_AT_A_TIME = 1 << 19
+"""Elements of up-projected keys, or of latents made floating-point again, that are held at a time:
+they should stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
 
@@ -56,7 +56,7 @@ class RunningBasis:
 
     @property
     def features(self) -> int:
-        """Numbers stored per run of heads and token."""
+        """Elements stored per head group and token."""
         return self._down.shape[2]
 
     @cached_property
@@ -65,25 +65,25 @@ class RunningBasis:
         return self._up.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
 
     def latents(self, x: Tensor) -> Tensor:
-        """What is stored of keys or values: (B, H_kv, m, d) to (B, runs, m, w·r)."""
+        """What is stored of keys or values: (B, H_kv, m, d) to (B, G, m, w·r)."""
         x = self.grouping.split(x)
         return x if self._keeps_all else (x.to(self._working) @ self._down).to(self._stored)
 
     def expand(self, latents: Tensor) -> Tensor:
-        """Back to keys, in the working dtype: (B, runs, m, w·r) to (B, H_kv, m, d)."""
+        """Back to keys, in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
         latents = latents.to(self._working)
         return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
 
     def queries(self, queries: Tensor) -> Tensor:
-        """Queries as latents see them: (B, H_kv, R, d) to (B, runs, w·R, w·r)."""
+        """Queries as latents see them: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
         if self._keeps_all:
             return queries
         return self._by_run((queries.to(self._working) @ self.up_by_head).to(self._stored))
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
-        """Weights (B, H_kv, R, n) times latents (B, runs, n, w·r): (B, H_kv, R, w·r)."""
+        """Weights (B, H_kv, R, n) times latents (B, G, n, w·r): (B, H_kv, R, w·r)."""
         weights = self._by_run(weights).to(latents.dtype)
-        mixed = _product(weights, latents)  # (B, runs, w·R, w·r)
+        mixed = _product(weights, latents)  # (B, G, w·R, w·r)
         return self.split_runs(mixed)
 
     def finish(self, mixed: Tensor, expand: bool) -> Tensor:
@@ -93,7 +93,7 @@ class RunningBasis:
         return mixed.to(self._stored)
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
-        """(B, runs, w·R, w·r) and (B, runs, n, w·r) to (B, H_kv, R, n)."""
+        """(B, G, w·R, w·r) and (B, G, n, w·r) to (B, H_kv, R, n)."""
         return self.split_runs(_scores(queries, latents))
 
     def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
@@ -106,13 +106,13 @@ class RunningBasis:
         return torch.einsum("ohd,hdr->ohr", weight, up).flatten(1).to(output_weight.dtype)
 
     def _by_run(self, x: Tensor) -> Tensor:
-        """Heads of a run one below the other: (B, H_kv, R, f) to (B, runs, w·R, f)."""
+        """Heads of a run one below the other: (B, H_kv, R, f) to (B, G, w·R, f)."""
         if self.grouping.width == 1:
             return x
         return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
 
     def split_runs(self, x: Tensor) -> Tensor:
-        """Inverse: (B, runs, w·R, f) to (B, H_kv, R, f)."""
+        """Inverse: (B, G, w·R, f) to (B, H_kv, R, f)."""
         if self.grouping.width == 1:
             return x
         return x.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
@@ -191,7 +191,7 @@ class CachedAttention:
     exact_prefill : bool
         Whether the tokens of a call of several see each other's exact keys and values.
     expand_values : bool
-        Whether mixed values are led back to head_dim; not if W_O does it.
+        Whether values are up-projected to head_dim; not if W_O does it.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class CachedAttention:
         stores = layer.key_store, layer.value_store
         tiles = (next(_tiles(store, seen, seen.latents)) for store in stores)
         keys, values = (latents for _, _, latents in tiles)
-        by_run = self._key.queries(queries)  # (B, runs, w·R, w·r)
+        by_run = self._key.queries(queries)  # (B, G, w·R, w·r)
         mask = seen.mask
         if mask is not None:
             mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)
@@ -373,7 +373,7 @@ class CachedAttention:
 
 def _tile_tokens(x: Tensor) -> int:
     """Tokens in a tile of as many sequences, heads and features as x (B, H, …, f) has."""
-    return max(1, NUMBERS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
+    return max(1, ELEMENTS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
 
 
 def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Tensor]]:

@@ -88,7 +88,7 @@ def compressed(
         unprojected; only what is stored for later is compressed.
     fold_values : bool
         Whether value bases are multiplied into W_O for the time of the block, so that values are
-        not led back to head_dim at all.
+        not up-projected to head_dim at all.
 
     Yields
     ------

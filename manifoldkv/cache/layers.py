@@ -87,7 +87,7 @@ class CompressedLayer(CacheLayerMixin):
         )
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store latents: keys (B, runs, m, features) and values likewise."""
+        """Store latents: keys (B, G, m, features) and values likewise."""
         self.key_store.append(keys)
         self.value_store.append(values)
 
@@ -341,7 +341,7 @@ class CompressedCache(Cache):
 
 
 def _features(basis: Basis) -> int:
-    """Numbers per run of heads and token."""
+    """Elements per head group and token."""
     return basis.rank * basis.grouping.width
 
 

@@ -1,6 +1,6 @@
 """Latents as packed integers.
 
-A number x of a range [low, high] is stored as the integer nearest to (x - low) / scale with
+An element x of a range [low, high] is stored as the integer nearest to (x - low) / scale with
 scale = (high - low) / (2^bits - 1). Ranges that are computed while decoding are stored as float16
 (low, scale) pairs, and the integers are rounded against the stored pair, not against the exact one.
 """
@@ -17,14 +17,14 @@ from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.plan.quantization import Quantization
 
 _IN_A_PACK = {8: 1, 4: 2, 2: 4, 3: 8}
-"""Numbers in the smallest pack of whole bytes."""
+"""Elements in the smallest pack of whole bytes."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Integers below 2^bits, uint8 (..., n), as bytes (..., code_bytes).
 
-    A byte holds numbers that lie far apart, not neighbours: packing and unpacking then work on runs
-    of bytes, which is several times as fast.
+    A byte holds elements that lie far apart, not neighbours: packing and unpacking then work on
+    runs of bytes, which is several times as fast.
     """
     codes = functional.pad(codes, (0, -codes.shape[-1] % _IN_A_PACK[bits]))
     if bits != 3:
@@ -113,7 +113,7 @@ def _spread(pairs: Tensor, group_size: int, features: int, dtype: torch.dtype) -
 
 
 class StaticRangeStore(Store):
-    """The paper's keys: ranges are known beforehand; numbers outside are clamped.
+    """The paper's keys: ranges are known beforehand; elements outside are clamped.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class StaticRangeStore(Store):
     features : int
         Of a run of heads.
     dtype : torch.dtype
-        In which the numbers are given back.
+        In which elements are given back.
     ranges : Tensor
         (runs, groups, 2): smallest and largest number.
     """
@@ -149,8 +149,8 @@ class StaticRangeStore(Store):
         codes = self._codes.view
         offset, scale = self._offset.to(self._dtype), self._scale.to(self._dtype)
         for start, stop in split_tiles(first, len(self), size):
-            numbers = unpack(codes[:, :, start:stop], self._bits, self._features)
-            yield start - first, stop - first, numbers.to(self._dtype) * scale + offset
+            integers = unpack(codes[:, :, start:stop], self._bits, self._features)
+            yield start - first, stop - first, integers.to(self._dtype) * scale + offset
 
 
 class TokenRangeStore(Store):
@@ -160,7 +160,7 @@ class TokenRangeStore(Store):
         self._quantization = quantization
         self._features = features
         self._codes = GrowingTensor()
-        self._offsets = GrowingTensor()  # (B, runs, n, groups)
+        self._offsets = GrowingTensor()  # (B, G, n, groups)
         self._scales = GrowingTensor()
         self.parts = [self._codes, self._offsets, self._scales]
         self._dtype = dtype
@@ -182,8 +182,8 @@ class TokenRangeStore(Store):
             pairs = torch.stack([offsets[:, :, start:stop], scales[:, :, start:stop]], dim=-1)
             group_size = self._quantization.group_size
             offset, scale = _spread(pairs, group_size, self._features, self._dtype)
-            numbers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
-            yield start - first, stop - first, numbers.to(self._dtype) * scale + offset
+            integers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
+            yield start - first, stop - first, integers.to(self._dtype) * scale + offset
 
 
 class FeatureRangeStore(Store):
@@ -193,7 +193,7 @@ class FeatureRangeStore(Store):
         self._quantization = quantization
         self._features = features
         self._codes = GrowingTensor()
-        self._offsets = GrowingTensor(smallest_growth=1)  # (B, runs, n / group_size, features)
+        self._offsets = GrowingTensor(smallest_growth=1)  # (B, G, n / group_size, features)
         self._scales = GrowingTensor(smallest_growth=1)
         self.parts = [self._codes, self._offsets, self._scales]
         self._dtype = dtype
@@ -203,11 +203,9 @@ class FeatureRangeStore(Store):
 
     def append(self, latents: Tensor) -> None:
         size, bits = self._quantization.group_size, self._quantization.bits
-        by_run = latents.float().unflatten(2, (-1, size))  # (B, runs, n / size, size, features)
+        by_run = latents.float().unflatten(2, (-1, size))  # (B, G, n / size, size, features)
         ranges = torch.stack([by_run.amin(dim=3), by_run.amax(dim=3)], dim=-1)
-        pairs = _offset_and_scale(ranges, bits).to(
-            torch.float16
-        )  # (B, runs, n / size, features, 2)
+        pairs = _offset_and_scale(ranges, bits).to(torch.float16)  # (B, G, n / size, features, 2)
         offset, scale = pairs.float().unsqueeze(3).unbind(-1)
         self._codes.append(_encode(by_run, offset, scale, bits).flatten(2, 3))
         self._offsets.append(pairs[..., 0])
@@ -220,8 +218,8 @@ class FeatureRangeStore(Store):
         for start, stop in split_tiles(0, len(self), max(1, size // group_size) * group_size):
             runs = slice(start // group_size, stop // group_size)
             offset, scale = (x[:, :, runs].to(self._dtype).unsqueeze(3) for x in (offsets, scales))
-            numbers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
-            by_run = numbers.to(self._dtype).unflatten(2, (-1, group_size))
+            integers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
+            by_run = integers.to(self._dtype).unflatten(2, (-1, group_size))
             yield start, stop, (by_run * scale + offset).flatten(2, 3)
 
 

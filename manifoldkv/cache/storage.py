@@ -117,7 +117,7 @@ def _allocated(like: Tensor, tokens: int) -> Tensor:
 
 
 class Store(ABC):
-    """Latents of one site of one layer, (B, runs, n, features), in some form."""
+    """Latents of one site of one layer, (B, G, n, features), in some form."""
 
     parts: list[GrowingTensor]
     """All that is held; the operations below act on each."""
@@ -128,7 +128,7 @@ class Store(ABC):
 
     @abstractmethod
     def append(self, latents: Tensor) -> None:
-        """Add tokens: (B, runs, m, features)."""
+        """Add tokens: (B, G, m, features)."""
 
     @abstractmethod
     def tiles(self, first: int, size: int) -> Iterator[Tile]:

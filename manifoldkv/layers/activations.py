@@ -135,17 +135,17 @@ class LayerActivations:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all numbers but inputs and outputs."""
+        """Of everything but inputs and outputs."""
         return self.cos.dtype
 
     @property
     def keys(self) -> Tensor:
-        """Before rotation, (S, H_kv, n, d), kept from now on."""
+        """Before rotation, (S, H_kv, n, d), held from now on."""
         return self._kept[0]
 
     @property
     def values(self) -> Tensor:
-        """(S, H_kv, n, d), kept from now on."""
+        """(S, H_kv, n, d), held from now on."""
         return self._kept[1]
 
     @cached_property

@@ -111,8 +111,8 @@ def _capture(
 
 def _placement(model: PreTrainedModel, tokens: Tensor, folder: Path | None) -> Placement:
     """For the inputs and outputs of a layer."""
-    numbers = 2 * tokens.numel() * model.config.get_text_config().hidden_size
-    return Placement(numbers * model.dtype.itemsize, model.device, folder)
+    elements = 2 * tokens.numel() * model.config.get_text_config().hidden_size
+    return Placement(elements * model.dtype.itemsize, model.device, folder)
 
 
 def _record_calls(
@@ -156,8 +156,8 @@ def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
     """
     found = activations.outputs[:1, -CHECKED_ROWS:].to(activations.dtype)
     if stock is not None:
-        lost = found - stock.to(found)
-        difference = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(found)
+        residual = found - stock.to(found)
+        difference = torch.linalg.vector_norm(residual) / torch.linalg.vector_norm(found)
         if difference < OUTPUT_TOLERANCE:
             return
     raise UnsupportedModelError(

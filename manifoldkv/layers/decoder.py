@@ -19,7 +19,7 @@ from manifoldkv.models.interface import attend, attention_weights
 from manifoldkv.models.support import attention_of
 
 
-def whole(activations: LayerActivations) -> Batch:
+def every_sequence(activations: LayerActivations) -> Batch:
     """The batch of all sequences and all query rows."""
     return Batch(torch.arange(activations.sequences))
 
@@ -50,7 +50,7 @@ def attention_output(
     Tensor
         (b, H_q, m, d)
     """
-    batch = batch or whole(activations)
+    batch = batch or every_sequence(activations)
     queries = activations.projections("post", batch).queries
     keys = rotated_keys(activations, key_basis, rotary, batch)
     values = activations.values_of(batch.sequences)
@@ -67,10 +67,10 @@ def mixed_values(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """What a value basis acts on when keys are settled: attention weights times grouped values.
+    """What a value basis acts on when keys are given: attention weights times grouped values.
 
     Because a basis acts on features and the weights on tokens, the two commute: with the result
-    kept, a new value basis costs two small products (see `project_mixed_values`).
+    at hand, a new value basis costs two small products (see `project_mixed_values`).
 
     Returns
     -------
@@ -83,7 +83,7 @@ def mixed_values(
         mask_rows(activations, batch),
         activations.settings,
     )  # (b, H_kv, H_q/H_kv, m, n)
-    values = grouping.split(activations.values_of(batch.sequences))  # (b, runs, n, width·d)
+    values = grouping.split(activations.values_of(batch.sequences))  # (b, head groups, n, width·d)
     values = values.repeat_interleave(grouping.width, dim=1)  # (b, H_kv, n, width·d)
     return (weights @ values.unsqueeze(2)).flatten(1, 2)
 
@@ -93,8 +93,8 @@ def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
     grouping = basis.grouping
     batch, heads, rows, features = mixed.shape
     share = heads // grouping.heads
-    by_head = mixed.view(batch, -1, grouping.width, share * rows, features)  # (b, runs, width, …)
-    latents = by_head @ basis.down.unsqueeze(-3)  # (b, runs, width, share·m, width·r)
+    by_head = mixed.view(batch, -1, grouping.width, share * rows, features)  # (b, G, width, …)
+    latents = by_head @ basis.down.unsqueeze(-3)  # (b, G, width, share·m, width·r)
     up = basis.up.unflatten(-2, (grouping.width, -1))  # (groups, width, d, width·r)
     return (latents @ up.mT).reshape(batch, heads, rows, -1)
 
@@ -118,7 +118,7 @@ def layer_output(
     Tensor
         (b, m, hidden)
     """
-    batch = batch or whole(activations)
+    batch = batch or every_sequence(activations)
     inputs = select_rows(activations.inputs, batch).to(activations.device)
     dtype = attention_of(activations.module).o_proj.weight.dtype
 
@@ -144,7 +144,7 @@ def compressed_output(
 ) -> Tensor:
     """The layer's output with projected keys and values, (S, n, hidden)."""
     outputs = []
-    for sequences in whole(activations).sequences.split(1):
+    for sequences in every_sequence(activations).sequences.split(1):
         batch = Batch(sequences)
         attention = attention_output(
             activations, key_basis, value_basis, rotary=rotary, batch=batch

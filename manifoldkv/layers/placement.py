@@ -51,19 +51,19 @@ class Placement:
         """
         if not self.in_files:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        numbers = math.prod(shape)
+        elements = math.prod(shape)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             descriptor, path = tempfile.mkstemp(prefix="activations-", dir=self.folder)
             try:
-                _reserve(descriptor, max(1, numbers * dtype.itemsize))
-                tensor = torch.from_file(path, shared=True, size=numbers, dtype=dtype)
+                _reserve(descriptor, max(1, elements * dtype.itemsize))
+                tensor = torch.from_file(path, shared=True, size=elements, dtype=dtype)
             finally:
                 os.close(descriptor)
                 os.unlink(path)
         except OSError as error:
             raise OutputError(
-                f"activations of {numbers * dtype.itemsize / 2**30:.1f} GiB fit neither into "
+                f"activations of {elements * dtype.itemsize / 2**30:.1f} GiB fit neither into "
                 f"memory nor into {self.folder}: {error.strerror}; use fewer calibration "
                 "sequences, or a folder (TMPDIR) on another disk"
             ) from error

@@ -45,10 +45,10 @@ class GramObjective(Objective):
         projector = basis.projector().to(gram.dtype)
         residual = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - projector
         if weight is None:
-            lost = (residual * (gram @ residual)).sum()
-            return (lost / gram.diagonal(dim1=-2, dim2=-1).sum()).to(basis.down.dtype)
-        lost = ((gram @ residual) * (residual @ weight)).sum()
-        return (lost / (gram * weight).sum()).to(basis.down.dtype)
+            error = (residual * (gram @ residual)).sum()
+            return (error / gram.diagonal(dim1=-2, dim2=-1).sum()).to(basis.down.dtype)
+        error = ((gram @ residual) * (residual @ weight)).sum()
+        return (error / (gram * weight).sum()).to(basis.down.dtype)
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
         return True, ""

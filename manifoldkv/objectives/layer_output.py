@@ -12,11 +12,11 @@ from manifoldkv.basis import Basis, Site
 from manifoldkv.layers.activations import Batch
 from manifoldkv.layers.decoder import (
     attention_output,
+    every_sequence,
     layer_output,
     mixed_values,
     project_mixed_values,
     select_head_rows,
-    whole,
 )
 from manifoldkv.layers.placement import Placement
 from manifoldkv.objectives.base import Objective, Problem, register_objective
@@ -36,7 +36,7 @@ class LayerOutput(Objective):
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
         known = problem.activations
-        batch = batch or whole(known)
+        batch = batch or every_sequence(known)
         if problem.site == "key":
             attention = attention_output(known, key_basis=basis, rotary=problem.rotary, batch=batch)
         else:
@@ -64,7 +64,7 @@ def _eigen_problem(problem: Problem) -> Problem:
 
 def _output_norms(problem: Problem) -> Tensor:
     """Return the norm of the layer's output by sequence, (S,)."""
-    one_by_one = whole(problem.activations).sequences.split(1)
+    one_by_one = every_sequence(problem.activations).sequences.split(1)
     outputs = (problem.activations.outputs_of(Batch(one)) for one in one_by_one)
     return torch.stack([torch.linalg.vector_norm(x) for x in outputs])
 
@@ -77,6 +77,6 @@ def _mixed_values(problem: Problem) -> Tensor:
     nbytes = math.prod(shape) * known.dtype.itemsize
     mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.dtype)
     with torch.no_grad():
-        for sequence in whole(known).sequences.split(1):
+        for sequence in every_sequence(known).sequences.split(1):
             mixed[sequence] = mixed_values(known, problem.grouping, Batch(sequence)).to(mixed)
     return mixed

@@ -60,14 +60,14 @@ def compress(
     config : CompressionConfig, optional
         What plan to make.
     folder : str or Path, optional
-        Where every basis is stored as soon as it is found, then what ranks cost, and the state of
-        the tuning every few steps. A run that was interrupted, by whatever, goes on there when it
+        Where every basis is stored as soon as it is found, then rank sensitivities, and the state
+        of the tuning every few steps. A run that was interrupted, by whatever, goes on there when it
         is started again, and ends in the same plan; other settings in the same folder share what
         they have in common. Nothing is taken from there that other code has made. One run at a
         time.
     executor : {"local", "ray"} or Executor
-        Where bases are found, and what their ranks cost under the threshold and the optimal rule;
-        the plan is the same. The sequential rule, tuning and rounding run in this process.
+        Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
+        plan is the same. The sequential rule, tuning and rounding run in this process.
     **settings
         Fields of `CompressionConfig`, in place of those of `config`: ``ratio=0.25``.
 
@@ -139,7 +139,7 @@ def _checkpoints(
 
 
 def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRun) -> Checkpoints:
-    """Return the checkpoints of what ranks cost, which depends on all bases."""
+    """Return the checkpoints of rank sensitivities, which depend on all bases."""
     recipe, described = run.recipe, run.recipe.describe()
     of_bases = ("objective", "solver", "key_grouping", "value_grouping")
     made = checkpoints.made_by(

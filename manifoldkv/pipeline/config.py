@@ -1,4 +1,4 @@
-"""What a run does, settled before any long work."""
+"""The settings of a run, checked before any long work."""
 
 from __future__ import annotations
 

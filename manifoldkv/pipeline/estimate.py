@@ -1,4 +1,4 @@
-"""What a run of `compress` will take, foretold from a small part of it."""
+"""What a run of `compress` will take, estimated from a small part of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ one, and the compressed one again with its gradient."""
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Estimate:
     """Time and memory of a run, which are estimates, and the bytes of its cache.
 
     Parameters
@@ -63,12 +63,12 @@ class Forecast:
     stock_bytes: int
 
 
-def forecast(
+def estimate(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
     config: CompressionConfig | None = None,
     **settings: Any,
-) -> Forecast:
+) -> Estimate:
     """Estimate a run of `compress`, whose parameters these are, on this machine.
 
     The first layer is captured on a few sequences, and a part of the work is done on it.
@@ -96,7 +96,7 @@ def forecast(
         "ranks": run.recipe.ranks.estimated_seconds(_rehearsal(activations, run, forward)),
         "tuning": run.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
     }
-    return Forecast(
+    return Estimate(
         seconds,
         weight_bytes=_weight_bytes(model),
         activation_bytes=tokens.numel() * _bytes_per_token(activations, run),

@@ -16,7 +16,7 @@ from manifoldkv.cache.packed import group_ranges
 from manifoldkv.errors import PlanError, UnknownNameError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import unwrapped
-from manifoldkv.plan.layer import plain
+from manifoldkv.plan.layer import detached
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.runs.progress import follow
@@ -50,7 +50,7 @@ def quantize(
     quantization : Quantization
         Bits and layout.
     rotation : {"hadamard", "pca", "none"}
-        ``"hadamard"`` spreads every direction evenly over all numbers of a latent (a random
+        ``"hadamard"`` spreads every direction evenly over all elements of a latent (a random
         orthogonal matrix where the size is no power of two), ``"pca"`` sorts directions by
         variance, ``"none"`` leaves them as the solver found them. With the same ranks in every
         layer, the default loses least at 4 bits of the static layout, on both reference models with
@@ -80,8 +80,8 @@ def quantize(
         key = _rotated(layer.key, keys, rotation)
         key_range = None
         if quantization.layout == "static":
-            latents = key.grouping.split(keys) @ key.down.to(keys)  # (S, runs, n, w·r)
-            key_range = plain(group_ranges(latents, quantization.group_size, dims=(0, 2)))
+            latents = key.grouping.split(keys) @ key.down.to(keys)  # (S, G, n, w·r)
+            key_range = detached(group_ranges(latents, quantization.group_size, dims=(0, 2)))
         value = _rotated(layer.value, values, rotation)
         layers.append(replace(layer, key=key, value=value, key_range=key_range))
     return replace(plan, layers=tuple(layers), quantization=quantization)
@@ -93,9 +93,9 @@ def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:
         return basis
     size = basis.down.shape[2]
     turn = _pca(basis, x) if rotation == "pca" else _hadamard(size).to(basis.down)
-    down = plain(basis.down @ turn)
+    down = detached(basis.down @ turn)
     if not basis.orthonormal:
-        return Basis(down, plain(basis.up @ turn), basis.grouping)
+        return Basis(down, detached(basis.up @ turn), basis.grouping)
     return Basis(down, down, basis.grouping)
 
 

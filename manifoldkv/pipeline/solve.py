@@ -15,7 +15,7 @@ from manifoldkv.errors import UnsolvableError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.pipeline.recipes import Recipe
-from manifoldkv.plan.layer import plain
+from manifoldkv.plan.layer import detached
 from manifoldkv.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, Task
@@ -67,8 +67,8 @@ class BasisFinder:
                 yield rank, identity_basis(grouping, rank).like(like)
                 continue
             basis = self._recipe.solver.solve(problem, rank, self._seed).basis
-            down = plain(basis.down)
-            yield rank, Basis(down, down if basis.orthonormal else plain(basis.up), grouping)
+            down = detached(basis.down)
+            yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)
 
     def checkpoints(self, checkpoints: Checkpoints, site: Site) -> Checkpoints:
         """Return the checkpoints for what the bases of a site depend on: all fields, and code."""

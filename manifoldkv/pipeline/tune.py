@@ -22,7 +22,7 @@ from manifoldkv.errors import DivergenceError, PlanError
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers, unwrapped
-from manifoldkv.plan.layer import plain
+from manifoldkv.plan.layer import detached
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
@@ -114,14 +114,14 @@ def tune(
             optimizer.param_groups[0]["lr"] = learning_rate * _cosine(step / steps)
             chosen = batches[step]
             optimizer.zero_grad(set_to_none=True)
-            lost = bases.differentiate(model, tokens[chosen.to(tokens.device)], plan)
-            if not math.isfinite(lost):
+            loss = bases.differentiate(model, tokens[chosen.to(tokens.device)], plan)
+            if not math.isfinite(loss):
                 raise DivergenceError(
-                    f"the divergence of the predictions is {lost} at step {step} of tuning; "
+                    f"the divergence of the predictions is {loss} at step {step} of tuning; "
                     "try a smaller learning rate"
                 )
             optimizer.step()
-            bar.set_postfix_str(f"{lost:.4f} nats")
+            bar.set_postfix_str(f"{loss:.4f} nats")
             due = (step + 1) % STEPS_BETWEEN_WRITES == 0 or step + 1 == steps
             if due:
                 checkpoints.write_tensors("tuning", _state(optimizer))
@@ -159,7 +159,7 @@ def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | 
 
 
 class MovingBases:
-    """The bases of a plan as points of manifolds; what keeps all numbers does not move."""
+    """The bases of a plan as points of manifolds; what keeps all of head_dim does not move."""
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
@@ -176,15 +176,15 @@ class MovingBases:
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
         with _recomputed(model), projected(model, bases, rotary=plan.rotary, recent=plan.recent):
-            lost = divergence(exact, log_probabilities(model, tokens))
-            lost.backward()  # inside: layers are run again
-        return lost.item()
+            loss = divergence(exact, log_probabilities(model, tokens))
+            loss.backward()  # inside: layers are run again
+        return loss.item()
 
     @torch.no_grad()
     def plan(self, start: CompressionPlan) -> CompressionPlan:
         """The plan with these bases."""
         layers = [
-            replace(layer, key=key.settled(), value=value.settled())
+            replace(layer, key=key.as_basis(), value=value.as_basis())
             for layer, (key, value) in zip(start.layers, self._layers, strict=True)
         ]
         return replace(start, layers=tuple(layers))
@@ -214,14 +214,14 @@ class _MovingBasis(nn.Module):
             return Basis(self._down, self._down, self._start.grouping)
         return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
 
-    def settled(self) -> Basis:
+    def as_basis(self) -> Basis:
         """As a plan keeps it."""
         if not self._moves:
             return self._start
-        down = plain(_span(self._down.double()))
+        down = detached(_span(self._down.double()))
         up = down
         if not self._start.orthonormal:
-            up = plain(_dual(plain(self._up.double()), down))
+            up = detached(_dual(detached(self._up.double()), down))
         return Basis(down, up, self._start.grouping).like(self._start.down)
 
 

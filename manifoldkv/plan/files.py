@@ -190,38 +190,38 @@ def _contents(
     )
 
 
-def _provenance(said: dict[str, Any]) -> Provenance:
-    numbers = ("sequences", "length", "context", "threads", "tuning_steps")
-    found = Provenance(**said | {name: _integer(said, name) for name in numbers})
+def _provenance(fields: dict[str, Any]) -> Provenance:
+    integers = ("sequences", "length", "context", "threads", "tuning_steps")
+    found = Provenance(**fields | {name: _integer(fields, name) for name in integers})
     for part in ("objective", "solver", "ranks"):
         found.method(part)
     return found
 
 
-def _quantization(said: dict[str, Any] | None) -> Quantization | None:
-    if said is None:
+def _quantization(fields: dict[str, Any] | None) -> Quantization | None:
+    if fields is None:
         return None
-    numbers = {name: _integer(said, name) for name in ("bits", "group_size", "residual")}
-    return Quantization(**said | numbers)
+    integers = {name: _integer(fields, name) for name in ("bits", "group_size", "residual")}
+    return Quantization(**fields | integers)
 
 
-def _integer(said: dict[str, Any], name: str) -> int:
-    value = said[name]
+def _integer(fields: dict[str, Any], name: str) -> int:
+    value = fields[name]
     if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
         raise PlanError(f"{name} {value!r} is not an integer between 0 and {LARGEST_INTEGER}")
     return value
 
 
 def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index: int) -> Basis:
-    said = layer[site]
+    fields = layer[site]
     down = tensors.pop(f"layers.{index}.{site}.down")
-    up = down if said["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
-    basis = Basis(down, up, HeadGrouping(said["grouping"], _integer(layer, "kv_heads")))
+    up = down if fields["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
+    basis = Basis(down, up, HeadGrouping(fields["grouping"], _integer(layer, "kv_heads")))
     check_basis(f"layer {index} {site}", basis)
-    if (basis.rank, basis.head_dim) != (said["rank"], layer["head_dim"]):
+    if (basis.rank, basis.head_dim) != (fields["rank"], layer["head_dim"]):
         raise PlanError(
             f"layer {index} {site}: rank {basis.rank} of {basis.head_dim} is stored, rank "
-            f"{said['rank']} of {layer['head_dim']} is described"
+            f"{fields['rank']} of {layer['head_dim']} is described"
         )
     return basis
 

@@ -30,8 +30,8 @@ class LayerPlan:
     window : int or None
         Sliding window of the layer, in tokens; it caches ``window - 1`` of them.
     key_range : Tensor or None
-        Smallest and largest key latent per run of heads and group of features,
-        (runs, groups, 2); only for a plan with static quantisation.
+        Smallest and largest key latent per head group and group of features,
+        (head groups, feature groups, 2); only for a plan with static quantisation.
     """
 
     key: Basis
@@ -61,8 +61,8 @@ class LayerPlan:
         """How many of these are among the `recent` newest, which are not projected."""
         return min(self.cached_tokens(tokens), recent)
 
-    def numbers(self, tokens: int, recent: int) -> int:
-        """Numbers cached of `tokens` tokens of one sequence."""
+    def elements(self, tokens: int, recent: int) -> int:
+        """Return the elements cached of `tokens` tokens of one sequence."""
         exact = self.exact_tokens(tokens, recent)
         projected = (self.cached_tokens(tokens) - exact) * (self.key.rank + self.value.rank)
         return self.key.grouping.heads * (exact * 2 * self.key.head_dim + projected)
@@ -74,7 +74,7 @@ def site_nbytes(
     """Bytes of the latents of `tokens` cached tokens of one sequence at one site."""
     if quantization is None:
         return tokens * _elements_per_token(basis) * dtype.itemsize
-    runs = basis.grouping.heads // basis.grouping.width
+    groups = basis.grouping.heads // basis.grouping.width
     features = basis.rank * basis.grouping.width
     exact = quantization.exact_tokens(tokens)
     rounded = tokens - exact
@@ -85,11 +85,11 @@ def site_nbytes(
         ranges = rounded // quantization.group_size * features
     else:
         ranges = 0  # static: constant bytes, part of the plan
-    return runs * (codes + ranges * 2 * SCALE_BYTES + exact * features * dtype.itemsize)
+    return groups * (codes + ranges * 2 * SCALE_BYTES + exact * features * dtype.itemsize)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """As a plan keeps it."""
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plan stores it: without gradient, on the CPU, contiguous."""
     return tensor.detach().cpu().contiguous()
 
 
@@ -108,7 +108,7 @@ def check_elements(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in (torch.float32, torch.float64):
         raise PlanError(f"{name}: dtype {tensor.dtype} is neither float32 nor float64")
     if not bool(tensor.isfinite().all()):
-        raise PlanError(f"{name}: some numbers are not finite")
+        raise PlanError(f"{name}: some elements are not finite")
 
 
 def check_basis(name: str, basis: Basis) -> None:

@@ -135,8 +135,8 @@ class CompressionPlan(OnHub):
             expected = None
         else:
             basis = layer.key
-            runs = basis.grouping.heads // basis.grouping.width
-            expected = (runs, quantization.groups(basis.rank * basis.grouping.width), 2)
+            groups = basis.grouping.heads // basis.grouping.width
+            expected = (groups, quantization.groups(basis.rank * basis.grouping.width), 2)
         found = None if layer.key_range is None else tuple(layer.key_range.shape)
         if found != expected:
             raise PlanError(f"layer {index}: key ranges are {found}, must be {expected}")
@@ -156,8 +156,8 @@ class CompressionPlan(OnHub):
 
     def ratio_at(self, tokens: int) -> float:
         """Return the cached elements of a text of some tokens over the uncompressed model's."""
-        cached = sum(layer.numbers(tokens, self.recent) for layer in self.layers)
-        return cached / sum(layer.numbers(tokens, recent=tokens) for layer in self.layers)
+        cached = sum(layer.elements(tokens, self.recent) for layer in self.layers)
+        return cached / sum(layer.elements(tokens, recent=tokens) for layer in self.layers)
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
         """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
@@ -272,10 +272,10 @@ class CompressionPlan(OnHub):
         return PlanContents(*(getattr(self, name) for name in PlanContents._fields))
 
     def card(self, repo_id: str) -> str:
-        said = self.provenance
+        provenance = self.provenance
         metadata = ModelCardData(
             library_name="manifoldkv",
-            base_model=said.model if REPOSITORY.fullmatch(said.model) else None,
+            base_model=provenance.model if REPOSITORY.fullmatch(provenance.model) else None,
             tags=["kv-cache", "compression", "low-rank"],
         )
         bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
@@ -284,15 +284,15 @@ class CompressionPlan(OnHub):
             metadata=metadata.to_yaml(),
             name=repo_id.split("/")[-1],
             repository=json.dumps(repo_id),
-            model=json.dumps(said.model),
+            model=json.dumps(provenance.model),
             ratio=self.ratio,
-            length=said.context,
-            objective=said.method("objective"),
-            solver=said.method("solver"),
+            length=provenance.context,
+            objective=provenance.method("objective"),
+            solver=provenance.method("solver"),
             rest=f"{bits}{recent}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
-            said=said,
+            provenance=provenance,
             ranks="\n".join(
                 f"| {index} | {layer.key.rank} | {layer.value.rank} | {layer.key.head_dim} |"
                 for index, layer in enumerate(self.layers)

@@ -28,7 +28,7 @@ class Quantization:
     Parameters
     ----------
     bits : {8, 4, 3, 2}
-        Of every stored number.
+        Of every stored element.
     layout : {"static", "kivi"}
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
         in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
@@ -55,15 +55,15 @@ class Quantization:
             raise PlanError("group_size must be at least 1 and residual at least 0")
 
     def code_bytes(self, features: int) -> int:
-        """Bytes of `features` packed numbers; three-bit numbers are packed in eights."""
+        """Return the bytes of `features` packed elements; three-bit ones are packed in eights."""
         return ceil(features / 8) * 3 if self.bits == 3 else ceil(features * self.bits / 8)
 
     def groups(self, features: int) -> int:
-        """Ranges of `features` neighbouring features."""
+        """Return the ranges of `features` neighbouring features."""
         return ceil(features / self.group_size)
 
     def exact_tokens(self, tokens: int) -> int:
-        """How many of the newest of `tokens` tokens are not rounded."""
+        """Return how many of the newest of `tokens` tokens are not rounded."""
         if self.layout == "static":
             return 0
         return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
 from manifoldkv.layers.activations import Batch, LayerActivations
-from manifoldkv.layers.decoder import layer_output, mixed_values, project_mixed_values, whole
+from manifoldkv.layers.decoder import (
+    every_sequence,
+    layer_output,
+    mixed_values,
+    project_mixed_values,
+)
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import TOLERANCE, Ranks
@@ -107,7 +112,7 @@ def error_surface(
     identity = identity_basis(shared, activations.head_dim).like(activations.cos)
     bases = [identity if basis is None else basis for _, basis in sorted(value_bases.items())]
     errors = torch.zeros(len(keys), len(values), dtype=torch.float64)
-    batches = whole(activations).sequences.split(1)
+    batches = every_sequence(activations).sequences.split(1)
     for sequences in batches:
         batch = Batch(sequences, rows)
         exact = activations.outputs_of(batch)

@@ -69,10 +69,10 @@ def write_report(
     LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
-    full = sum(layer.numbers(length, recent=length) for layer in plan.layers)
+    full = sum(layer.elements(length, recent=length) for layer in plan.layers)
     html = page.render(
         library=drawing.library,
-        said=plan.provenance,
+        provenance=plan.provenance,
         plan=plan,
         quality=quality,
         sequences=tokens.shape[0],

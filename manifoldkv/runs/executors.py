@@ -1,8 +1,8 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
 The bases of a site of a layer are independent of all others (they are found on the clean
-activations of that layer), and so is what a rank costs under the threshold and the optimal rule:
-any executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
+activations of that layer), and so are rank sensitivities under the threshold and the optimal rule: any
+executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
 given to an executor.
 """
 
@@ -167,7 +167,7 @@ def on_threads(count: int) -> Iterator[None]:
     """Let torch compute on so many threads inside the block.
 
     Until a number is set, though it be the one in use, MKL takes fewer where it likes, and sums in
-    another order: a run that finds everything kept would end in other bytes than the first.
+    another order: a run that finds everything stored would end in other bytes than the first.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

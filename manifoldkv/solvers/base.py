@@ -56,7 +56,7 @@ class Solver(ABC):
     def rehearsal(self, share: float) -> tuple[Solver, float]:
         """A solver that does a part of the work, and how many times longer all of it takes.
 
-        It foretells the time of a run. Time proportional to the data, if not overridden.
+        It estimates the time of a run. Time proportional to the data, if not overridden.
 
         Parameters
         ----------

@@ -76,7 +76,7 @@ class Predictor(Solver):
     hidden_per_head_dim: int = 4
 
     def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """One epoch; patience may end the run sooner than foretold."""
+        """One epoch; patience may end the run sooner."""
         return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:

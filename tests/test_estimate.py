@@ -5,14 +5,14 @@ import torch
 
 from manifoldkv import RANK_RULES, RECIPES, RankError, Recipe, UnknownNameError, UnsolvableError
 from manifoldkv.models.offloading import load_offloaded
-from manifoldkv.pipeline.estimate import forecast
+from manifoldkv.pipeline.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rule", RANK_RULES.names())
 def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
-    found = forecast(tiny_model("llama"), tiny_tokens(6, 16), recipe=recipe, ranks=rule)
+    found = estimate(tiny_model("llama"), tiny_tokens(6, 16), recipe=recipe, ranks=rule)
     assert found.seconds["bases"] > 0
     assert found.seconds["capture"] > 0
     assert (found.seconds["ranks"] > 0) == (rule != "uniform")
@@ -22,15 +22,15 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
 def test_bytes_by_hand() -> None:
     model = tiny_model("llama").float()  # 3 layers, hidden 32, 4 query and 2 KV heads of 8
     tokens = tiny_tokens(6, 16)
-    found = forecast(model, tokens, ratio=0.5, recipe="eigen-attention")
+    found = estimate(model, tokens, ratio=0.5, recipe="eigen-attention")
     assert found.stock_bytes == 3 * 2 * 2 * 8 * 4
     assert found.cache_bytes == found.stock_bytes / 2
     assert found.activation_bytes == 6 * 16 * 4 * 2 * 32
-    assert forecast(model, tokens, recipe="fast").activation_bytes == (
+    assert estimate(model, tokens, recipe="fast").activation_bytes == (
         found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 4) * 8
     )
     together = Recipe("layer-output", "riemannian-adam", value_grouping="all")
-    assert forecast(model, tokens, recipe=together).activation_bytes == (
+    assert estimate(model, tokens, recipe=together).activation_bytes == (
         found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 2 * 4) * 8
     )
     assert found.weight_bytes == sum(p.nbytes for p in model.parameters())
@@ -41,7 +41,7 @@ def test_an_offloaded_model_counts_one_layer(recipe: str, tmp_path: Path) -> Non
     whole = tiny_model("llama").float()
     whole.save_pretrained(tmp_path)
     model, _ = load_offloaded(str(tmp_path), torch.float32, "cpu")
-    found = forecast(model, tiny_tokens(6, 16), recipe=recipe)
+    found = estimate(model, tiny_tokens(6, 16), recipe=recipe)
     layer = sum(p.nbytes for p in whole.model.layers[0].parameters())
     assert found.weight_bytes == sum(p.nbytes for p in whole.parameters()) - 2 * layer
     assert all(p.is_meta for p in model.model.layers[0].parameters())
@@ -49,7 +49,7 @@ def test_an_offloaded_model_counts_one_layer(recipe: str, tmp_path: Path) -> Non
 
 def test_more_data_takes_longer_where_all_of_it_is_used() -> None:
     few, many = (
-        forecast(tiny_model("llama"), tiny_tokens(count, 16), recipe="paper").seconds["bases"]
+        estimate(tiny_model("llama"), tiny_tokens(count, 16), recipe="paper").seconds["bases"]
         for count in (4, 400)
     )
     assert many > 10 * few
@@ -58,8 +58,8 @@ def test_more_data_takes_longer_where_all_of_it_is_used() -> None:
 def test_what_compress_refuses_is_refused() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 16)
     with pytest.raises(RankError):
-        forecast(model, tokens, ratio=1.5)
+        estimate(model, tokens, ratio=1.5)
     with pytest.raises(UnknownNameError, match="unknown recipe"):
-        forecast(model, tokens, recipe="nothing")
+        estimate(model, tokens, recipe="nothing")
     with pytest.raises(UnsolvableError):
-        forecast(model, tokens, recipe=Recipe("layer-output", "closed-form"))
+        estimate(model, tokens, recipe=Recipe("layer-output", "closed-form"))

@@ -1,0 +1,147 @@
+"""What `import manifoldkv` offers; each name is imported when it is first used."""
+
+from .basis import (
+    Basis,
+    HeadGrouping,
+    orthonormal_basis,
+    principal_angles,
+    projector_distance,
+    rank_from_ratio,
+)
+from .cache import CompressedCache, compressed
+from .diagnostics import LayerErrors, diagnose, layer_errors
+from .errors import (
+    CacheError,
+    DivergenceError,
+    ExecutorError,
+    ManifoldKVError,
+    ModelError,
+    OutputError,
+    PlanError,
+    RankError,
+    SeedError,
+    TextError,
+    UnknownNameError,
+    UnsolvableError,
+    UnsupportedModelError,
+)
+from .evaluation.perplexity import Perplexity, perplexity
+from .layers.activations import Batch, LayerActivations
+from .layers.capture import capture
+from .models.loading import load_model
+from .models.support import check_supported
+from .objectives import (
+    KQSVD,
+    KSVD,
+    OBJECTIVES,
+    EigenAttention,
+    LayerOutput,
+    Objective,
+    Problem,
+    register_objective,
+)
+from .pipeline.compress import compress, ratio_from_bytes
+from .pipeline.config import CompressionConfig
+from .pipeline.recipes import RECIPES, Recipe
+from .pipeline.rounding import quantize
+from .pipeline.tune import tune
+from .plan.layer import LayerPlan
+from .plan.plan import CompressionPlan
+from .plan.provenance import Provenance
+from .plan.quantization import Quantization
+from .ranks import (
+    RANK_RULES,
+    GivenRanks,
+    Optimal,
+    RankRule,
+    Sequential,
+    Threshold,
+    Uniform,
+    register_rank_rule,
+)
+from .runs.executors import Executor, LocalExecutor, RayExecutor
+from .solvers import (
+    SOLVERS,
+    ClosedForm,
+    Predictor,
+    RiemannianAdam,
+    Solution,
+    Solver,
+    register_solver,
+)
+from .text.sources import TextSource, open_text
+from .text.tokens import sample_tokens
+
+__all__ = [
+    "KQSVD",
+    "KSVD",
+    "OBJECTIVES",
+    "RANK_RULES",
+    "RECIPES",
+    "SOLVERS",
+    "Basis",
+    "Batch",
+    "CacheError",
+    "ClosedForm",
+    "CompressedCache",
+    "CompressionConfig",
+    "CompressionPlan",
+    "DivergenceError",
+    "EigenAttention",
+    "Executor",
+    "ExecutorError",
+    "GivenRanks",
+    "HeadGrouping",
+    "LayerActivations",
+    "LayerErrors",
+    "LayerOutput",
+    "LayerPlan",
+    "LocalExecutor",
+    "ManifoldKVError",
+    "ModelError",
+    "Objective",
+    "Optimal",
+    "OutputError",
+    "Perplexity",
+    "PlanError",
+    "Predictor",
+    "Problem",
+    "Provenance",
+    "Quantization",
+    "RankError",
+    "RankRule",
+    "RayExecutor",
+    "Recipe",
+    "RiemannianAdam",
+    "SeedError",
+    "Sequential",
+    "Solution",
+    "Solver",
+    "TextError",
+    "TextSource",
+    "Threshold",
+    "Uniform",
+    "UnknownNameError",
+    "UnsolvableError",
+    "UnsupportedModelError",
+    "capture",
+    "check_supported",
+    "compress",
+    "compressed",
+    "diagnose",
+    "layer_errors",
+    "load_model",
+    "open_text",
+    "orthonormal_basis",
+    "perplexity",
+    "principal_angles",
+    "projector_distance",
+    "quantize",
+    "rank_from_ratio",
+    "ratio_from_bytes",
+    "register_objective",
+    "register_rank_rule",
+    "register_solver",
+    "sample_tokens",
+    "tune",
+]

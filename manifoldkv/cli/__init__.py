@@ -1,0 +1,5 @@
+"""The command ``manifoldkv``."""
+
+from manifoldkv.cli.process import main
+
+__all__ = ["main"]

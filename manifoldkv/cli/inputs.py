@@ -1,0 +1,50 @@
+"""Models, plans and texts as commands are given them, read and checked."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
+from manifoldkv.models.loading import load_model
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.text.sources import open_text
+from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
+
+LOG = logging.getLogger(__name__)
+
+
+def load(given: GivenModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, with progress bars where somebody sees them."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    dtype = getattr(torch, given.dtype)
+    return load_model(given.name, dtype=dtype, device=given.device, offload=given.offload)
+
+
+def plan_for(given: GivenPlan, model: PreTrainedModel) -> CompressionPlan:
+    """Load a plan, which must be made for a model unless another one's is asked for."""
+    plan = CompressionPlan.load(given.folder)
+    if given.other_weights:
+        return plan.transferred_to(model)
+    plan.check_model(model)
+    return plan
+
+
+def held_out_tokens(
+    given: GivenText, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Tensor:
+    """Return windows of the held-out part of a text, refused if the model cannot read them."""
+    length = min(LENGTH, positions(model)) if given.length is None else given.length
+    check_length(model, length)
+    LOG.info("reading %d × %d held-out tokens of %s", given.sequences, length, given.name)
+    source = open_text(given.name)
+    tokens = sample_tokens(
+        source, tokenizer, sequences=given.sequences, length=length, split="held-out"
+    )
+    return checked_tokens(model, tokens)

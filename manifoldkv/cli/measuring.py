@@ -1,0 +1,136 @@
+"""Commands that run a model: generate, evaluate, bench, diagnose."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from manifoldkv.cache import compressed
+from manifoldkv.cli.answers import Answer, size
+from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
+from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
+from manifoldkv.diagnostics import diagnose as measure_layers
+from manifoldkv.errors import TextError
+from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.evaluation.speed import decode_speed
+from manifoldkv.layers.capture import capture
+from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.tokens import checked_tokens, positions
+
+LOG = logging.getLogger(__name__)
+
+NEW_TOKENS = 100
+COLDEST = 1e-6
+"""Below this temperature nothing but the likeliest token is drawn, or logits overflow."""
+
+
+def generate(
+    model: GivenModel,
+    plan: GivenPlan | None,
+    prompt: str,
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int,
+) -> Answer:
+    """Write text, on the compressed cache if there is a plan."""
+    check_seed(seed)
+    loaded, tokenizer = load(model)
+    known = None if plan is None else plan_for(plan, loaded)
+    inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    count = _new_tokens(loaded, inputs["input_ids"], max_new_tokens)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
+    if temperature > COLDEST:
+        options |= {"do_sample": True, "temperature": temperature}
+    facts: dict[str, Any] = {}
+    if known is None:
+        output = loaded.generate(**inputs, **options)
+    else:
+        with compressed(loaded, known) as new_cache:
+            cache = new_cache()
+            output = loaded.generate(**inputs, **options, past_key_values=cache)
+        facts["cache_bytes"] = cache.nbytes()
+    written = tokenizer.decode(output[0], skip_special_tokens=True)
+    facts |= {"text": written, "tokens": output.shape[1]}
+    return Answer(facts, [written])
+
+
+def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
+    """Measure perplexity with the compressed cache and without."""
+    loaded, tokenizer = load(model)
+    known = plan_for(plan, loaded)
+    tokens = held_out_tokens(text, loaded, tokenizer)
+    found = compare(loaded, tokens, known)
+    length = tokens.shape[1]
+    facts = {
+        "uncompressed_perplexity": found.uncompressed.perplexity,
+        "compressed_perplexity": found.compressed.perplexity,
+        "added_nll": found.added_nll,
+        "standard_error": found.standard_error,
+        "ratio": known.ratio_at(length),
+        "cache_bytes": known.nbytes(length, dtype=loaded.dtype),
+    }
+    error = f" ± {found.standard_error:.4f}" if len(tokens) > 1 else ""
+    lines = [
+        f"perplexity of {len(tokens)} × {length} held-out tokens",
+        f"  uncompressed  {found.uncompressed.perplexity:.3f}",
+        f"  compressed    {found.compressed.perplexity:.3f}  (ratio {facts['ratio']:.3f})",
+        f"  added         {found.added_nll:.4f}{error} nats per token",
+    ]
+    return Answer(facts, lines)
+
+
+def bench(
+    model: GivenModel, plan: GivenPlan, tokens: int | None, new_tokens: int, rounds: int
+) -> Answer:
+    """Time decoding with the compressed cache and without."""
+    loaded, _ = load(model)
+    known = plan_for(plan, loaded)
+    found = decode_speed(loaded, known, tokens=tokens, new_tokens=new_tokens, rounds=rounds)
+    lines = [
+        f"one token after {found.tokens}, {torch.get_num_threads()} threads, {rounds} rounds",
+        f"  stock       {1e3 * found.stock_seconds:8.2f} ms  {size(found.stock_bytes)}",
+        f"  compressed  {1e3 * found.compressed_seconds:8.2f} ms  {size(found.compressed_bytes)}",
+        f"  compressed / stock: {found.time_ratio:.2f} of the time, "
+        f"{found.compressed_bytes / found.stock_bytes:.3f} of the bytes",
+    ]
+    return Answer(asdict(found), lines)
+
+
+def diagnose(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
+    """Measure what the bases do to every layer by itself."""
+    loaded, tokenizer = load(model)
+    known = plan_for(plan, loaded)
+    bases = {index: (layer.key, layer.value) for index, layer in enumerate(known.layers)}
+    tokens = held_out_tokens(text, loaded, tokenizer)
+    LOG.info("measuring %d layers on %d × %d tokens", len(known.layers), *tokens.shape)
+    layers = capture(loaded, tokens)
+    table = measure_layers(layers, bases, rotary=known.rotary)
+    table.insert(1, "key_rank", [layer.key.rank for layer in known.layers])
+    table.insert(2, "value_rank", [layer.value.rank for layer in known.layers])
+    rows = table.to_dict("records")
+    lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
+    return Answer({"layers": rows}, lines)
+
+
+def _new_tokens(model: Any, prompt: torch.Tensor, wanted: int | None) -> int:
+    """Return how many tokens to add to a prompt (1, length): as wanted, if the model takes them.
+
+    Raises
+    ------
+    TextError
+        If the prompt is empty, or too long.
+    """
+    if not prompt.numel():
+        raise TextError("the prompt has no token: write something after --prompt")
+    checked_tokens(model, prompt)
+    room = positions(model) - prompt.shape[1]
+    if room < (wanted or 1):
+        raise TextError(
+            f"{wanted or 1} new tokens after a prompt of {prompt.shape[1]} are more than the "
+            f"{positions(model)} positions of the model"
+        )
+    return min(NEW_TOKENS, room) if wanted is None else wanted

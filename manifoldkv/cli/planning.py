@@ -1,0 +1,214 @@
+"""Commands about plans: compress, inspect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from manifoldkv.basis import Rotary
+from manifoldkv.cli.answers import Answer, duration, size
+from manifoldkv.cli.inputs import held_out_tokens, load
+from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
+from manifoldkv.errors import ExecutorError, OutputError
+from manifoldkv.pipeline.compress import compress as find_plan
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.estimate import Estimate
+from manifoldkv.pipeline.estimate import estimate as estimate_run
+from manifoldkv.pipeline.recipes import recipe_named
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.quantization import Quantization
+from manifoldkv.ranks import RANK_RULES, RankRule
+from manifoldkv.reports.plan import template, write_report
+from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
+from manifoldkv.runs.files import check_writable
+from manifoldkv.text.sources import open_text
+
+REPORT_SEQUENCES = 8
+"""Of held-out text, on which a report is measured."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``manifoldkv compress`` is asked for, as its arguments say it."""
+
+    model: GivenModel
+    text: str
+    ratio: float
+    recipe: str
+    ranks: str | None
+    rank_multiple: int | None
+    context: int | None
+    rotary: Rotary
+    bits: int | None
+    sequences: int | None
+    length: int | None
+    seed: int
+    threads: int | None
+    executor: Literal["local", "ray"]
+    ray_address: str | None
+
+    def config(self) -> CompressionConfig:
+        """Return the settings of the run."""
+        return CompressionConfig(
+            ratio=self.ratio,
+            recipe=self.recipe,
+            ranks=_rank_rule(self.recipe, self.ranks, self.rank_multiple),
+            rotary=self.rotary,
+            quantization=None if self.bits is None else Quantization(self.bits),
+            seed=self.seed,
+            sequences=self.sequences,
+            length=self.length,
+            context=self.context,
+        )
+
+    def check(self) -> None:
+        """Refuse what goes wrong whatever the model, and set the number of threads."""
+        if self.threads is not None:
+            set_threads(self.threads)
+        if self.ray_address is not None and self.executor != "ray":
+            raise ExecutorError(f"--ray-address {self.ray_address} goes with --executor ray")
+
+
+def estimate(request: Request) -> Answer:
+    """Estimate what a run would take."""
+    request.check()
+    config, source = request.config(), open_text(request.text)
+    model, _ = load(request.model)
+    found = estimate_run(model, source, config)
+    return Answer(asdict(found), _estimate_lines(found))
+
+
+def compress(
+    request: Request, out: Path, work: Path | None, report: Path | None, *, force: bool
+) -> Answer:
+    """Find a plan, save it, and write a report if one is asked for."""
+    request.check()
+    if report is not None:
+        _check_report(report)
+    _check_overwrites(out, work, force)
+    config, source = request.config(), open_text(request.text)
+    model, tokenizer = load(request.model)
+    executor: Executor | str = request.executor
+    if request.executor == "ray":
+        executor = RayExecutor(request.ray_address)
+    check_writable(out)
+    if report is not None:
+        check_writable(report.parent)
+        held_out = held_out_tokens(
+            GivenText(request.text, REPORT_SEQUENCES, request.length), model, tokenizer
+        )
+    with _resumable(work):
+        plan = find_plan(model, source, config, folder=work, executor=executor)
+    plan.save(out)
+    if report is not None:
+        write_report(report, model, plan, held_out, folder=out)
+    lines = [*_plan_lines(plan), f"plan: {out}", *([f"report: {report}"] if report else [])]
+    return Answer(_plan_facts(plan) | {"plan": str(out)}, lines)
+
+
+def inspect(folder: Path) -> Answer:
+    """Return what a plan stores, and where it comes from."""
+    plan = CompressionPlan.load(folder)
+    return Answer(_plan_facts(plan), _plan_lines(plan))
+
+
+def _rank_rule(recipe: str, name: str | None, multiple: int | None) -> RankRule:
+    """Return the rank rule of the recipe or of another name, with its multiple set if there is one.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no recipe or rule of the name.
+    """
+    rule = recipe_named(recipe).ranks if name is None else RANK_RULES.resolve(name)
+    return rule if multiple is None else replace(rule, multiple=multiple)
+
+
+def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
+    """Refuse to overwrite a plan, unless it is told to or the folder is the run's own."""
+    own = work is not None and work.resolve() == out.resolve()
+    if not force and not own and any((out / name).exists() for name in CompressionPlan.FILES):
+        raise OutputError(
+            f"{out} holds a plan already: take another folder as --out, or --force to overwrite it"
+        )
+
+
+def _check_report(report: Path) -> None:
+    """Refuse what is found only when a report is written, after hours."""
+    if report.suffix != ".html" or report.is_dir():
+        raise OutputError(f"--report {report} is no file that ends in .html")
+    template("plan.html")  # raises if a library is absent
+
+
+@contextmanager
+def _resumable(work: Path | None) -> Iterator[None]:
+    """Say what is left of the work inside the block if Ctrl-C ends it."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        left = "nothing is saved; with --work FOLDER a run goes on where it was"
+        if work is not None:
+            left = f"what is finished is in {work}; the same command goes on from there"
+        raise Interrupted(f"interrupted: {left}") from interruption
+
+
+def _estimate_lines(found: Estimate) -> list[str]:
+    parts = ", ".join(f"{part} {duration(s)}" for part, s in found.seconds.items() if s > 0)
+    return [
+        f"time    about {duration(sum(found.seconds.values()))} ({parts})",
+        f"memory  {size(found.weight_bytes)} of weights, "
+        f"{size(found.activation_bytes)} of activations (in files where they do not fit)",
+        f"cache   at most {size(found.cache_bytes)} per token, "
+        f"{size(found.stock_bytes)} uncompressed",
+        "Nothing was saved: leave --dry-run out to run it.",
+    ]
+
+
+def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
+    return {
+        "ratio": plan.ratio,
+        "bytes_per_token": plan.bytes_per_token(),
+        "basis_bytes": plan.basis_nbytes(),
+        "rotary": plan.rotary,
+        "recent": plan.recent,
+        "quantization": None if plan.quantization is None else asdict(plan.quantization),
+        "provenance": asdict(plan.provenance),
+        "layers": [
+            {
+                "key_rank": layer.key.rank,
+                "value_rank": layer.value.rank,
+                "head_dim": layer.key.head_dim,
+                "key_grouping": layer.key.grouping.name,
+                "value_grouping": layer.value.grouping.name,
+                "window": layer.window,
+            }
+            for layer in plan.layers
+        ],
+    }
+
+
+def _plan_lines(plan: CompressionPlan) -> list[str]:
+    provenance, first = plan.provenance, plan.layers[0]
+    exact = f"the newest {plan.recent} tokens as they are, " if plan.recent else ""
+    rounding = plan.quantization
+    rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
+    return [
+        f"model   {provenance.model}",
+        f"bases   {provenance.method('objective')} by {provenance.method('solver')} on "
+        f"{provenance.sequences} × {provenance.length} tokens of {provenance.text}, "
+        f"seed {provenance.seed}, {provenance.threads} threads, "
+        f"{provenance.tuning_steps} steps tuned",
+        f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
+        f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
+        f"        {exact}keys {plan.rotary}-rotation",
+        f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
+        f"{size(plan.basis_nbytes())} once",
+        "layer   key rank  value rank  (of head_dim)",
+        *(
+            f"{index:5}   {layer.key.rank:8}  {layer.value.rank:10}  ({layer.key.head_dim})"
+            for index, layer in enumerate(plan.layers)
+        ),
+    ]

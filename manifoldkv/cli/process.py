@@ -1,0 +1,88 @@
+"""The process of a command: its streams, its phases as lines, its exit code."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+
+from manifoldkv.cli.app import app
+from manifoldkv.cli.options import Interrupted
+from manifoldkv.errors import ManifoldKVError, OutputError
+
+FAILED, INTERRUPTED = 2, 130
+
+
+def main() -> None:
+    """Run the command, with every error of ours as one line."""
+    results = io.StringIO()
+    # Where standard error is closed nobody reads what is said there.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(sys.stderr or nowhere):
+        with _phases_printed(), redirect_stdout(results):
+            code = _run()
+        sys.exit(_delivered(results.getvalue()) or code)
+
+
+def _run() -> int:
+    """Run the command; the exit code."""
+    try:
+        if sys.__stdout__ is None:
+            raise OutputError("standard output is closed: there is nowhere to print results")
+        app(standalone_mode=True)
+    except Interrupted as interruption:
+        return _complain(interruption, INTERRUPTED)
+    except ManifoldKVError as error:
+        return _complain(error, FAILED)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+        return _complain("interrupted", code) if code == INTERRUPTED else code
+    return 0
+
+
+def _complain(what: object, code: int) -> int:
+    with suppress(OSError):  # where standard error is full, the code has to do
+        print(f"manifoldkv: {what}", file=sys.stderr, flush=True)
+    return code
+
+
+@contextmanager
+def _phases_printed() -> Iterator[None]:
+    """Print what the library logs as it goes on standard error, a line with the time of day each.
+
+    Progress bars are for terminals; these lines also tell who reads a log hours later.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger("manifoldkv")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _delivered(results: str) -> int:
+    """Print all results at once; the exit code if that does not work, else 0.
+
+    Whoever stops reading (``| head -1``) has what was wanted: that is no failure.
+    """
+    if not results:
+        return 0
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # not every encoding has every character
+            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(results)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
+        return _complain(f"cannot write to standard output: {error.strerror}", FAILED)
+    return 0
