@@ -61,10 +61,10 @@ def compress(
         What plan to make.
     folder : str or Path, optional
         Where every basis is stored as soon as it is found, then rank sensitivities, and the state
-        of the tuning every few steps. A run that was interrupted, by whatever, goes on there when it
-        is started again, and ends in the same plan; other settings in the same folder share what
-        they have in common. Nothing is taken from there that other code has made. One run at a
-        time.
+        of the tuning every few steps. A run that was interrupted, by whatever, goes on there when
+        it is started again, and ends in the same plan; other settings in the same folder share
+        what they have in common. Nothing is taken from there that other code has made. One run at
+        a time.
     executor : {"local", "ray"} or Executor
         Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
         plan is the same. The sequential rule, tuning and rounding run in this process.

@@ -1,8 +1,8 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
 The bases of a site of a layer are independent of all others (they are found on the clean
-activations of that layer), and so are rank sensitivities under the threshold and the optimal rule: any
-executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
+activations of that layer), and so are rank sensitivities under the threshold and the optimal rule:
+any executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
 given to an executor.
 """
 
