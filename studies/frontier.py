@@ -320,7 +320,7 @@ def draw(results: pd.DataFrame, name: str) -> Figure:
     above.set_xlabel("achieved ratio", fontsize=9)
     above.tick_params(labelsize=8)
     figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    figure.suptitle(f"{name}: what bytes buy", fontsize=10)
+    figure.suptitle(f"{name}: added NLL against cache size", fontsize=10)
     return figure
 
 
@@ -328,7 +328,7 @@ def summary(results: pd.DataFrame, name: str) -> list[str]:
     first = results.iloc[0]
     ratios = sorted(results["requested_ratio"].unique())
     lines = [
-        f"# What bytes buy on {name}",
+        f"# Added NLL against cache size on {name}",
         "",
         f"Added NLL, nats per token (standard error), on held-out text through the cache; "
         f"uncompressed {first['uncompressed_nll']:.4f}. {first['sequences']} calibration sequences "

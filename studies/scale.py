@@ -466,7 +466,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
 def summary(results: pd.DataFrame, rate: float) -> list[str]:
     first = results.iloc[0]
     lines = [
-        "# What a large model costs",
+        "# Time, memory and operations of large models",
         "",
         "Measured on random layers of the exact shapes, weights in bfloat16 read from their shards "
         f"layer by layer, {first['threads']} threads, sequences of {first['length']} tokens, "
