@@ -7,7 +7,7 @@ a time. Values: attention weights mix latents, and the mixture is expanded, once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,16 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles, working_dtype
-from manifoldkv.models.interface import AttentionSettings
+from manifoldkv.models.interface import AttentionSettings, Rotate, weights_from_scores
 
 ELEMENTS_AT_A_TIME = 1 << 19
 """Elements of up-projected keys, or of latents made floating-point again, that are held at a time:
 they should stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
-
-Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The model's own rotation: x (B, H, t, d), cos and sin (B or 1, t, rotary dimension)."""
 
 
 class RunningBasis:
@@ -319,7 +316,8 @@ class CachedAttention:
                 keys = angles.tile(keys.to(angles.cos.dtype), seen.start, seen.stop)
             scores.append(_scores(queries, keys))
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
-        weights = _softmax(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
+        by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
+        weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
         output = self._mix(layer.value_store, weights, seen)
         if seen.exact is not None:
             values = seen.exact[1]
@@ -401,21 +399,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     pairs = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
     return torch.stack([x @ y for x, y in pairs]).unflatten(0, a.shape[:2])
-
-
-def _softmax(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
-    """Attention weights from scaled scores, (B, H_kv, H_q / H_kv, m, n), in float32 at least."""
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if settings.softcap is not None:
-        scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    if mask is not None:
-        # Not -inf: a padded query sees nothing, and its output must stay a number.
-        scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
-    if settings.sinks is None:
-        return scores.softmax(dim=-1)
-    sinks = settings.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
-    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
-    return scores.softmax(dim=-1)[..., :-1]
 
 
 def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:

@@ -19,7 +19,6 @@ from transformers.masking_utils import sdpa_mask
 from manifoldkv.cache.attention import (
     Angles,
     CachedAttention,
-    Rotate,
     RunningBasis,
     rotate_halves,
 )
@@ -39,14 +38,21 @@ from manifoldkv.cache.hooks import (
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
-from manifoldkv.models.interface import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.models.interface import (
+    Attend,
+    AttentionSettings,
+    Rotate,
+    attend,
+    identity_rotation,
+    intercepted,
+    rotation_of,
+)
 from manifoldkv.models.offloading import device_of, is_offloaded
 from manifoldkv.models.support import (
     attention_of,
     check_supported,
     decoder_layers,
     linear_weight,
-    modeling_module,
     uncompiled,
     unwrapped,
 )
@@ -373,9 +379,7 @@ class _Run:
             cache = self._pass.the_cache()  # gradient checkpointing takes it out of the keywords
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
-                # With the identity in its place the layer's own rotation leaves keys as they are.
-                identity = (torch.ones_like(cos), torch.zeros_like(sin))
-                kwargs["position_embeddings"] = identity
+                kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
             kwargs["manifoldkv_attend"] = self._attend(index, cache.layers[index], cos, sin)
             kwargs["past_key_values"] = None  # what is stored is stored by our attention
             return args, kwargs
@@ -397,7 +401,7 @@ class _Run:
                 angles = None
                 rotated = queries
                 if self._plan.rotary == "pre":
-                    rotated = _rotation_of(self._layers[index])(queries, cos, sin)
+                    rotated = rotation_of(self._layers[index])(queries, cos, sin)
                     tokens, _ = layer.get_mask_sizes(queries.shape[2])
                     rotate_keys = self._rotation_of_keys(index, cos.shape[-1])
                     angles = Angles(*self._angles_of_newest(tokens, cos), rotate_keys)
@@ -415,7 +419,7 @@ class _Run:
         """`rotate_halves` if the layer rotates so, else its own rotation; found out once."""
         if index not in self._rotate_keys:
             layer = self._layers[index]
-            own = _rotation_of(layer)
+            own = rotation_of(layer)
             halves = _rotates_halves(own, attention_of(layer).head_dim, rotary_dim)
             self._rotate_keys[index] = rotate_halves if halves else own
         return self._rotate_keys[index]
@@ -445,11 +449,6 @@ def _rotary_embedding(decoder: nn.Module) -> nn.Module:
             "no rotary_emb"
         )
     return embedding
-
-
-def _rotation_of(layer: nn.Module) -> Rotate:
-    apply = modeling_module(layer).apply_rotary_pos_emb
-    return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
 
 
 def _rotates_halves(rotate: Rotate, head_dim: int, rotary_dim: int) -> bool:

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 from manifoldkv.basis import Rotary
 from manifoldkv.layers.call import project
 from manifoldkv.layers.placement import Placement
-from manifoldkv.models.interface import AttentionSettings
-from manifoldkv.models.support import (
-    attention_of,
-    linear_weight,
-    modeling_module,
-)
+from manifoldkv.models.interface import AttentionSettings, rotation_of
+from manifoldkv.models.support import attention_of, linear_weight
 
 SEQUENCES_PER_FORWARD = 8
 
@@ -182,8 +178,7 @@ class LayerActivations:
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
         cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
-        rotated, _ = modeling_module(self.module).apply_rotary_pos_emb(x, x[:, :0], cos, sin)
-        return rotated
+        return rotation_of(self.module)(x, cos, sin)
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
         """Kept keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from manifoldkv.errors import UnsupportedModelError
-from manifoldkv.models.interface import Attend, intercepted
-from manifoldkv.models.support import (
-    attention_of,
-    uncompiled,
-)
+from manifoldkv.models.interface import Attend, identity_rotation, intercepted
+from manifoldkv.models.support import attention_of, uncompiled
 
 
 class StopForward(Exception):  # noqa: N818 (not an error)
@@ -51,13 +48,13 @@ def call_layer(
     The layer's own rotation is made the identity, so that `attend_instead` receives queries and
     keys as they leave their projections and norms, whatever the family.
     """
-    ones = inputs.new_ones(1, inputs.shape[1], rotary_dim)
+    tokens = inputs.shape[1]
     with intercepted(attention_of(module).config), uncompiled(module):
         output = module(
             inputs,
             attention_mask=None,
-            position_ids=torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0),
-            position_embeddings=(ones, torch.zeros_like(ones)),
+            position_ids=torch.arange(tokens, device=inputs.device).unsqueeze(0),
+            position_embeddings=identity_rotation(inputs, tokens, rotary_dim),
             manifoldkv_attend=attend_instead,
             **keywords,
         )

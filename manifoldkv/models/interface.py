@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.models.support import modeling_module
 
 NAME = "manifoldkv"
 
@@ -122,14 +123,50 @@ def attention_weights(
     share = heads // kv_heads
     grouped = queries.reshape(batch, kv_heads, share * rows, -1)
     scores = (grouped @ keys.mT * settings.scaling).view(batch, kv_heads, share, rows, -1)
+    return weights_from_scores(scores, mask, settings)
+
+
+def weights_from_scores(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
+    """Return the softmax of scores after soft cap, mask and sinks, in the dtype of the scores.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Scaled, (B, H_kv, H_q/H_kv, m, n).
+    mask : Tensor or None
+        As in `attend`; None if every query sees every key.
+    settings : AttentionSettings
+        Soft cap and sinks.
+    """
     if settings.softcap is not None:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
-    scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
+    if mask is not None:
+        # Not -inf: a padded query sees nothing, and its output must stay a number.
+        scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
     if settings.sinks is None:
         return scores.softmax(dim=-1)
-    sinks = settings.sinks.to(scores.dtype).view(1, kv_heads, share, 1, 1)
-    sinks = sinks.expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    sinks = settings.sinks.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1)
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., :-1]
+
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A rotary embedding: of x (B, H, t, d) by cos and sin (B or 1, t, rotary dimension)."""
+
+
+def rotation_of(layer: nn.Module) -> Rotate:
+    """Return how a decoder layer rotates its queries and keys."""
+    apply = modeling_module(layer).apply_rotary_pos_emb
+    return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
+
+
+def identity_rotation(like: Tensor, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, (1, tokens, rotary_dim), by which a layer rotates nothing.
+
+    Its attention then receives queries and keys as they leave their projections and norms.
+    """
+    cos = like.new_ones(1, tokens, rotary_dim)
+    return cos, torch.zeros_like(cos)
 
 
 @contextmanager

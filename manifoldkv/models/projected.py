@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, Rotary
-from manifoldkv.models.interface import Attend, AttentionSettings, attend, intercepted
+from manifoldkv.models.interface import (
+    Attend,
+    AttentionSettings,
+    attend,
+    identity_rotation,
+    intercepted,
+    rotation_of,
+)
 from manifoldkv.models.support import (
     attention_of,
     check_supported,
     check_without_dropout,
     decoder_layers,
-    modeling_module,
     uncompiled,
     unwrapped,
 )
@@ -71,7 +77,7 @@ def projected(
 def _before_attention(
     layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    rotate = modeling_module(layer).apply_rotary_pos_emb
+    rotate = rotation_of(layer)
 
     def attend_projected(cos: Tensor, sin: Tensor) -> Attend:
         def attend_instead(
@@ -84,11 +90,11 @@ def _before_attention(
         ) -> Tensor:
             settings = AttentionSettings.from_arguments(module, arguments)
             key_basis, value_basis = bases[index]
-            queries, rotated = rotate(queries, keys, cos, sin)
+            queries, rotated = rotate(queries, cos, sin), rotate(keys, cos, sin)
             if rotary == "post":
                 old_keys = _project(rotated, key_basis)
             else:
-                _, old_keys = rotate(queries[:, :0], _project(keys, key_basis), cos, sin)
+                old_keys = rotate(_project(keys, key_basis), cos, sin)
             old_values = _project(values, value_basis)
             if recent:
                 # Every token twice, as it is and projected; a query sees one of the two.
@@ -104,8 +110,7 @@ def _before_attention(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cos, sin = kwargs["position_embeddings"]
-        # With the identity in its place the layer's own rotation does nothing.
-        kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+        kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
         kwargs["manifoldkv_attend"] = attend_projected(cos, sin)
         return args, kwargs
 

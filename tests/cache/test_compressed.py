@@ -18,6 +18,7 @@ from manifoldkv import (
 )
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache.attention import rotate_halves
+from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
@@ -132,7 +133,7 @@ class TestRecent:
         model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
         plan = random_plan(model, rotary=rotary, recent=4, key_grouping="all", value_grouping="all")
         expected = reference(model, plan, tokens)
-        monkeypatch.setattr(cache_attention, "NUMBERS_AT_A_TIME", 2 * 2 * 8 * 3)
+        monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
         monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
         assert_equal(steps(model, plan, tokens, [LONG]), expected)
         assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
@@ -240,7 +241,7 @@ def test_tiles_and_blocks_of_queries_change_nothing(
     model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
     plan = random_plan(model, rotary=rotary)
     whole = steps(model, plan, tokens, [LONG])
-    monkeypatch.setattr(cache_attention, "NUMBERS_AT_A_TIME", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), whole)
     assert_equal(steps(model, plan, tokens, [9, 1, 4]), whole)
@@ -521,7 +522,7 @@ def test_both_rotations_of_keys_are_used_and_agree() -> None:
     for family, repeats in (("llama", 2), ("gpt-oss", 1)):
         layer = decoder_layers(tiny_model(family))[0]
         cos, sin = (f(angle).repeat(1, 1, repeats) for f in (torch.cos, torch.sin))
-        rotate = compressed_module._rotation_of(layer)
+        rotate = rotation_of(layer)
         halves = compressed_module._rotates_halves(rotate, 8, cos.shape[-1])
         assert halves == (family == "llama")
         by_pair = torch.view_as_complex(torch.stack(x.unflatten(-1, (2, 4)).unbind(-2), dim=-1))
