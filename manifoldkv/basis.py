@@ -55,14 +55,14 @@ class HeadGrouping:
 
     @property
     def width(self) -> int:
-        """Heads concatenated in one basis."""
+        """Return the number of heads concatenated in one basis."""
         if self.name == "shared":
             return 1
         return self.heads if self.name == "all" else int(self.name)
 
     @property
     def groups(self) -> int:
-        """Number of bases."""
+        """Return the number of bases."""
         return 1 if self.name == "shared" else self.heads // self.width
 
     def split(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class HeadGrouping:
         return runs.transpose(2, 3).reshape(batch, heads // self.width, tokens, -1)
 
     def merge(self, x: Tensor) -> Tensor:
-        """Inverse of `split`: (B, H/width, n, width·d) to (B, H, n, d)."""
+        """Separate the heads that `split` joined: (B, H/width, n, width·d) to (B, H, n, d)."""
         if self.width == 1:
             return x
         batch, runs, tokens, features = x.shape
@@ -104,10 +104,10 @@ class Basis:
     Parameters
     ----------
     down : Tensor
-        Projects into the cache, (groups, width·d, width·r), float32 or float64.
+        Down-projection into the cache, (groups, width·d, width·r), float32 or float64.
     up : Tensor
-        Leads back, same shape. The very same tensor for an orthonormal basis; for an oblique one
-        ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
+        Up-projection out of it, same shape. The very same tensor for an orthonormal basis; for an
+        oblique one ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Which heads use which of the bases.
 
@@ -137,34 +137,36 @@ class Basis:
 
     @property
     def orthonormal(self) -> bool:
+        """Return whether `up` is the very tensor `down`."""
         return self.down is self.up
 
     @property
     def rank(self) -> int:
-        """Numbers cached per token and KV head."""
+        """Return the elements cached per token and KV head."""
         return self.down.shape[-1] // self.grouping.width
 
     @property
     def head_dim(self) -> int:
+        """Return the features of a head, d."""
         return self.down.shape[-2] // self.grouping.width
 
     def like(self, x: Tensor) -> Basis:
-        """The same basis in the dtype and on the device of a tensor."""
+        """Return the same basis in the dtype and on the device of a tensor."""
         down = self.down.to(x)
         return Basis(down, down if self.orthonormal else self.up.to(x), self.grouping)
 
     def project(self, x: Tensor) -> Tensor:
-        """Down and up again: what attention sees of `x`, (B, H, n, d) to (B, H, n, d)."""
+        """Return what attention sees of `x`, projected down and up: (B, H, n, d), same shape."""
         latents = self.grouping.split(x) @ self.down  # (B, H/width, n, width·r)
         return self.grouping.merge(latents @ self.up.mT)
 
     def projector(self) -> Tensor:
-        """``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""
+        """Return ``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""
         return self.down @ self.up.mT
 
 
 def equal(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors are equal in every element, in shape, dtype and device; or both None."""
+    """Return whether two tensors agree in elements, shape, dtype and device, or are both None."""
     if first is None or second is None:
         return first is second
     alike = first.dtype == second.dtype and first.device == second.device
@@ -172,7 +174,7 @@ def equal(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
-    """A basis from orthonormal columns (groups, width·d, width·r), signs fixed.
+    """Return the basis of orthonormal columns (groups, width·d, width·r), signs fixed.
 
     Raises
     ------
@@ -187,32 +189,32 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
 
 
 def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
-    """The basis of full rank that leaves keys or values as they are, float32."""
+    """Return the basis of full rank that leaves keys or values as they are, float32."""
     columns = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
     return Basis(columns, columns, grouping)
 
 
 def orthonormality_error(basis: Basis) -> float:
-    """Largest entry of ``upᵀ down - I``; NaN if a number is not finite."""
+    """Return the largest entry of ``|upᵀ down - I|``; NaN if an element is not finite."""
     product = basis.up.mT @ basis.down
     identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     return float((product - identity).abs().max())
 
 
 def fix_signs(columns: Tensor) -> Tensor:
-    """Flip columns so that the largest entry of each is positive: reproducible artefacts."""
+    """Flip columns (…, p, c) so that the largest entry of each is positive: reproducible files."""
     largest = columns.abs().argmax(dim=-2, keepdim=True)
     return columns * columns.gather(-2, largest).sign()
 
 
 def principal_angles(first: Basis, second: Basis) -> Tensor:
-    """Angles in radians between the spans of two bases of equal shape, (groups, width·r)."""
+    """Return angles in radians between the spans of two bases of one shape, (groups, width·r)."""
     cosines = torch.linalg.svdvals(_orthonormal_span(first.up).mT @ _orthonormal_span(second.up))
     return cosines.clamp(max=1.0).arccos()
 
 
 def projector_distance(first: Basis, second: Basis) -> float:
-    """Frobenius distance of the two projectors."""
+    """Return the Frobenius distance of the two projectors."""
     return float(torch.linalg.vector_norm(first.projector() - second.projector()))
 
 
@@ -227,7 +229,7 @@ def check_rank(rank: int, head_dim: int) -> None:
 
 
 def rank_from_ratio(ratio: float, head_dim: int) -> int:
-    """The integer rank nearest to ``ratio * head_dim``.
+    """Return the integer rank nearest to ``ratio * head_dim``.
 
     Raises
     ------

@@ -41,7 +41,7 @@ def layer_errors(
     *,
     rotary: Rotary = "pre",
 ) -> LayerErrors:
-    """Measure one layer with the bases given; None leaves keys or values exact.
+    """Return the errors of one layer with the bases given; None leaves keys or values exact.
 
     To quote an error, pass activations of text that was not used for solving.
     """
@@ -70,7 +70,7 @@ def diagnose(
     *,
     rotary: Rotary = "pre",
 ) -> pd.DataFrame:
-    """Measure many layers, each with its (key basis, value basis).
+    """Return the errors of many layers, each with its (key basis, value basis).
 
     Parameters
     ----------

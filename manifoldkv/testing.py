@@ -62,7 +62,7 @@ def tiny_activations(dtype: torch.dtype = torch.float64) -> LayerActivations:
 
 @cache
 def tiny_tokens() -> Tensor:
-    """Return token ids of 6 sequences of 16."""
+    """Return token ids of 6 sequences of 16, (6, 16), int64."""
     return torch.randint(64, (6, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -102,7 +102,7 @@ def _random_bases(candidates: Sequence[CandidateRanks]) -> list[LayerBases]:
 
 
 def random_basis(rank: int, grouping: HeadGrouping, seed: int) -> Basis:
-    """A uniformly random orthonormal basis in float64."""
+    """Return a uniformly random orthonormal basis in float64."""
     generator = torch.Generator().manual_seed(seed)
     size = HEAD_DIM * grouping.width
     shape = (grouping.groups, size, rank * grouping.width)
@@ -283,7 +283,7 @@ class SolverConformance:
 
 
 class RankRuleConformance:
-    """Inherit and set `rule`; narrow `ratios` to what its candidates can keep."""
+    """Inherit and set `rule`; narrow `ratios` to what its candidates can meet."""
 
     rule: RankRule
     ratios: ClassVar[tuple[float, ...]] = (0.5, 0.7, 1.0)

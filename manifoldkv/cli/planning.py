@@ -32,7 +32,7 @@ REPORT_SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Request:
-    """What ``manifoldkv compress`` is asked for, as its arguments say it."""
+    """What ``manifoldkv compress`` is asked for by its arguments."""
 
     model: GivenModel
     text: str

@@ -19,7 +19,7 @@ FAILED, INTERRUPTED = 2, 130
 def main() -> None:
     """Run the command, with every error of ours as one line."""
     results = io.StringIO()
-    # Where standard error is closed nobody reads what is said there.
+    # Where standard error is closed nobody reads what is written there.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(sys.stderr or nowhere):
         with _phases_printed(), redirect_stdout(results):
             code = _run()
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command; the exit code."""
+    """Run the command and return the exit code."""
     try:
         if sys.__stdout__ is None:
             raise OutputError("standard output is closed: there is nowhere to print results")
@@ -68,7 +68,7 @@ def _phases_printed() -> Iterator[None]:
 
 
 def _delivered(results: str) -> int:
-    """Print all results at once; the exit code if that does not work, else 0.
+    """Print all results at once and return 0, or the exit code if that does not work.
 
     Whoever stops reading (``| head -1``) has what was wanted: that is no failure.
     """

@@ -42,12 +42,12 @@ class Perplexity:
 
     @property
     def nll(self) -> float:
-        """Mean negative log-likelihood, nats per predicted token."""
+        """Return the mean negative log-likelihood, nats per predicted token."""
         return statistics.fmean(self.by_sequence)
 
     @property
     def standard_error(self) -> float:
-        """Of `nll`, over sequences; not a number if there is only one."""
+        """Return the standard error of `nll` over sequences; NaN if there is only one."""
         count = len(self.by_sequence)
         if count < 2:
             return math.nan
@@ -56,6 +56,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
+        """Return ``exp(nll)``, infinite where that overflows."""
         return math.inf if self.nll > LARGEST_NLL else math.exp(self.nll)
 
 
@@ -63,7 +64,7 @@ class Perplexity:
 def perplexity(
     model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan | None = None
 ) -> Perplexity:
-    """Measure a model on token ids, on its compressed cache if a plan is given.
+    """Return how well a model predicts token ids, on its compressed cache if a plan is given.
 
     Every token is predicted from what the cache stores of the tokens before it and of itself, as
     in decoding token by token.
@@ -73,7 +74,7 @@ def perplexity(
     model : PreTrainedModel
         A causal language model.
     tokens : Tensor
-        (sequences, length), from `sample_tokens`, say; at least two tokens long.
+        Token ids, (sequences, length), from `sample_tokens`, say; at least two tokens long.
     plan : CompressionPlan, optional
         The uncompressed model is measured without one.
 
@@ -107,17 +108,17 @@ class Comparison:
 
     @property
     def added_nll(self) -> float:
-        """What compression adds, nats per predicted token."""
+        """Return the NLL that compression adds, nats per predicted token."""
         return self.compressed.nll - self.uncompressed.nll
 
     @property
     def standard_error(self) -> float:
-        """Of `added_nll`, over sequences; not a number if there is only one."""
+        """Return the standard error of `added_nll` over sequences; NaN if there is only one."""
         pairs = zip(self.compressed.by_sequence, self.uncompressed.by_sequence, strict=True)
         differences = tuple(after - before for after, before in pairs)
         return Perplexity(differences, self.compressed.predicted).standard_error
 
 
 def compare(model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> Comparison:
-    """Measure a model with a plan and without; parameters as in `perplexity`."""
+    """Return how well a model predicts with a plan and without; parameters as in `perplexity`."""
     return Comparison(perplexity(model, tokens), perplexity(model, tokens, plan))

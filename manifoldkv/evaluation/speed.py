@@ -59,7 +59,7 @@ def decode_speed(
     new_tokens: int = 16,
     rounds: int = 3,
 ) -> DecodeSpeed:
-    """Decode after a prompt of random tokens, one sequence, token by token.
+    """Return the times of decoding one sequence after random tokens, with a plan and without.
 
     Parameters
     ----------

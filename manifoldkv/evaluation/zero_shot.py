@@ -114,7 +114,7 @@ def zero_shot(
     limit: int | None = None,
     batch_size: int = 16,
 ) -> pd.DataFrame:
-    """Accuracy on tasks of the LM Evaluation Harness, without examples in the prompt.
+    """Return the accuracy on tasks of the LM Evaluation Harness, without examples in the prompt.
 
     Parameters
     ----------
@@ -181,7 +181,7 @@ def _items(found: dict[str, Any], task: str) -> int:
 
 
 def local_task(task: str, data: Path) -> dict[str, Any]:
-    """The harness's configuration of a task over a local file.
+    """Return the harness's configuration of a task over a local file.
 
     Raises
     ------

@@ -15,7 +15,7 @@ SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
 
 
 def errors_per_layer(results: pd.DataFrame) -> Figure:
-    """Held-out errors against layer: a line per objective, a panel per site and error.
+    """Draw held-out errors against layer: a line per objective, a panel per site and error.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
 
 
 def error_against_rank(results: pd.DataFrame) -> Figure:
-    """Held-out layer-output error, mean over layers, against rank ratio."""
+    """Draw held-out layer-output error, mean over layers, against rank ratio."""
     held_out = results[results["split"] == "held-out"]
     sites = _in_order(held_out["site"], SITE_TITLES)
     figure = Figure(figsize=(3.2 * len(sites), 3.2), layout="constrained")
@@ -73,7 +73,7 @@ def error_against_rank(results: pd.DataFrame) -> Figure:
 
 
 def error_against_seconds(results: pd.DataFrame) -> Figure:
-    """Held-out layer-output error against solving time: colour objective, marker solver."""
+    """Draw held-out layer-output error against solving time: colour objective, marker solver."""
     held_out = results[(results["split"] == "held-out") & (results["site"] != "both")]
     held_out = held_out[held_out["rank"] == held_out["rank"].min()]
     sites = _in_order(held_out["site"], SITE_TITLES)
@@ -125,9 +125,9 @@ def error_against_seconds(results: pd.DataFrame) -> Figure:
 
 
 def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
-    """Label, style and rows of every line: an objective, and again where its keys group otherwise.
+    """Return label, style and rows of every line: one per objective and grouping of its keys.
 
-    The grouping most rows have goes without saying.
+    The label does not name the grouping that most rows have.
     """
     usual = at_site["key_grouping"].mode()[0]
     names = list(dict.fromkeys(at_site["objective"]))

@@ -1,6 +1,6 @@
 """The figures and the table of the paper, from one DataFrame of evaluations.
 
-An evaluation is one number measured on one model under one plan:
+An evaluation is one value measured on one model under one plan:
 
 ``model, method, policy, requested_ratio, point, ratio, bits, bytes_ratio, measure, of, value,
 standard_error, seed``
@@ -32,7 +32,7 @@ EXACT_BITS = 16
 
 
 def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
-    """Zero-shot accuracy against the achieved cache ratio, a panel per task."""
+    """Draw zero-shot accuracy against the achieved cache ratio, a panel per task."""
     part = _exact(evaluations, "accuracy")
     figure = _tradeoff(part, "accuracy, with standard errors")
     title_above(figure, title)
@@ -40,7 +40,7 @@ def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
 
 
 def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
-    """Perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
+    """Draw perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
     figure = _tradeoff(_exact(evaluations, "perplexity"), "perplexity")
     for axes in figure.axes:
         _logarithmic(axes)
@@ -49,7 +49,7 @@ def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
 
 
 def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
-    """Perplexity of one method against the achieved ratio, a line per rule for ranks."""
+    """Draw perplexity of one method against the achieved ratio, a line per rank rule."""
     part = _exact(evaluations, "perplexity")
     corpora = list(dict.fromkeys(part["of"]))
     figure, panels = _panels(len(corpora))
@@ -66,10 +66,11 @@ def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
 
 
 def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
-    """Perplexity against bytes, exact and rounded latents: a line per method, a point per width.
+    """Draw perplexity against bytes: a line per method, a point per number of bits.
 
-    Bytes are those of the cache with its scales over those of an uncompressed 16-bit one. Where
-    latents are rotated before they are rounded, which the paper does not do, lines are dashed.
+    Exact latents have a point too. Bytes are those of the cache with its scales over those of an
+    uncompressed 16-bit one. Where latents are rotated before they are rounded, which the paper
+    does not do, lines are dashed.
     """
     part = evaluations[evaluations["measure"] == "perplexity"]
     corpora = list(dict.fromkeys(part["of"]))
@@ -100,12 +101,12 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
 
 
 def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
-    """Attention-output error, layer-output error and cosine similarity of every layer.
+    """Draw attention-output error, layer-output error and cosine similarity of every layer.
 
     Parameters
     ----------
     diagnostics : DataFrame
-        As `diagnose` gives it, with a column ``method`` and one ``seed``.
+        As `diagnose` returns it, with a column ``method`` and one ``seed``.
     title : str
         Over the panels.
     """
@@ -126,7 +127,7 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
 
 
 def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
-    """Retained rank r / head_dim of every layer, mean over budgets; the band spans them.
+    """Draw retained rank r / head_dim of every layer, mean over budgets; the band spans them.
 
     Parameters
     ----------
@@ -155,10 +156,10 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
 
 
 def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
-    """The paper's main table: a row per model, method and requested ratio, two columns per measure.
+    """Return the paper's main table: a row per model, method and requested ratio.
 
-    Cells are means over seeds, of numbers and (with a column's name before " SE") of their standard
-    errors. The uncompressed model has no requested ratio.
+    Every corpus or task has two columns, means over seeds: of its values and, with " SE" after its
+    name, of their standard errors. The uncompressed model has no requested ratio.
     """
     part = evaluations[evaluations["bits"] == EXACT_BITS]
     points = part.groupby(["model", "method", "point"], sort=False)
@@ -171,7 +172,7 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels in a row, each legible in a column of text."""
+    """Return a figure of so many panels in a row, each legible in a column of text."""
     figure = Figure(figsize=(max(4.6, 3.2 * count), 3.2), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
@@ -182,7 +183,7 @@ def _exact(evaluations: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 
 def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
-    """A panel per corpus or task: a line per method, the uncompressed model as a level."""
+    """Draw a panel per corpus or task: a line per method, the uncompressed model as a level."""
     titles = list(dict.fromkeys(part["of"]))
     names = list(dict.fromkeys(part["method"]))
     figure, panels = _panels(len(titles))
@@ -204,7 +205,7 @@ def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
 def _line(
     axes: Axes, frame: pd.DataFrame, x: str, by: str, label: str, style: dict[str, Any]
 ) -> None:
-    """A point for each value of `by`: means over seeds, with their spread.
+    """Draw a point for each value of `by`: means over seeds, with their spread.
 
     With a single seed the band is the standard error.
     """
@@ -224,7 +225,7 @@ def _line(
 
 
 def _logarithmic(axes: Axes) -> None:
-    """A logarithmic axis with plain numbers."""
+    """Make the vertical axis logarithmic, with plain numbers."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))

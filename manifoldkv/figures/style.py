@@ -32,7 +32,7 @@ _SPARE_COLOURS = ("#F0E442", "#000000", "#882255", "#44AA99")
 
 
 def colour_of(name: str, among: Sequence[str]) -> str:
-    """The colour of an objective or solver: always the same for ours, a spare one for others."""
+    """Return the colour of an objective or solver: a fixed one for ours, a spare for others."""
     others = [n for n in among if n not in COLOURS]
     if name in COLOURS:
         return COLOURS[name]
@@ -46,7 +46,7 @@ def save_figure(figure: Figure, stem: Path) -> None:
 
 
 def title_above(figure: Figure, title: str) -> None:
-    """A title as wide as the figure, on as many lines as it needs."""
+    """Write a title as wide as the figure, on as many lines as it needs."""
     width = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
     lines = [textwrap.fill(line, width) for line in title.splitlines()]
     figure.suptitle("\n".join(lines), fontsize=TITLE_SIZE)

@@ -29,7 +29,7 @@ class Batch:
     sequences : Tensor
         Indices, (b,), int64, on the CPU.
     rows : Tensor or None
-        Positions whose outputs are looked at, likewise (m,); None for all of them. Keys and values
+        Positions whose outputs are looked at, (m,), likewise; None for all of them. Keys and values
         of every position take part regardless.
     """
 
@@ -86,10 +86,10 @@ class LayerActivations:
         Where tensors go that do not fit into memory, as in `capture`.
 
     Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
-    inputs whenever `projections` asks. Only what wants them again and again has `keys` and
-    `values` kept.
+    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
+    again and again.
 
-    `inputs` and `outputs` are in the dtype of the model, which holds them without a loss; all else
+    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
     is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
     layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
     What the methods return is on the device.
@@ -118,30 +118,32 @@ class LayerActivations:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer runs."""
+        """Return the device where the layer runs."""
         return self.cos.device
 
     @property
     def sequences(self) -> int:
+        """Return the number of sequences, S."""
         return self.inputs.shape[0]
 
     @property
     def length(self) -> int:
+        """Return the tokens of a sequence, n."""
         return self.inputs.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything but inputs and outputs."""
+        """Return the dtype of everything but inputs and outputs."""
         return self.cos.dtype
 
     @property
     def keys(self) -> Tensor:
-        """Before rotation, (S, H_kv, n, d), held from now on."""
+        """Return the keys before rotation, (S, H_kv, n, d), stored from now on."""
         return self._kept[0]
 
     @property
     def values(self) -> Tensor:
-        """(S, H_kv, n, d), held from now on."""
+        """Return the values, (S, H_kv, n, d), stored from now on."""
         return self._kept[1]
 
     @cached_property
@@ -158,7 +160,7 @@ class LayerActivations:
 
     @torch.no_grad()
     def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
-        """Queries, keys and values of some sequences and rows or all, made of the layer's inputs.
+        """Return queries, keys and values of some sequences and rows or all, from the inputs.
 
         Parameters
         ----------
@@ -181,29 +183,29 @@ class LayerActivations:
         return rotation_of(self.module)(x, cos, sin)
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
-        """Kept keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
+        """Return keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
         keys = self._selected(self.keys, sequences)
         return keys if rotary == "pre" else self.rotate(keys)
 
     def values_of(self, sequences: Tensor | None = None) -> Tensor:
-        """Kept values of some sequences or all: (s, H_kv, n, d)."""
+        """Return the values of some sequences or all: (s, H_kv, n, d)."""
         return self._selected(self.values, sequences)
 
     def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
         return (x if sequences is None else x[sequences]).to(self.device)
 
     def outputs_of(self, batch: Batch) -> Tensor:
-        """Outputs of some sequences and rows, (b, m, hidden)."""
+        """Return the outputs of some sequences and rows, (b, m, hidden)."""
         return select_rows(self.outputs, batch).to(self.device, self.dtype)
 
     def output_weight(self) -> Tensor:
-        """Output projection W_O by query head, (H_q, d, hidden)."""
+        """Return the output projection W_O by query head, (H_q, d, hidden)."""
         weight = linear_weight(attention_of(self.module).o_proj).to(self.dtype)  # (hidden, H_q·d)
         return weight.mT.reshape(self.query_heads, self.head_dim, -1)
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, n, features): (b, m, features)."""
+    """Return some sequences and rows of (S, n, features): (b, m, features)."""
     if batch.rows is None:
         return x[batch.sequences]
     return x[batch.sequences.unsqueeze(1), batch.rows]

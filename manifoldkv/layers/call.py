@@ -20,9 +20,10 @@ class StopForward(Exception):  # noqa: N818 (not an error)
 def project(
     module: nn.Module, inputs: Tensor, rotary_dim: int, keywords: dict[str, Any]
 ) -> list[Tensor]:
-    """Queries, keys and values that a decoder layer makes of inputs (B, m, hidden).
+    """Return queries, keys and values that a decoder layer makes of inputs (B, m, hidden).
 
-    They are those before rotation, in the dtype of the layer, whose call ends with them.
+    They are those before rotation, (B, heads, m, d), in the dtype of the layer, whose call ends
+    with them.
     """
     found: list[Tensor] = []
 
@@ -43,7 +44,7 @@ def call_layer(
     rotary_dim: int,
     keywords: dict[str, Any],
 ) -> Tensor:
-    """Run a decoder layer on inputs (B, m, hidden) with its attention replaced.
+    """Return a decoder layer's output for inputs (B, m, hidden), with its attention replaced.
 
     The layer's own rotation is made the identity, so that `attend_instead` receives queries and
     keys as they leave their projections and norms, whatever the family.

@@ -110,7 +110,7 @@ def _capture(
 
 
 def _placement(model: PreTrainedModel, tokens: Tensor, folder: Path | None) -> Placement:
-    """For the inputs and outputs of a layer."""
+    """Return the placement for the inputs and outputs of a layer."""
     elements = 2 * tokens.numel() * model.config.get_text_config().hidden_size
     return Placement(elements * model.dtype.itemsize, model.device, folder)
 
@@ -118,7 +118,7 @@ def _placement(model: PreTrainedModel, tokens: Tensor, folder: Path | None) -> P
 def _record_calls(
     model: PreTrainedModel, tokens: Tensor, modules: nn.ModuleList
 ) -> tuple[list[dict[str, Any]], list[Tensor | None]]:
-    """The keywords with which the model calls each layer, and the end of each layer's output.
+    """Return the keywords with which the model calls each layer, and the end of its output.
 
     Keywords are equal for all unpadded sequences of a length.
     """
@@ -149,10 +149,10 @@ def _record_calls(
 
 
 def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
-    """Compare with the layer as the model calls it.
+    """Refuse a layer whose output is not that of the layer as the model calls it.
 
     A family that does something between rotation and attention (HunYuan's norms, say) would
-    otherwise be captured wrongly without a word.
+    otherwise be captured wrongly without an error.
     """
     found = activations.outputs[:1, -CHECKED_ROWS:].to(activations.dtype)
     if stock is not None:
@@ -169,7 +169,7 @@ def _check_output(activations: LayerActivations, stock: Tensor | None) -> None:
 def _embeddings(
     model: PreTrainedModel, tokens: Tensor, first: nn.Module, placement: Placement
 ) -> Tensor:
-    """Inputs of the first layer, (S, n, hidden)."""
+    """Return the inputs of the first layer, (S, n, hidden)."""
     shape = (*tokens.shape, model.config.get_text_config().hidden_size)
     inputs = placement.empty(shape, model.dtype)
     done = 0

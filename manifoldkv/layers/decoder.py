@@ -20,7 +20,7 @@ from manifoldkv.models.support import attention_of
 
 
 def every_sequence(activations: LayerActivations) -> Batch:
-    """The batch of all sequences and all query rows."""
+    """Return the batch of all sequences and all query rows."""
     return Batch(torch.arange(activations.sequences))
 
 
@@ -32,7 +32,7 @@ def attention_output(
     rotary: Rotary = "pre",
     batch: Batch | None = None,
 ) -> Tensor:
-    """Output of attention, heads apart and before W_O, with projected keys and values.
+    """Return the output of attention, heads apart and before W_O, with projected keys and values.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def mixed_values(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """What a value basis acts on when keys are given: attention weights times grouped values.
+    """Return attention weights times grouped values: what a value basis acts on, given keys.
 
     Because a basis acts on features and the weights on tokens, the two commute: with the result
     at hand, a new value basis costs two small products (see `project_mixed_values`).
@@ -89,7 +89,7 @@ def mixed_values(
 
 
 def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
-    """Attention output (b, H_q, m, d) from `mixed_values` and a value basis."""
+    """Return the attention output (b, H_q, m, d) from `mixed_values` and a value basis."""
     grouping = basis.grouping
     batch, heads, rows, features = mixed.shape
     share = heads // grouping.heads
@@ -102,7 +102,7 @@ def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
 def layer_output(
     activations: LayerActivations, attention: Tensor, batch: Batch | None = None
 ) -> Tensor:
-    """Finish the layer from an attention output.
+    """Return the output of the layer for an attention output.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def compressed_output(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """The layer's output with projected keys and values, (S, n, hidden)."""
+    """Return the layer's output with projected keys and values, (S, n, hidden)."""
     outputs = []
     for sequences in every_sequence(activations).sequences.split(1):
         batch = Batch(sequences)
@@ -154,7 +154,7 @@ def compressed_output(
 
 
 def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Sequences and rows of (S, H, n, features): (b, H, m, features)."""
+    """Return some sequences and rows of (S, H, n, features): (b, H, m, features)."""
     if batch.rows is None:
         return x[batch.sequences]
     heads = torch.arange(x.shape[1])
@@ -164,6 +164,7 @@ def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
 def rotated_keys(
     activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
 ) -> Tensor:
+    """Return the keys after rotation, projected before or after it, (b, H_kv, n, d)."""
     if rotary == "post" and basis is not None:
         return basis.project(activations.keys_in("post", batch.sequences))
     keys = activations.keys_in("pre", batch.sequences)
@@ -171,4 +172,5 @@ def rotated_keys(
 
 
 def mask_rows(activations: LayerActivations, batch: Batch) -> Tensor:
+    """Return the mask of the query rows of a batch, (1, 1, m, n), boolean."""
     return activations.mask if batch.rows is None else activations.mask[:, :, batch.rows]

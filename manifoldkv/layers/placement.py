@@ -15,8 +15,8 @@ from torch import Tensor
 from manifoldkv.errors import OutputError
 
 SHARE = 0.5
-"""How much of what is free the inputs and outputs of a layer may take: more is kept of it while
-it is solved."""
+"""Largest share of the free bytes that the inputs and outputs of a layer may take: more of it is
+stored while it is solved."""
 
 
 class Placement:
@@ -25,7 +25,7 @@ class Placement:
     Parameters
     ----------
     nbytes : int
-        Of all tensors to come.
+        Bytes of all tensors to come.
     device : torch.device
         Where they are used.
     folder : Path, optional
@@ -42,7 +42,7 @@ class Placement:
             self.in_files = nbytes > SHARE * free_bytes(self._device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor to be filled.
+        """Return a tensor to be filled.
 
         Raises
         ------
@@ -82,7 +82,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on a device now."""
+    """Return the bytes that are free on a device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -15,14 +15,14 @@ from manifoldkv.models.support import attention_of, decoder_layers, is_linear, l
 SIDE = 8
 """Elements are taken where so many rows of a matrix cross so many columns."""
 RELATIVE_TOLERANCE = 2**-7
-"""Of an element. Rounding to bfloat16 changes it by a 2^-9th of itself."""
+"""Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
 ABSOLUTE_TOLERANCE = 2**-12
-"""Of the root mean square of a matrix, for elements that are small for float16, or cancel."""
+"""Share of the root mean square of a matrix, for elements small for float16, or that cancel."""
 
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> Tensor:
-    """Take a few elements of the embedding and of the attention of the first and the last layer.
+    """Return a few elements of the embedding and of the attention of the first and the last layer.
 
     Adapters that are active count. Of a model whose weights stay in their shards, only these
     matrices are read.
@@ -47,7 +47,7 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
 
 
 def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names of the matrices, and some columns of each: (out, SIDE)."""
+    """Yield the names of the matrices, and some columns of each: (out, SIDE)."""
     embedding = model.get_input_embeddings().weight
     yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
     layers = decoder_layers(model)
@@ -61,12 +61,12 @@ def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]
 
 
 def _spread(size: int) -> Tensor:
-    """Indices spread over a dimension, (SIDE,)."""
+    """Return indices spread over a dimension, (SIDE,), int64."""
     return torch.linspace(0, size - 1, SIDE, dtype=torch.float64).round().long()
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two fingerprints are of the same weights, in whatever dtypes they were loaded."""
+    """Return whether two fingerprints are of the same weights, whatever their dtypes."""
     if found.shape != expected.shape:
         return False
     found, expected = found.double(), expected.double()

@@ -49,7 +49,7 @@ class AttentionSettings:
 
     @classmethod
     def from_arguments(cls, module: nn.Module, arguments: dict[str, Any]) -> AttentionSettings:
-        """Read the keywords a module passes to its attention function.
+        """Return the settings in the keywords a module passes to its attention function.
 
         Raises
         ------
@@ -82,7 +82,7 @@ the module passes on; returns the attention output, (B, m, H_q, d).
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, settings: AttentionSettings
 ) -> Tensor:
-    """Grouped-query attention over rotated queries and keys.
+    """Return grouped-query attention over rotated queries and keys.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def attend(
 def attention_weights(
     queries: Tensor, keys: Tensor, mask: Tensor, settings: AttentionSettings
 ) -> Tensor:
-    """Softmax of the masked scores, (B, H_kv, H_q/H_kv, m, n). Parameters as in `attend`."""
+    """Return the softmax of masked scores, (B, H_kv, H_q/H_kv, m, n); parameters as in `attend`."""
     batch, heads, rows, _ = queries.shape
     kv_heads = keys.shape[1]
     share = heads // kv_heads
@@ -200,7 +200,7 @@ def _attention_function(
 
 
 def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Stock boolean mask, never skipped: manifoldkv attends with arbitrary query rows."""
+    """Return the stock boolean mask, never None: manifoldkv attends with arbitrary query rows."""
     return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
 

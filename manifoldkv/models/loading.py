@@ -35,7 +35,7 @@ def load_model(
     device: str = "cpu",
     offload: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer, frozen and ready to be measured.
+    """Return a causal language model and its tokenizer, frozen and ready to be measured.
 
     Parameters
     ----------
@@ -73,13 +73,13 @@ def load_model(
 
 
 def check_device(device: str) -> None:
-    """Put a number onto a device and read it back.
+    """Refuse a device from which a tensor put onto it cannot be read back.
 
     Raises
     ------
     ModelError
-        If that does not work: a device that torch does not know or this machine does not have, or
-        one that holds shapes without numbers (``"meta"``).
+        If torch does not know the device, this machine does not have it, or it holds shapes without
+        elements (``"meta"``).
     """
     try:
         torch.zeros(1, device=device).cpu()
@@ -95,7 +95,7 @@ def check_device(device: str) -> None:
 def _load_weights(
     name: str, dtype: torch.dtype, device: str, offload: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model, and say which weights were missing."""
+    """Return a model, and which of its weights were missing."""
     try:
         config = AutoConfig.from_pretrained(name)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

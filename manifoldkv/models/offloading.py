@@ -49,23 +49,26 @@ class LayerWeights:
         self._runs = False
 
     def named(self) -> dict[str, Tensor]:
-        """All of them by their names in the model, read now."""
+        """Return all of them by their names in the model, read now."""
         return {self.prefix + name: self.read(name) for name in self._names}
 
     def read(self, name: str) -> Tensor:
-        """One of them, by its name in the layer, read now."""
+        """Return one of them, by its name in the layer, read now."""
         return self._weights[self.prefix + name]
 
     def before_run(self, *ignored: Any) -> None:
+        """Hold the weights while the layer runs: a forward pre-hook."""
         self.hold()
         self._runs = True
 
     def after_run(self, *ignored: Any) -> None:
+        """Release the weights once the layer has run: a forward hook."""
         if self._runs:  # not if a hook before ours has ended the call
             self._runs = False
             self.release()
 
     def hold(self) -> None:
+        """Load the weights, unless somebody holds them already."""
         self._holders += 1
         if self._holders == 1:
             for name in self._names:
@@ -73,6 +76,7 @@ class LayerWeights:
             self._layer.requires_grad_(False)
 
     def release(self) -> None:
+        """Free the weights, unless somebody else still holds them."""
         self._holders -= 1
         if self._holders == 0:
             for name in self._names:
@@ -94,25 +98,25 @@ def resident(layer: nn.Module) -> Iterator[None]:
 
 
 def weight_of(layer: nn.Module, name: str) -> Tensor:
-    """A parameter of a decoder layer by its name in the layer, read from its shard if need be."""
+    """Return a parameter of a decoder layer by its name there, read from its shard if need be."""
     parameter = layer.get_parameter(name)
     weights = _weights_of(layer)
     return parameter if weights is None or not parameter.is_meta else weights.read(name)
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
-    """Whether weights of decoder layers are read when they run."""
+    """Return whether weights of decoder layers are read when they run."""
     return any(_weights_of(layer) is not None for layer in decoder_layers(model))
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Where a decoder layer runs."""
+    """Return the device where a decoder layer runs."""
     weights = _weights_of(layer)
     return next(layer.parameters()).device if weights is None else weights.device
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """All weights sorted by their names, those of one layer at a time read from its shards."""
+    """Yield all weights sorted by their names, those of a layer at a time read from shards."""
     offloaded = [w for w in map(_weights_of, decoder_layers(model)) if w is not None]
     read: dict[str, Tensor] = {}
     for name, tensor in sorted(model.state_dict().items()):
@@ -128,7 +132,7 @@ def _weights_of(layer: nn.Module) -> LayerWeights | None:
 def load_offloaded(
     name: str, dtype: torch.dtype, device: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model whose decoder layers are read from their shards when they run, and what was missing.
+    """Return a model that reads decoder layers from shards as they run, and what was missing.
 
     transformers finds out which tensor of which shard a parameter is. Where it has to rebuild
     parameters (experts, say), it writes them into a folder that lasts as long as the model.
@@ -159,7 +163,7 @@ def load_offloaded(
 def _places(
     module: nn.Module, name: str, layers: set[int], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Decoder layers on disk, all else on the device."""
+    """Yield names of modules with their places: decoder layers on disk, the rest on the device."""
     if id(module) in layers:
         yield name, "disk"
     elif not any(id(inner) in layers for inner in module.modules()):
@@ -170,7 +174,7 @@ def _places(
 
 
 def _all_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """What accelerate's hooks read offloaded weights from, by the names in the model."""
+    """Return what accelerate's hooks read offloaded weights from, by the names in the model."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     maps = (getattr(hook, "weights_map", None) for hook in hooks)
     return next(found.dataset for found in maps if found is not None)

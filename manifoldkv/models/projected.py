@@ -118,13 +118,13 @@ def _before_attention(
 
 
 def _is_recent(tokens: int, recent: int, device: torch.device) -> Tensor:
-    """Where a query (row) comes fewer than `recent` tokens after a token (column)."""
+    """Return where a query (row) comes fewer than `recent` tokens after a token (column)."""
     slots = torch.arange(tokens, device=device)
     return slots.unsqueeze(1) - slots < recent
 
 
 def _project(x: Tensor, basis: Basis | None) -> Tensor:
-    """In the wider dtype of the two, whatever that of the model."""
+    """Return `x` projected, in its own dtype, computed in the wider one of the two."""
     if basis is None:
         return x
     wide = x.to(torch.promote_types(x.dtype, basis.down.dtype))
@@ -132,13 +132,13 @@ def _project(x: Tensor, basis: Basis | None) -> Tensor:
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Of every next token, (B, n, vocabulary), in float32 at least."""
+    """Return log-probabilities of every next token, (B, n, vocabulary), in float32 at least."""
     logits = model(input_ids=tokens, use_cache=False).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
 def divergence(exact: Tensor, compressed: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of predictions, nats per token.
+    """Return the Kullback-Leibler divergence of predictions, nats per token.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from manifoldkv.errors import UnsupportedModelError
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The model inside what `torch.compile` or PEFT puts around it; its adapters stay active.
+    """Return the model inside what `torch.compile` or PEFT puts around it, adapters active.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, in order."""
+    """Return the decoder layers of a causal language model, in order."""
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
@@ -86,12 +86,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def attention_of(layer: nn.Module) -> Any:
-    """The attention module of a decoder layer."""
+    """Return the attention module of a decoder layer."""
     return layer.self_attn
 
 
 def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
-    """W of a linear layer ``x ↦ x Wᵀ + b``, with the adapters that are active on it.
+    """Return W of a linear layer ``x ↦ x Wᵀ + b``, with the adapters that are active on it.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def modeling_module(layer: nn.Module) -> Any:
-    """The transformers module that defines a layer's attention, and how it rotates."""
+    """Return the transformers module that defines a layer's attention, and how it rotates."""
     return sys.modules[type(attention_of(layer)).__module__]
 
 
@@ -211,12 +211,12 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Whether a module is a linear layer, with adapters of PEFT around it or without."""
+    """Return whether a module is a linear layer, with adapters of PEFT around it or without."""
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Whether every attention of a model says that tokens see later ones, as those of BERT do."""
+    """Return whether tokens see later ones in every attention of a model, as in BERT's."""
     causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
     return bool(causal) and not any(causal)
 

@@ -146,7 +146,7 @@ class Problem:
     def data(self, sequences: Tensor | None = None) -> Tensor:
         """Return the keys or values a basis projects, of some sequences or all: (s, H_kv, n, d).
 
-        They are stored for the steps to come, unless the objective needs each number only once.
+        They are stored for the steps to come, unless the objective needs each element only once.
         """
         if self.objective.full_batch_is_cheap:
             batch = None if sequences is None else Batch(sequences)

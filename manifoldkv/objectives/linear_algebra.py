@@ -12,24 +12,24 @@ RELATIVE_FLOOR = 1e-10
 
 
 def gram_by_group(x: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Gram matrices of x (S, H, n, d) in float64, by head group, summed over S and n."""
+    """Return Gram matrices of (S, H, n, d) by head group: (H/width, width·d, width·d), float64."""
     groups = grouping.split(x).transpose(0, 1).flatten(1, 2).double()  # (H/width, S·n, width·d)
     return groups.mT @ groups
 
 
 def block_diagonal(blocks: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Per-head blocks (H, d, d) on the diagonal of each head group: (groups, width·d, width·d)."""
+    """Return blocks (H, d, d) on the diagonals of head groups: (H/width, width·d, width·d)."""
     by_group = blocks.unflatten(0, (-1, grouping.width))  # (H/width, width, d, d)
     return torch.stack([torch.block_diag(*group) for group in by_group])
 
 
 def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
-    """Orthonormal eigenvectors of the `count` largest eigenvalues, largest first."""
+    """Return orthonormal eigenvectors of the `count` largest eigenvalues, largest first."""
     return torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :count]
 
 
 def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.dtype) -> Basis:
-    """The orthonormal basis that keeps most of the trace of Gram matrices given by head group."""
+    """Return the orthonormal basis that keeps most of the trace of Gram matrices by head group."""
     if grouping.groups == 1:
         gram = gram.sum(dim=0, keepdim=True)
     columns = leading_eigenvectors(gram, rank * grouping.width)
@@ -37,7 +37,7 @@ def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.
 
 
 def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Minimise ``||G^½ (I - down upᵀ) W^½||`` over pairs of `count` columns.
+    """Return the pair of `count` columns each that minimises ``||G^½ (I - down upᵀ) W^½||``.
 
     By Eckart–Young the best approximation of G^½ W^½ of that rank is its truncated SVD U S Vᵀ =
     G^½ W^½ V Vᵀ, which is attained by down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
@@ -45,8 +45,8 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     Parameters
     ----------
     gram, weight : Tensor
-        Positive semidefinite, (groups, p, p). Eigenvalues of the weight are kept above
-        `RELATIVE_FLOOR` of the largest, so that its inverse exists.
+        Positive semidefinite, (groups, p, p). Eigenvalues of the weight are raised to
+        at least `RELATIVE_FLOOR` of the largest, so that its inverse exists.
 
     Returns
     -------

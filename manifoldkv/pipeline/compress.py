@@ -1,4 +1,4 @@
-"""The road in one call: text, activations, bases, plan."""
+"""The pipeline in one call: text, activations, bases, plan."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRun) -> Checkpoints
 
 
 def _choose_ranks(run: PreparedRun, problem: RankProblem) -> list[Ranks]:
-    """Return the ranks of all layers by the rule of the recipe, which must keep the budget."""
+    """Return the ranks of all layers by the rule of the recipe, which must meet the budget."""
     name = run.recipe.describe()["ranks"]["name"]
     LOG.info("choosing ranks by the %s rule", name)
     ranks = run.recipe.ranks.choose(problem)

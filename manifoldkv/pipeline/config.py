@@ -49,7 +49,7 @@ class CompressionConfig:
         How much of a text is read: so many windows of so many tokens; 64 of 512, or of what the
         model can take, if omitted.
     context : int, optional
-        Tokens of the text that the ratio is kept for; those of a calibration sequence if omitted.
+        Tokens of the text that the ratio holds for; those of a calibration sequence if omitted.
         It matters where tokens stay exact, and where layers have sliding windows.
 
     Raises
@@ -92,7 +92,7 @@ class PreparedRun:
     text : str
         Name of the calibration text.
     tokens : Tensor
-        Token ids, (sequences, length).
+        Token ids, (sequences, length), int64.
     budget : Budget
         For the ranks of all layers.
     candidates : list of CandidateRanks

@@ -47,7 +47,7 @@ class Estimate:
     weight_bytes : int
         All weights; of an offloaded model those of one decoder layer and all that is not in one.
     activation_bytes : int
-        Of one layer, with what an iterative solver keeps of it at most; they go to files where
+        Of one layer, with what an iterative solver stores of it at most; they go to files where
         they do not fit.
     cache_bytes : float
         At most so many per token of a text as long as the calibration sequences, in the dtype of
@@ -126,7 +126,7 @@ def _rehearsal(activations: LayerActivations, run: PreparedRun, forward: float) 
 
 
 def _bytes_per_token(activations: LayerActivations, run: PreparedRun) -> int:
-    """Return those of inputs and outputs; then of keys, values, and mixtures of grouped values."""
+    """Return bytes of inputs and outputs, then of keys, values and mixtures of grouped values."""
     nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
     if not isinstance(run.recipe.solver, ClosedForm):
         width = HeadGrouping(run.recipe.value_grouping, activations.kv_heads).width

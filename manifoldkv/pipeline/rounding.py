@@ -36,7 +36,7 @@ def quantize(
     quantization: Quantization,
     rotation: Rotation = "hadamard",
 ) -> CompressionPlan:
-    """Round the latents of a plan to integers.
+    """Return the plan with its latents rounded to integers.
 
     A basis may be rotated within its subspace without any effect on exact latents; on rounded ones
     the effect is large.
@@ -53,11 +53,11 @@ def quantize(
         ``"hadamard"`` spreads every direction evenly over all elements of a latent (a random
         orthogonal matrix where the size is no power of two), ``"pca"`` sorts directions by
         variance, ``"none"`` leaves them as the solver found them. With the same ranks in every
-        layer, the default loses least at 4 bits of the static layout, on both reference models with
-        bases of EigenAttention and of the paper's objective, and at 3 bits on three of these four;
-        at 2 bits none is best throughout, and 8 bits and KIVI's layout hardly mind
-        (``studies/compare_quantization.py``). It is no law: on the paper's plan of
-        sequential ranks for reference-llama ``"none"`` loses least
+        layer, the default has the lowest added NLL at 4 bits of the static layout, on both
+        reference models with bases of EigenAttention and of the paper's objective, and at 3 bits on
+        three of these four; at 2 bits none is best throughout, and at 8 bits and in KIVI's layout
+        the differences are small (``studies/compare_quantization.py``). It is no law: on the
+        paper's plan of sequential ranks for reference-llama ``"none"`` has the lowest perplexity
         (``figures/quantization_llama.png``).
 
     Raises
@@ -88,7 +88,7 @@ def quantize(
 
 
 def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:
-    """The same subspace with other coordinates; x are the keys or values (S, H_kv, n, d)."""
+    """Return the same subspace with other coordinates; x are the keys or values (S, H_kv, n, d)."""
     if rotation == "none":
         return basis
     size = basis.down.shape[2]
@@ -100,9 +100,9 @@ def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:
 
 
 def _pca(basis: Basis, x: Tensor) -> Tensor:
-    """Directions of latents by falling variance: (groups, w·r, w·r)."""
+    """Return the directions of latents by falling variance: (groups, w·r, w·r)."""
     latents = basis.grouping.split(x).double() @ basis.down.to(x.device, torch.float64)
-    flat = latents.transpose(0, 1).flatten(1, 2)  # (runs, S·n, w·r)
+    flat = latents.transpose(0, 1).flatten(1, 2)  # (head groups, S·n, w·r)
     if basis.grouping.groups == 1:
         flat = flat.flatten(0, 1).unsqueeze(0)
     centred = flat - flat.mean(dim=1, keepdim=True)
@@ -111,7 +111,7 @@ def _pca(basis: Basis, x: Tensor) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    """An orthogonal matrix (size, size) whose entries are all about equally large."""
+    """Return an orthogonal matrix (size, size) whose entries are all about equally large."""
     generator = torch.Generator().manual_seed(size)
     if size & (size - 1) == 0:
         signs = torch.randint(0, 2, (size, 1), generator=generator) * 2.0 - 1

@@ -36,7 +36,7 @@ class BasisFinder:
     recipe : Recipe
         Its objective, solver and groupings.
     rotary : {"pre", "post"}
-        Where keys are projected.
+        Whether keys are projected before or after rotation.
     seed : int
         Of the solver.
 
@@ -107,7 +107,7 @@ def find_bases(
     executor, threads
         Where bases are found, and on how many threads each.
     checkpoints : Checkpoints
-        Under the model, the tokens and the number of threads.
+        For the model, the tokens and the number of threads.
     """
     heads = model.config.get_text_config().num_key_value_heads
     stored = {site: finder.checkpoints(checkpoints, site) for site in SITES}

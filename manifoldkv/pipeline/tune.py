@@ -48,7 +48,7 @@ def tune(
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> CompressionPlan:
-    """Minimise the divergence of the predictions of the compressed model from the model's own.
+    """Return the plan with bases tuned so that predictions diverge least from the model's own.
 
     A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
     as the two subspaces that make its projector, each a point of one. Ranks, grouping and bytes
@@ -70,8 +70,9 @@ def tune(
     seed : int
         Of the order of the sequences.
     checkpoints : Checkpoints, optional
-        Where the state is stored every `STEPS_BETWEEN_WRITES` steps, under all that the result
-        depends on beside these arguments. Tuning goes on from what is there, to the same plan.
+        Where the state is stored every `STEPS_BETWEEN_WRITES` steps, keyed by all that the
+        result depends on beside these arguments. Tuning goes on from what is there, to the same
+        plan.
 
     Raises
     ------
@@ -130,12 +131,12 @@ def tune(
 
 
 def _cosine(share: float) -> float:
-    """From 1 to 0 as the share of the steps goes from 0 to 1."""
+    """Return a factor that falls from 1 to 0 as the share of the steps goes from 0 to 1."""
     return (1 + math.cos(math.pi * share)) / 2
 
 
 def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
-    """Points, and all that the optimiser knows of them."""
+    """Return the points, and all that the optimiser knows of them."""
     found = {}
     for index, point in enumerate(optimizer.param_groups[0]["params"]):
         for name, value in ({"point": point.detach()} | optimizer.state[point]).items():
@@ -144,7 +145,7 @@ def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
 
 
 def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | None) -> int:
-    """Inverse of `_state`; how many steps are done."""
+    """Restore what `_state` returned, and return how many steps are done."""
     if known is None:
         return 0
     for index, point in enumerate(optimizer.param_groups[0]["params"]):
@@ -159,7 +160,7 @@ def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | 
 
 
 class MovingBases:
-    """The bases of a plan as points of manifolds; what keeps all of head_dim does not move."""
+    """The bases of a plan as points of manifolds; those of full rank do not move."""
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
@@ -168,10 +169,11 @@ class MovingBases:
         ]
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the points that move."""
         return [p for layer in self._layers for basis in layer for p in basis.parameters()]
 
     def differentiate(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> float:
-        """Divergence of predictions on some sequences (b, n); leaves its gradient in the bases."""
+        """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
         with torch.no_grad():
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
@@ -182,7 +184,7 @@ class MovingBases:
 
     @torch.no_grad()
     def plan(self, start: CompressionPlan) -> CompressionPlan:
-        """The plan with these bases."""
+        """Return the plan with these bases."""
         layers = [
             replace(layer, key=key.as_basis(), value=value.as_basis())
             for layer, (key, value) in zip(start.layers, self._layers, strict=True)
@@ -194,7 +196,7 @@ class _MovingBasis(nn.Module):
     """One basis: `down` and, unless it is orthonormal, the subspace that is projected along.
 
     The projector of an oblique basis depends on the spans of `down` and `up` only, so that both
-    are kept orthonormal while they move.
+    stay orthonormal while they move.
     """
 
     def __init__(self, basis: Basis, device: torch.device) -> None:
@@ -215,7 +217,7 @@ class _MovingBasis(nn.Module):
         return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
 
     def as_basis(self) -> Basis:
-        """As a plan keeps it."""
+        """Return the basis as a plan stores it."""
         if not self._moves:
             return self._start
         down = detached(_span(self._down.double()))
@@ -226,19 +228,19 @@ class _MovingBasis(nn.Module):
 
 
 def _dual(span: Tensor, down: Tensor) -> Tensor:
-    """The columns in a span for which ``upᵀ down`` is the identity."""
+    """Return the columns in a span for which ``upᵀ down`` is the identity."""
     return torch.linalg.solve(span.mT @ down, span.mT).mT
 
 
 def _span(columns: Tensor) -> Tensor:
-    """Orthonormal columns with the same span, signs kept."""
+    """Return orthonormal columns with the same span and the same signs."""
     q, r = torch.linalg.qr(columns.double())
     return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(columns.dtype)
 
 
 @contextmanager
 def _recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Let layers keep their inputs only, and run again when a gradient passes, inside the block."""
+    """Let layers store only inputs, and run again when a gradient passes, inside the block."""
     with ExitStack() as stack:
         for layer in decoder_layers(model):
             run = partial(_run_resident, layer, layer.forward)
@@ -254,7 +256,7 @@ def _run_resident(layer: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradient for weights inside the block."""
+    """Let no weight get a gradient inside the block."""
     learning = [p for p in model.parameters() if p.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)

@@ -1,1 +1,1 @@
-"""What a user keeps: bases for every layer of a model, and how they are stored."""
+"""Compression plans: bases for every layer of a model, and how they are stored."""

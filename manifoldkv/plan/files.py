@@ -95,7 +95,7 @@ def read(folder: str | Path) -> PlanContents:
     Raises
     ------
     PlanError
-        If a file is missing, truncated or damaged, or says something impossible.
+        If a file is missing, truncated or damaged, or describes something impossible.
     """
     if not str(folder):
         raise PlanError("the name of the plan's folder is empty")

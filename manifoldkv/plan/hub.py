@@ -35,12 +35,12 @@ class OnHub:
 
     @abstractmethod
     def card(self, repo_id: str) -> str:
-        """The page that describes it, in Markdown."""
+        """Return the page that describes it, in Markdown."""
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Upload it with a model card; the repository is made if need be.
+        """Upload it with a model card and return the address; make the repository if need be.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class OnHub:
     def from_pretrained(
         cls, name: str | Path, *, revision: str | None = None, token: str | None = None
     ) -> Self:
-        """Load from a folder, or from the Hub, of which only `FILES` are fetched.
+        """Return what is in a folder, or on the Hub, of which only `FILES` are fetched.
 
         Parameters
         ----------

@@ -50,15 +50,15 @@ class LayerPlan:
 
     @property
     def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
-        """Both sites with their bases."""
+        """Return both sites with their bases."""
         return ("key", self.key), ("value", self.value)
 
     def cached_tokens(self, tokens: int) -> int:
-        """How many of `tokens` tokens seen the layer keeps."""
+        """Return how many of `tokens` tokens seen the layer caches."""
         return cached_tokens(tokens, self.window)
 
     def exact_tokens(self, tokens: int, recent: int) -> int:
-        """How many of these are among the `recent` newest, which are not projected."""
+        """Return how many of these are among the `recent` newest, which are not projected."""
         return min(self.cached_tokens(tokens), recent)
 
     def elements(self, tokens: int, recent: int) -> int:
@@ -71,7 +71,7 @@ class LayerPlan:
 def site_nbytes(
     basis: Basis, site: Site, tokens: int, dtype: torch.dtype, quantization: Quantization | None
 ) -> int:
-    """Bytes of the latents of `tokens` cached tokens of one sequence at one site."""
+    """Return the bytes of the latents of `tokens` cached tokens of one sequence at one site."""
     if quantization is None:
         return tokens * _elements_per_token(basis) * dtype.itemsize
     groups = basis.grouping.heads // basis.grouping.width
@@ -94,7 +94,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def _elements_per_token(basis: Basis) -> int:
-    """Numbers cached per token."""
+    """Return the elements cached per token, of all heads."""
     return basis.rank * basis.grouping.heads
 
 

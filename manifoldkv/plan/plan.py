@@ -1,4 +1,4 @@
-"""What a user keeps: the bases of every layer, and all that is needed to use them again."""
+"""The compression plan: bases of every layer, and all that is needed to use them again."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class CompressionPlan(OnHub):
     quantization : Quantization or None
         How latents are rounded; None stores them in the dtype of the model.
     recent : int
-        The newest tokens, whose keys and values are kept as they are. A token is projected when it
-        is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
+        The newest tokens, whose keys and values are cached as they are. A token is projected when
+        it is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
         exactly. Does not go together with KIVI's layout, which has a window of its own.
 
     Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
@@ -66,7 +66,7 @@ class CompressionPlan(OnHub):
     Raises
     ------
     PlanError
-        If a tensor has the wrong shape or dtype or holds a number that is not finite, if
+        If a tensor has the wrong shape or dtype or an element that is not finite, if
         ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `recent` is
         negative or does not fit the layout.
     """
@@ -147,7 +147,7 @@ class CompressionPlan(OnHub):
 
     @property
     def ratio(self) -> float:
-        """Cached elements over those of the uncompressed model (Eq. cache ratio).
+        """Return the cached elements over those of the uncompressed model (Eq. cache ratio).
 
         At the context length that the ratio was asked for. With tokens that stay exact, or with
         sliding windows, another length has another ratio (`ratio_at`).
@@ -160,9 +160,10 @@ class CompressionPlan(OnHub):
         return cached / sum(layer.elements(tokens, recent=tokens) for layer in self.layers)
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-        """What `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
+        """Return what `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
 
-        Latents as stored, with scales and offsets and tokens kept exact; `dtype` is the model's.
+        It counts latents as stored, their scales and offsets, and the tokens that stay exact;
+        `dtype` is the model's.
         """
         return batch * sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
 
@@ -178,7 +179,7 @@ class CompressionPlan(OnHub):
         )
 
     def bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> float:
-        """Bytes that one more token costs in the long run, no window having closed yet."""
+        """Return the bytes that one more token takes in the long run, before a window closes."""
 
         def latents(tokens: int) -> int:
             return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
@@ -189,15 +190,15 @@ class CompressionPlan(OnHub):
         return (latents(start + run) - latents(start)) / run
 
     def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Constant bytes of the bases (and static ranges) while a model runs in `dtype`."""
+        """Return the constant bytes of bases (and static ranges) while a model runs in `dtype`."""
         tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
         ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
         return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
 
     def digest(self) -> str:
-        """SHA-256 of all that decides what a cache holds: bases, windows, rounding.
+        """Return the SHA-256 of all that decides what a cache holds: bases, windows, rounding.
 
-        Not of the provenance: the same bases found elsewhere or later have the same digest.
+        The provenance plays no part: the same bases found elsewhere or later have the same digest.
         """
         return self._digest
 
@@ -220,7 +221,7 @@ class CompressionPlan(OnHub):
             )
 
     def transferred_to(self, model: PreTrainedModel) -> CompressionPlan:
-        """The same bases for a model of the same shape with other weights, a fine-tuned one, say.
+        """Return the plan for a model of the same shape with other weights, a fine-tuned one, say.
 
         Raises
         ------
@@ -256,12 +257,12 @@ class CompressionPlan(OnHub):
 
     @classmethod
     def load(cls, folder: str | Path) -> CompressionPlan:
-        """Read what `save` wrote. Nothing in the files is executed.
+        """Return the plan that `save` wrote. Nothing in the files is executed.
 
         Raises
         ------
         PlanError
-            If a file is missing, truncated or damaged, or says something impossible.
+            If a file is missing, truncated or damaged, or describes something impossible.
         """
         contents = files.read(folder)
         with files.named(folder):
@@ -301,7 +302,7 @@ class CompressionPlan(OnHub):
 
 
 def config_hash(config: PretrainedConfig) -> str:
-    """SHA-256 of the shapes, kinds of layers and rotation that a configuration describes."""
+    """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
     text_config = config.get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
     return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()

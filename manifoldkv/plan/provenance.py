@@ -19,7 +19,7 @@ class Provenance:
     sequences, length : int
         Its size.
     context : int
-        Tokens of the text that the requested ratio is kept for.
+        Tokens of the text that the requested ratio holds for.
     recipe : dict
         All fields of the recipe; objective, solver and rank rule by their names and fields
         (`Recipe.describe`).
@@ -28,7 +28,7 @@ class Provenance:
     requested_ratio : float
         What was asked for; `CompressionPlan.ratio` is what came out.
     versions : dict
-        Of the packages the numbers depend on.
+        Of the packages that the bases depend on.
     threads : int
         On which torch computed: the same seed gives the same bytes on as many threads.
     tuning_steps : int

@@ -1,4 +1,4 @@
-"""How latents are rounded to integers, as a plan says it."""
+"""How latents are rounded to integers, as a plan describes it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Quantization:
         return ceil(features / 8) * 3 if self.bits == 3 else ceil(features * self.bits / 8)
 
     def groups(self, features: int) -> int:
-        """Return the ranges of `features` neighbouring features."""
+        """Return the number of ranges of `features` neighbouring features."""
         return ceil(features / self.group_size)
 
     def exact_tokens(self, tokens: int) -> int:

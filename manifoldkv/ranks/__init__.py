@@ -1,4 +1,4 @@
-"""Which ranks every layer gets: what measures their cost, and the rules that choose."""
+"""Which ranks every layer gets: what measures rank sensitivity, and the rules that choose."""
 
 from manifoldkv.ranks.base import (
     RANK_RULES,

@@ -34,7 +34,7 @@ class LayerBases:
     values: dict[int, Basis]
 
     def of(self, site: Site) -> dict[int, Basis]:
-        """Return those of a site."""
+        """Return the bases of a site by rank."""
         return self.keys if site == "key" else self.values
 
 
@@ -47,7 +47,7 @@ class RankProblem:
     model : PreTrainedModel
         The uncompressed model.
     tokens : Tensor
-        Calibration token ids, (sequences, length).
+        Calibration token ids, (sequences, length), int64.
     bases : sequence of LayerBases
         Of every layer, at the candidate ranks of the rule.
     budget : Budget
@@ -57,7 +57,7 @@ class RankProblem:
     executor : Executor
         Where independent measurements may run.
     checkpoints : Checkpoints
-        Where measurements are stored, under all that the bases depend on.
+        Where measurements are stored, keyed by all that the bases depend on.
     """
 
     model: PreTrainedModel
@@ -132,11 +132,11 @@ class RankRule(ABC):
         Raises
         ------
         RankError
-            If the budget cannot be kept.
+            If the budget cannot be met.
         """
 
     def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        """Return about how long `choose` will take."""
+        """Return an estimate of the seconds that `choose` will take."""
         return 0.0
 
 

@@ -61,27 +61,28 @@ class Budget:
 
     @property
     def layers(self) -> int:
+        """Return the number of layers."""
         return len(self.windows)
 
     @property
     def full(self) -> int:
-        """Elements of the uncompressed cache."""
+        """Return the elements of the uncompressed cache."""
         return 2 * self.head_dim * sum(self._cached)
 
     @cached_property
     def recent(self) -> int:
-        """How many of the newest tokens stay exact."""
+        """Return how many of the newest tokens stay exact."""
         allowed = self.recent_share * self.ratio * self.full + TOLERANCE
         return bisect_right(range(self.context + 1), allowed, key=self._exact_elements) - 1
 
     @cached_property
     def latent_tokens(self) -> tuple[int, ...]:
-        """How many tokens every layer caches as latents."""
+        """Return how many tokens every layer caches as latents."""
         return tuple(cached - min(cached, self.recent) for cached in self._cached)
 
     @cached_property
     def latent_elements(self) -> int:
-        """What is left for latents, after the tokens that stay exact."""
+        """Return the elements left for latents, after the tokens that stay exact."""
         return int(self.ratio * self.full + TOLERANCE) - self._exact_elements(self.recent)
 
     def cost(self, ranks: Sequence[Ranks]) -> int:

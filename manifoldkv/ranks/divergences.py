@@ -1,4 +1,4 @@
-"""What a rank costs the model's predictions."""
+"""Rank sensitivity: how far the predictions of a model move with the rank of one site."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from manifoldkv.runs.executors import Task
 
 @torch.no_grad()
 def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
-    """Return what every pair of ranks costs the model's predictions, to be summed over layers.
+    """Return the rank sensitivity of every layer: divergences of predictions by pair of ranks.
 
-    The Kullback-Leibler divergence from the predictions of the uncompressed model, in nats per
-    token, with one site of one layer compressed and all else exact; a pair costs the sum of its
-    sites. Sums of these predict the damage to the model better than sums of layer-output errors or
-    of their squares.
+    It is the Kullback-Leibler divergence from the predictions of the uncompressed model, in nats
+    per token, with one site of one layer compressed and all else exact; that of a pair is the sum
+    over its sites. Sums over layers predict the damage to the model better than sums of
+    layer-output errors or of their squares.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def _divergence_of(
     data: tuple[Tensor, Tensor],
     bases: Bases,
 ) -> Iterator[float]:
-    """Yield that of the predictions with some bases; data are token ids and exact predictions."""
+    """Yield the divergence with some bases; data are token ids and exact predictions."""
     tokens, exact = data
     with torch.no_grad(), projected(model, bases, rotary=rotary, recent=recent):
         added = divergence(exact, log_probabilities(model, tokens))

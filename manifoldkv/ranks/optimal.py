@@ -1,4 +1,4 @@
-"""Ranks over all layers at once, by what they cost the model's predictions."""
+"""Ranks over all layers at once, by the rank sensitivity of the model's predictions."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
     Parameters
     ----------
     costs : sequence of ErrorSurface
-        What each pair of each layer costs in quality. The sum should predict the damage to the
-        model.
+        Cost of each pair of each layer in quality: its rank sensitivity, say. The sum should
+        predict the damage to the model.
     budget : Budget
         For all layers.
 

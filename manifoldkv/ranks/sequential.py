@@ -130,7 +130,7 @@ class Selection:
 
     @property
     def share(self) -> float:
-        """What r_K + r_V of the next layer may be: the average of what is left."""
+        """Return what r_K + r_V of the next layer may be: the average of what is left."""
         tokens_left = sum(self._tokens[len(self.ranks) :])
         return self._elements_left / tokens_left if tokens_left else float("inf")
 

@@ -103,9 +103,10 @@ def error_surface(
     key_bases, value_bases : mapping
         Rank to basis; None leaves keys or values exact, at rank head_dim.
     rotary : {"pre", "post"}
-        Where keys are projected.
+        Whether keys are projected before or after rotation.
     rows : Tensor, optional
-        Query positions to look at; all if omitted. The norms are those of the same rows.
+        Query positions to look at, (m,), int64; all if omitted. The norms are those of the same
+        rows.
     """
     keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
     shared = HeadGrouping("shared", activations.kv_heads)
@@ -159,14 +160,14 @@ def layer_surface(
 
 
 def spread_rows(length: int, count: int | None) -> Tensor | None:
-    """Return `count` positions spread evenly over a length, or None for all of them."""
+    """Return `count` positions spread evenly over a length, (count,), or None for all of them."""
     if count is None or count >= length:
         return None
     return torch.linspace(0, length - 1, count).round().long()
 
 
 def seconds_of_an_error(activations: LayerActivations, rows: int | None) -> float:
-    """Return how long one layer-output error takes on one sequence."""
+    """Return the seconds that one layer-output error takes on one sequence."""
     grouping = HeadGrouping("shared", activations.kv_heads)
     problem = LayerOutput().problem(activations, "key", grouping)
     basis = problem.initial(max(1, activations.head_dim // 2))

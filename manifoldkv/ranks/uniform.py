@@ -14,7 +14,8 @@ from manifoldkv.ranks.budget import Budget, Ranks, candidate_ranks
 class Uniform(RankRule):
     """The same pair of ranks for every layer: the largest one that fits, as even as can be.
 
-    Of two uneven pairs the one with more rank for values is taken: they lose more by compression.
+    Of two uneven pairs the one with more rank for values is taken: compression raises the error of
+    values more.
 
     Parameters
     ----------

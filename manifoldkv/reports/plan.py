@@ -93,7 +93,7 @@ def write_report(
 
 
 def template(name: str) -> Any:
-    """A page to be filled in by Jinja2, which escapes what it is given.
+    """Return a page to be filled in by Jinja2, which escapes what it is given.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _measure_layers(
 def _surface(
     activations: LayerActivations, layer: LayerPlan, plan: CompressionPlan
 ) -> ErrorSurface:
-    """What other ranks would cost, with EigenAttention's bases in the grouping of the plan."""
+    """Return the errors at other ranks, of EigenAttention's bases in the grouping of the plan."""
     bases = LayerBases({}, {})
     for site, basis in layer.sites:
         problem = EigenAttention().problem(activations, site, basis.grouping, plan.rotary)
@@ -174,7 +174,7 @@ class _Drawing:
         return self._html(figure)
 
     def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
-        """A heat map per layer, one of them shown, and a list to choose from."""
+        """Return a heat map per layer, one of them shown, and a list to choose from."""
         figure = self._figure("key rank", "value rank")
         for index, (surface, layer) in enumerate(zip(surfaces, plan.layers, strict=True)):
             figure.add_heatmap(

@@ -62,6 +62,6 @@ def _encoded(figure: Path) -> str:
 
 
 def _table(path: Path) -> tuple[str, int, str]:
-    """Name, rows, and the first of them as HTML."""
+    """Return the name, the number of rows, and the first of them as HTML."""
     frame = pd.read_csv(path)
     return path.name, len(frame), frame.head(MOST_ROWS).to_html(index=False, border=0)

@@ -78,7 +78,7 @@ class Checkpoints:
             return pd.read_csv(BytesIO(compute().to_csv(index=False).encode()))
         if self._is_missing(path):
             self._write(path, compute().to_csv(index=False).encode())
-        # Always read back: a first run and a repeated one see the same numbers.
+        # Always read back: a first run and a repeated one see the same values.
         return pd.read_csv(BytesIO(path.read_bytes()))
 
     def has_frame(self, name: str) -> bool:

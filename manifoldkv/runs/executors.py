@@ -136,7 +136,7 @@ class RayExecutor(Executor):
     def _as_there_is_room(
         self, tasks: Iterable[Task[Key]], waiting: dict[Any, Key], threads: int
     ) -> Iterator[Task[Key] | None]:
-        """Tasks to submit, or None where one should be waited for; two per worker are under way."""
+        """Yield tasks to submit, two per worker at a time, or None where one should be awaited."""
         iterator = iter(tasks)
         while True:
             cpus = self._ray.cluster_resources().get("CPU", 1)
@@ -185,7 +185,7 @@ def _run_on_threads(
 
 
 def executor_named(executor: str | Executor) -> Executor:
-    """An executor by its name, ``"local"`` or ``"ray"``, or itself.
+    """Return an executor by its name, ``"local"`` or ``"ray"``, or itself.
 
     Raises
     ------

@@ -13,13 +13,13 @@ from types import ModuleType
 from manifoldkv.errors import OutputError
 
 PACKAGES = ("manifoldkv", "torch", "transformers", "geoopt")
-"""What the numbers of a plan depend on."""
+"""What the bases of a plan depend on."""
 INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that the numbers of a plan depend on."""
+    """Return the versions of the packages that the bases of a plan depend on."""
     return {name: version(name) for name in PACKAGES}
 
 

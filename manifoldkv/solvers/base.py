@@ -50,13 +50,13 @@ class Solver(ABC):
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int
     ) -> tuple[bool, str]:
-        """Whether this solver can solve the problems of an objective, and why not."""
+        """Return whether this solver can solve the problems of an objective, and why not."""
         return True, ""
 
     def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """A solver that does a part of the work, and how many times longer all of it takes.
+        """Return a solver that does a part of the work, and how many times longer all of it takes.
 
-        It estimates the time of a run. Time proportional to the data, if not overridden.
+        The time of a run is estimated from it. It is proportional to the data if not overridden.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
-        """Find a basis.
+        """Return a basis with a small loss, and how it was found.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ register_solver = SOLVERS.register
 
 
 def checked(loss: Tensor, problem: Problem, step: int) -> float:
-    """The value of a loss.
+    """Return the value of a loss.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def checked(loss: Tensor, problem: Problem, step: int) -> float:
 
 
 def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
-    """A progress bar where a person is watching."""
+    """Yield steps with a progress bar where a person is watching."""
     label = f"layer {problem.activations.layer} {problem.site}s"
     yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
 
@@ -129,7 +129,7 @@ def check_seed(seed: int) -> None:
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """One random position out of each of `count` equal parts, (count,); None if that is all."""
+    """Return a random position of each of `count` equal parts, (count,), or None if that is all."""
     if count >= length:
         return None
     edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
@@ -139,5 +139,5 @@ def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tens
 
 
 def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Indices of `count` sequences without repetition; all of them if there are fewer."""
+    """Return indices of `count` different sequences, (count,); all of them if there are fewer."""
     return torch.randperm(total, generator=generator)[:count]

@@ -38,7 +38,7 @@ class BasisPredictor(nn.Module):
         self.layers = nn.Sequential(*blocks, nn.Linear(hidden, features // 2 * columns))
 
     def forward(self, statistics: Tensor) -> Tensor:
-        """(2·p,) to (p, columns) with orthonormal columns."""
+        """Return orthonormal columns (p, columns) for statistics (2·p,)."""
         return torch.linalg.qr(self.layers(statistics).view(self.shape)).Q
 
 
@@ -76,7 +76,7 @@ class Predictor(Solver):
     hidden_per_head_dim: int = 4
 
     def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """One epoch; patience may end the run sooner."""
+        """Return this solver with one epoch; patience may end the run sooner."""
         return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -133,7 +133,7 @@ class Predictor(Solver):
         return Basis(columns, columns, problem.grouping)
 
     def _without_improvement(self, history: list[float]) -> int:
-        """Epochs since the mean loss last fell by `delta` below the best one before."""
+        """Return the epochs since the mean loss last fell by `delta` below the best one before."""
         best, since = float("inf"), 0
         for value in history:
             since = 0 if value < best - self.delta else since + 1

@@ -69,7 +69,7 @@ class RiemannianAdam(Solver):
     start: Literal["initial", "random"] = "initial"
 
     def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """A few steps, which do not take longer on more data."""
+        """Return this solver with a few steps, which do not take longer on more data."""
         few = max(1, self.steps // 30)
         return replace(self, steps=few), self.steps / few
 

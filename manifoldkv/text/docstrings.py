@@ -43,7 +43,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def split_of(document: str) -> Split:
-    """Split of a document, from a SHA-256 hash of its words (white space does not count)."""
+    """Return the split of a document by the SHA-256 of its words (white space does not count)."""
     digest = hashlib.sha256(" ".join(document.split()).encode()).digest()
     uniform = int.from_bytes(digest[:8]) / 2**64
     return "held-out" if uniform < HELD_OUT_FRACTION else "calibration"

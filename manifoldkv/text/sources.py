@@ -47,7 +47,7 @@ class TextSource:
 
 
 def open_text(name: str) -> TextSource:
-    """Find a text source and check that it can be read.
+    """Return a text source, checked that it can be read.
 
     Four fifths of a text are its calibration split, the rest is held out: of ``docstrings`` by a
     hash of each document, of a ``.txt`` file and of WikiText the last fifth of the characters (cut

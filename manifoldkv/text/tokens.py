@@ -30,7 +30,7 @@ def sample_tokens(
     length: int,
     split: Split | None = None,
 ) -> Tensor:
-    """The sampler ``consecutive``: the first windows of the text, one after the other.
+    """Return the first windows of a text, one after the other: the sampler ``consecutive``.
 
     Every document begins with what the tokenizer puts before a text (Llama's start token); where
     it puts nothing, a document ends with the end-of-sequence token, if there is one. A model that
@@ -91,7 +91,7 @@ def sample_tokens(
 
 
 def positions(model: PreTrainedModel) -> int:
-    """Count the tokens of one text that a model takes."""
+    """Return how many tokens of one text a model takes."""
     return model.config.get_text_config().max_position_embeddings
 
 
@@ -156,7 +156,9 @@ def calibration_tokens(
     sequences: int | None = None,
     length: int | None = None,
 ) -> tuple[str, Tensor]:
-    """Name and token ids of the calibration data; of a text, so many windows of such a length.
+    """Return name and token ids of the calibration data, (sequences, length), int64.
+
+    Of a text they are so many windows of such a length.
 
     Raises
     ------
@@ -179,7 +181,7 @@ def calibration_tokens(
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Read the tokenizer that is saved with a model, in a folder or on the Hub.
+    """Return the tokenizer that is saved with a model, in a folder or on the Hub.
 
     Raises
     ------
