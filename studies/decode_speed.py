@@ -51,7 +51,9 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.basis import Rotary
-from manifoldkv.cache.attention import Angles, CachedAttention, RunningBasis, rotate_halves
+from manifoldkv.cache.attention import CachedAttention
+from manifoldkv.cache.latents import RunningBasis
+from manifoldkv.cache.rotation import Angles, rotate_halves
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import save_figure

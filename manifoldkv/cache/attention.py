@@ -9,144 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.cache.latents import RunningBasis, product, scores_of
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.storage import ExactStore, Store, split_tiles, working_dtype
-from manifoldkv.models.interface import AttentionSettings, Rotate, weights_from_scores
+from manifoldkv.cache.rotation import Angles
+from manifoldkv.cache.storage import ExactStore, Store, split_tiles
+from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 
 ELEMENTS_AT_A_TIME = 1 << 19
 """Elements of up-projected keys, or of latents made floating-point again, that are held at a time:
 they should stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
-
-
-class RunningBasis:
-    """A basis in the dtype and on the device of a layer, cut for use by head.
-
-    Parameters
-    ----------
-    basis : Basis
-        From a plan.
-    dtype : torch.dtype
-        Of the model.
-    device : torch.device
-        Of the layer.
-    """
-
-    def __init__(self, basis: Basis, dtype: torch.dtype, device: torch.device) -> None:
-        self.grouping: HeadGrouping = basis.grouping
-        self._basis = basis
-        self._stored = dtype
-        self._working = working_dtype(dtype, device)
-        self._down = basis.down.to(device, self._working)  # (groups, w·d, w·r)
-        self._up = self._down if basis.orthonormal else basis.up.to(device, self._working)
-        identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
-        # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
-        self._keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
-
-    @property
-    def features(self) -> int:
-        """Elements stored per head group and token."""
-        return self._down.shape[2]
-
-    @cached_property
-    def up_by_head(self) -> Tensor:
-        """(H_kv or 1, d, w·r)"""
-        return self._up.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
-
-    def latents(self, x: Tensor) -> Tensor:
-        """What is stored of keys or values: (B, H_kv, m, d) to (B, G, m, w·r)."""
-        x = self.grouping.split(x)
-        return x if self._keeps_all else (x.to(self._working) @ self._down).to(self._stored)
-
-    def expand(self, latents: Tensor) -> Tensor:
-        """Back to keys, in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
-        latents = latents.to(self._working)
-        return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
-
-    def queries(self, queries: Tensor) -> Tensor:
-        """Queries as latents see them: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
-        if self._keeps_all:
-            return queries
-        return self._by_run((queries.to(self._working) @ self.up_by_head).to(self._stored))
-
-    def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
-        """Weights (B, H_kv, R, n) times latents (B, G, n, w·r): (B, H_kv, R, w·r)."""
-        weights = self._by_run(weights).to(latents.dtype)
-        mixed = _product(weights, latents)  # (B, G, w·R, w·r)
-        return self.split_runs(mixed)
-
-    def finish(self, mixed: Tensor, expand: bool) -> Tensor:
-        """Mixed latents (B, H_kv, R, w·r) as the model goes on with them, expanded or not."""
-        if expand and not self._keeps_all:
-            mixed = mixed.to(self._working) @ self.up_by_head.mT
-        return mixed.to(self._stored)
-
-    def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
-        """(B, G, w·R, w·r) and (B, G, n, w·r) to (B, H_kv, R, n)."""
-        return self.split_runs(_scores(queries, latents))
-
-    def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
-        """W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
-        by_head = self._basis.up.to(output_weight.device, torch.float64)
-        by_head = by_head.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
-        by_head = by_head.expand(self.grouping.heads, -1, -1)
-        up = by_head.repeat_interleave(query_heads // self.grouping.heads, dim=0)  # (H_q, d, w·r)
-        weight = output_weight.double().unflatten(1, (query_heads, -1))  # (hidden, H_q, d)
-        return torch.einsum("ohd,hdr->ohr", weight, up).flatten(1).to(output_weight.dtype)
-
-    def _by_run(self, x: Tensor) -> Tensor:
-        """Heads of a run one below the other: (B, H_kv, R, f) to (B, G, w·R, f)."""
-        if self.grouping.width == 1:
-            return x
-        return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
-
-    def split_runs(self, x: Tensor) -> Tensor:
-        """Inverse: (B, G, w·R, f) to (B, H_kv, R, f)."""
-        if self.grouping.width == 1:
-            return x
-        return x.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
-
-
-@dataclass(frozen=True)
-class Angles:
-    """Rotation of the keys a layer attends to.
-
-    Parameters
-    ----------
-    cos, sin : Tensor
-        (B or 1, n, rotary dimension)
-    rotate : Rotate
-        How they are applied.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    rotate: Rotate
-
-    def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The usual rotation, of the first half of the features against the second, in few passes.
-
-    Parameters as those of `Rotate`, which it may stand in for where the two agree.
-    """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
-    out = torch.empty_like(x)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
 
 
 @dataclass(frozen=True)
@@ -314,14 +192,14 @@ class CachedAttention:
             keys = seen.exact[0]
             if angles is not None:
                 keys = angles.tile(keys.to(angles.cos.dtype), seen.start, seen.stop)
-            scores.append(_scores(queries, keys))
+            scores.append(scores_of(queries, keys))
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
         by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
         weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
         output = self._mix(layer.value_store, weights, seen)
         if seen.exact is not None:
             values = seen.exact[1]
-            output = output + _product(weights[..., seen.latents :].to(values.dtype), values)
+            output = output + product(weights[..., seen.latents :].to(values.dtype), values)
         return output.reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
@@ -359,7 +237,7 @@ class CachedAttention:
                 continue
             for first, last in split_tiles(start, stop, size):
                 keys = self._key.expand(latents[:, :, first - start : last - start])
-                yield _scores(queries, angles.tile(keys, first, last))
+                yield scores_of(queries, angles.tile(keys, first, last))
 
     def _mix(self, store: Store, weights: Tensor, seen: _Seen) -> Tensor:
         """Stored values mixed by weights, (B, H_kv, R, d), or (B, H_kv, R, w·r) if W_O expands."""
@@ -386,19 +264,6 @@ def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Ten
 
 def _joined(tiles: list[Tensor]) -> Tensor:
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
-
-
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, H, R, f) and (B, H, n, f) to (B, H, R, n), in the dtype of the keys."""
-    return _product(queries.to(keys.dtype), keys.mT)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b. On a CPU, batched products of short numbers copy what is not contiguous first."""
-    if a.device.type != "cpu" or a.itemsize > 2 or b.is_contiguous():
-        return a @ b
-    pairs = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)
-    return torch.stack([x @ y for x, y in pairs]).unflatten(0, a.shape[:2])
 
 
 def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.errors import CacheError
+from manifoldkv.plan.plan import CompressionPlan
 
 
 def new_tokens(given: dict[str, Any]) -> int:
@@ -41,6 +42,24 @@ def check_unpadded(mask: Any) -> None:
                 "the attention mask has zeros, and what KIVI's layout rounds together would depend "
                 "on the padding: call the model with texts of one length, or use the static layout"
             )
+
+
+def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
+    """Refuse a cache that is none of ours, of another plan or dtype, or incomplete."""
+    if not isinstance(cache, CompressedCache):
+        raise CacheError(
+            f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
+            "pass new_cache(), or no cache at all"
+        )
+    if cache.plan_digest != plan.digest():
+        raise CacheError("the cache was made for another plan than this block's")
+    if cache.dtype != dtype:
+        raise CacheError(
+            f"the cache was made for a model in {cache.dtype}, which is now in {dtype}: make a new "
+            "one"
+        )
+    if not cache.is_whole:
+        raise CacheError("a call that ended in an error left the cache incomplete: make a new one")
 
 
 def boolean_masks(mask: Any, tokens: int, cache: CompressedCache, kinds: Sequence[str]) -> Any:

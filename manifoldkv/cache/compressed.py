@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,27 +15,27 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
 
-from manifoldkv.cache.attention import (
-    Angles,
-    CachedAttention,
-    RunningBasis,
-    rotate_halves,
-)
+from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.calls import (
     boolean_masks,
+    check_cache,
     check_one_text_a_row,
     check_unpadded,
     new_tokens,
 )
+from manifoldkv.cache.forward import ForwardPass
 from manifoldkv.cache.hooks import (
     WithoutGradient,
+    give_generate_a_cache,
     refuse_continuous_batching,
     refuse_to_save,
     register,
     replace_attribute,
+    replace_output_weight,
 )
+from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.storage import working_dtype
+from manifoldkv.cache.rotation import Angles, rotary_embedding_of, rotation_of_keys
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -137,48 +136,6 @@ def compressed(
         yield run.new_cache
 
 
-@dataclass
-class _Rotation:
-    """One call of the model's rotary embedding during the current forward pass."""
-
-    module: nn.Module
-    inputs: Tensor
-    rest: tuple[Any, ...]
-    cos: Tensor
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        # Not the module itself, whose hook would record this as a call of the model.
-        return self.module.forward(self.inputs, positions, *self.rest)
-
-
-class _Pass(threading.local):
-    """What the hooks of one forward pass tell each other; every thread has a pass of its own."""
-
-    def __init__(self) -> None:
-        self.cache: CompressedCache | None = None
-        self.rotations: list[_Rotation] = []
-        self.angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.attended = 0
-
-    def begin(self, cache: CompressedCache) -> None:
-        self.end()  # a call before this one may have ended in an error
-        self.cache, self.attended = cache, 0
-
-    def end(self) -> None:
-        """Let go of the cache, and of angles, which are large for a long text."""
-        self.cache = None
-        self.rotations.clear()
-        self.angles.clear()
-
-    def the_cache(self) -> CompressedCache:
-        if self.cache is None:
-            raise CacheError(
-                "a layer runs by itself inside a compressed block, as gradient checkpointing lets "
-                "it for a gradient: call the model as a whole, and train it outside of the block"
-            )
-        return self.cache
-
-
 class _Run:
     """Hooks of one `compressed` block and what they pass to each other."""
 
@@ -196,7 +153,7 @@ class _Run:
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self._attentions: list[CachedAttention] = []
         self._follow_model()
-        self._pass = _Pass()
+        self._pass = ForwardPass(type(model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
 
     def _follow_model(self) -> None:
@@ -228,12 +185,12 @@ class _Run:
         register(stack, decoder.register_forward_pre_hook, leave_out(self._before_model))
         register(stack, decoder.register_forward_hook, leave_out(self._after_model))
         if self._plan.rotary == "pre":
-            embedding = _rotary_embedding(decoder)
-            register(stack, embedding.register_forward_hook, self._after_rotary_embedding)
+            embedding = rotary_embedding_of(decoder)
+            register(stack, embedding.register_forward_hook, self._pass.record_rotary_call)
         for index, layer in enumerate(self._layers):
             add = attention_of(layer).register_forward_pre_hook
             register(stack, add, self._before_attention(index))
-        self._give_generate_a_cache(stack)
+        give_generate_a_cache(stack, self._model, self.new_cache)
         replace_attribute(
             stack, self._model, "init_continuous_batching", refuse_continuous_batching
         )
@@ -241,48 +198,11 @@ class _Run:
             for name in ("save_pretrained", "push_to_hub"):  # they begin before they ask for W_O
                 replace_attribute(stack, self._model, name, refuse_to_save)
             for index, layer in enumerate(self._layers):
-                self._fold(stack, attention_of(layer), self._attentions[index])
-
-    def _give_generate_a_cache(self, stack: ExitStack) -> None:
-        """`generate` makes a stock cache where it is given none; let it make one of ours."""
-        model = self._model
-        prepare = model._prepare_cache_for_generation
-
-        def prepare_compressed(
-            generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-        ) -> None:
-            if generation_config.use_cache is not False:
-                # Some models ask for a kind of cache by default, which gives way.
-                asked = generation_config.cache_implementation
-                if asked not in (None, model.generation_config.cache_implementation):
-                    raise CacheError(
-                        f"a compressed model has a cache of its own kind: call generate without "
-                        f"cache_implementation={asked!r}"
-                    )
-                generation_config.cache_implementation = None
-                if model_kwargs.get("past_key_values") is None:
-                    model_kwargs["past_key_values"] = self.new_cache()
-                    if generation_config.is_assistant:
-                        model_kwargs["past_key_values"].activate_past_recording()
-            prepare(generation_config, model_kwargs, *args, **kwargs)
-
-        replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
-
-    def _fold(self, stack: ExitStack, attention: Any, cached: CachedAttention) -> None:
-        stock = attention.o_proj
-        weight = linear_weight(stock)
-        weight = cached.folded_output_weight(weight, weight.shape[1] // attention.head_dim)
-        folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        folded.weight = nn.Parameter(weight, requires_grad=False)
-        folded.bias = stock.bias
-        folded.register_state_dict_pre_hook(refuse_to_save)
-        attention.o_proj = folded
-
-        def unfold() -> None:
-            # The model may have been converted in between.
-            attention.o_proj = stock.to(folded.weight.device, folded.weight.dtype)
-
-        stack.callback(unfold)
+                attention = attention_of(layer)
+                weight = linear_weight(attention.o_proj)
+                heads = weight.shape[1] // attention.head_dim
+                weight = self._attentions[index].folded_output_weight(weight, heads)
+                replace_output_weight(stack, attention, weight)
 
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,7 +223,8 @@ class _Run:
             if not self._uses_cache(given):
                 check_one_text_a_row(given.get("position_ids"), mask)
             given["past_key_values"] = self.new_cache()
-        cache = self._checked(given["past_key_values"])
+        cache = given["past_key_values"]
+        check_cache(cache, self._plan, self._model.dtype)
         given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
         if self._plan.quantization is not None and self._plan.quantization.layout == "kivi":
             check_unpadded(given["attention_mask"])
@@ -336,47 +257,13 @@ class _Run:
             return tuple(part for part in output if not isinstance(part, CompressedCache))
         return replace(output, past_key_values=None)
 
-    def _checked(self, cache: Any) -> CompressedCache:
-        if not isinstance(cache, CompressedCache):
-            raise CacheError(
-                f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
-                "pass new_cache(), or no cache at all"
-            )
-        if cache.plan_digest != self._plan.digest():
-            raise CacheError("the cache was made for another plan than this block's")
-        if cache.dtype != self._model.dtype:
-            raise CacheError(
-                f"the cache was made for a model in {cache.dtype}, which is now in "
-                f"{self._model.dtype}: make a new one"
-            )
-        if not cache.is_whole:
-            raise CacheError(
-                "a call that ended in an error left the cache incomplete: make a new one"
-            )
-        return cache
-
-    def _after_rotary_embedding(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: tuple[Tensor, Tensor],
-    ) -> None:
-        if self._pass.cache is None:  # not from inside the model
-            return
-        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        if not self._pass.rotations:  # a second kind of layer has the same positions
-            self._pass.cache.append_positions(given["position_ids"])
-        rest = tuple(given[name] for name in ("layer_type",) if name in given)
-        self._pass.rotations.append(_Rotation(module, given["x"], rest, output[0]))
-
     def _before_attention(
         self, index: int
     ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            cache = self._pass.the_cache()  # gradient checkpointing takes it out of the keywords
+            cache = self._pass.cache  # gradient checkpointing takes it out of the keywords
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
                 kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
@@ -403,8 +290,7 @@ class _Run:
                 if self._plan.rotary == "pre":
                     rotated = rotation_of(self._layers[index])(queries, cos, sin)
                     tokens, _ = layer.get_mask_sizes(queries.shape[2])
-                    rotate_keys = self._rotation_of_keys(index, cos.shape[-1])
-                    angles = Angles(*self._angles_of_newest(tokens, cos), rotate_keys)
+                    angles = self._angles(index, tokens, cos)
                 output = self._attentions[index].attend(
                     layer, rotated, keys, values, mask, settings, angles
                 )
@@ -415,53 +301,11 @@ class _Run:
 
         return attend_to_cache
 
-    def _rotation_of_keys(self, index: int, rotary_dim: int) -> Rotate:
-        """`rotate_halves` if the layer rotates so, else its own rotation; found out once."""
-        if index not in self._rotate_keys:
-            layer = self._layers[index]
-            own = rotation_of(layer)
-            halves = _rotates_halves(own, attention_of(layer).head_dim, rotary_dim)
-            self._rotate_keys[index] = rotate_halves if halves else own
-        return self._rotate_keys[index]
-
-    def _angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
-        """Angles of the newest tokens as layers that are given `cos` rotate, computed once."""
-        calls = [rotation for rotation in self._pass.rotations if rotation.cos is cos]
-        if not calls:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} is not supported with keys stored before rotation: "
-                "its layers do not receive the angles its rotary embedding made"
-            )
-        key = (id(cos), tokens)
-        angles = self._pass.angles
-        if key not in angles:
-            cos_sin = calls[0].angles(self._pass.the_cache().positions(tokens))
-            dtype = working_dtype(cos.dtype, cos.device)
-            angles[key] = (cos_sin[0].to(dtype), cos_sin[1].to(dtype))
-        return angles[key]
-
-
-def _rotary_embedding(decoder: nn.Module) -> nn.Module:
-    embedding = getattr(decoder, "rotary_emb", None)
-    if not isinstance(embedding, nn.Module):
-        raise UnsupportedModelError(
-            f"{type(decoder).__name__} is not supported with keys stored before rotation: it has "
-            "no rotary_emb"
-        )
-    return embedding
-
-
-def _rotates_halves(rotate: Rotate, head_dim: int, rotary_dim: int) -> bool:
-    """Whether a rotation is `rotate_halves`, tried on random numbers."""
-    if rotary_dim != head_dim or head_dim % 2:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(1, 2, 3, head_dim, generator=generator, dtype=torch.float64)
-    angle = torch.rand(1, 3, head_dim // 2, generator=generator, dtype=torch.float64).repeat(
-        1, 1, 2
-    )
-    cos, sin = angle.cos(), angle.sin()
-    return torch.allclose(rotate(x, cos, sin), rotate_halves(x, cos, sin))
+    def _angles(self, index: int, tokens: int, cos: Tensor) -> Angles:
+        """Return the rotation of the newest tokens in a layer that is given `cos`."""
+        if index not in self._rotate_keys:  # found out once
+            self._rotate_keys[index] = rotation_of_keys(self._layers[index], cos.shape[-1])
+        return Angles(*self._pass.angles_of_newest(tokens, cos), self._rotate_keys[index])
 
 
 def _attention_function(

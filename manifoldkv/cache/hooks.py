@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from manifoldkv.errors import CacheError
 
@@ -56,6 +57,49 @@ def replace_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> No
         undo = partial(delattr, owner, name)
     setattr(owner, name, value)
     stack.callback(undo)
+
+
+def give_generate_a_cache(
+    stack: ExitStack, model: PreTrainedModel, new_cache: Callable[[], Any]
+) -> None:
+    """Let `generate`, which makes a stock cache where it is given none, make one of ours."""
+    prepare = model._prepare_cache_for_generation
+
+    def prepare_compressed(
+        generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.use_cache is not False:
+            # Some models ask for a kind of cache by default, which gives way.
+            asked = generation_config.cache_implementation
+            if asked not in (None, model.generation_config.cache_implementation):
+                raise CacheError(
+                    f"a compressed model has a cache of its own kind: call generate without "
+                    f"cache_implementation={asked!r}"
+                )
+            generation_config.cache_implementation = None
+            if model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = new_cache()
+                if generation_config.is_assistant:
+                    model_kwargs["past_key_values"].activate_past_recording()
+        prepare(generation_config, model_kwargs, *args, **kwargs)
+
+    replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
+
+
+def replace_output_weight(stack: ExitStack, attention: Any, weight: Tensor) -> None:
+    """Give an attention module another W_O (hidden, features) until the stack is left."""
+    stock = attention.o_proj
+    folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    folded.weight = nn.Parameter(weight, requires_grad=False)
+    folded.bias = stock.bias
+    folded.register_state_dict_pre_hook(refuse_to_save)
+    attention.o_proj = folded
+
+    def unfold() -> None:
+        # The model may have been converted in between.
+        attention.o_proj = stock.to(folded.weight.device, folded.weight.dtype)
+
+    stack.callback(unfold)
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:

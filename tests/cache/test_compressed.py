@@ -1,7 +1,6 @@
 """Cached decoding equals one full forward pass with projected keys and values, in float64."""
 
 import itertools
-from importlib import import_module
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.cache import attention as cache_attention
-from manifoldkv.cache.attention import rotate_halves
+from manifoldkv.cache.rotation import rotate_halves, rotation_of_keys
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
-compressed_module = import_module("manifoldkv.cache.compressed")  # its function hides it
 TOLERANCE = 2e-5  # norms compute in float32 even in float64 models; logits are of order 1 to 10
 ROTARIES = ("pre", "post")
 LONG = 14  # beyond every window of the families
@@ -523,7 +521,7 @@ def test_both_rotations_of_keys_are_used_and_agree() -> None:
         layer = decoder_layers(tiny_model(family))[0]
         cos, sin = (f(angle).repeat(1, 1, repeats) for f in (torch.cos, torch.sin))
         rotate = rotation_of(layer)
-        halves = compressed_module._rotates_halves(rotate, 8, cos.shape[-1])
+        halves = rotation_of_keys(layer, cos.shape[-1]) is rotate_halves
         assert halves == (family == "llama")
         by_pair = torch.view_as_complex(torch.stack(x.unflatten(-1, (2, 4)).unbind(-2), dim=-1))
         turned = by_pair * torch.polar(torch.ones_like(angle), angle).unsqueeze(1)

@@ -1,0 +1,110 @@
+"""One forward pass on a compressed cache: what its hooks tell each other."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from manifoldkv.cache.layers import CompressedCache
+from manifoldkv.cache.storage import working_dtype
+from manifoldkv.errors import CacheError, UnsupportedModelError
+
+
+@dataclass
+class _RotaryCall:
+    """One call of the model's rotary embedding."""
+
+    module: nn.Module
+    inputs: Tensor
+    rest: tuple[Any, ...]
+    cos: Tensor
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin that the same call would give for other positions."""
+        # Not the module itself, whose hook would record this as a call of the model.
+        return self.module.forward(self.inputs, positions, *self.rest)
+
+
+class ForwardPass(threading.local):
+    """The pass that a thread is in; every thread has one of its own.
+
+    Parameters
+    ----------
+    family : str
+        Name of the model's class, for errors.
+    """
+
+    def __init__(self, family: str) -> None:
+        self._family = family
+        self._cache: CompressedCache | None = None
+        self._rotary_calls: list[_RotaryCall] = []
+        self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.attended = 0
+        """Layers that have attended to the cache."""
+
+    def begin(self, cache: CompressedCache) -> None:
+        """Hold the cache until the end of the pass."""
+        self.end()  # a call before this one may have ended in an error
+        self._cache, self.attended = cache, 0
+
+    def end(self) -> None:
+        """Let go of the cache, and of angles, which are large for a long text."""
+        self._cache = None
+        self._rotary_calls.clear()
+        self._angles.clear()
+
+    @property
+    def cache(self) -> CompressedCache:
+        """Return the cache of the pass.
+
+        Raises
+        ------
+        CacheError
+            Outside of a pass.
+        """
+        if self._cache is None:
+            raise CacheError(
+                "a layer runs by itself inside a compressed block, as gradient checkpointing lets "
+                "it for a gradient: call the model as a whole, and train it outside of the block"
+            )
+        return self._cache
+
+    def record_rotary_call(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: tuple[Tensor, Tensor],
+    ) -> None:
+        """Remember a call of the rotary embedding, and the positions of the new tokens."""
+        if self._cache is None:  # not from inside the model
+            return
+        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        if not self._rotary_calls:  # a second kind of layer has the same positions
+            self._cache.append_positions(given["position_ids"])
+        rest = tuple(given[name] for name in ("layer_type",) if name in given)
+        self._rotary_calls.append(_RotaryCall(module, given["x"], rest, output[0]))
+
+    def angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the newest tokens for layers that are given `cos`, made once.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If `cos` comes from no recorded call.
+        """
+        calls = [call for call in self._rotary_calls if call.cos is cos]
+        if not calls:
+            raise UnsupportedModelError(
+                f"{self._family} is not supported with keys stored before rotation: "
+                "its layers do not receive the angles its rotary embedding made"
+            )
+        key = (id(cos), tokens)
+        if key not in self._angles:
+            newest_cos, newest_sin = calls[0].angles(self.cache.positions(tokens))
+            dtype = working_dtype(cos.dtype, cos.device)
+            self._angles[key] = (newest_cos.to(dtype), newest_sin.to(dtype))
+        return self._angles[key]

@@ -1,0 +1,74 @@
+"""How keys are rotated that are stored before rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.models.interface import Rotate, rotation_of
+from manifoldkv.models.support import attention_of
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Rotation of the keys a layer attends to.
+
+    Parameters
+    ----------
+    cos, sin : Tensor
+        (B or 1, n, rotary dimension)
+    rotate : Rotate
+        How they are applied.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    rotate: Rotate
+
+    def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The usual rotation, of the first half of the features against the second, in few passes.
+
+    Parameters as those of `Rotate`, which it may stand in for where the two agree.
+    """
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
+    out = torch.empty_like(x)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
+    """Return `rotate_halves` if a layer rotates so, else its own rotation.
+
+    Which of the two is tried out on random elements.
+    """
+    own = rotation_of(layer)
+    head_dim = attention_of(layer).head_dim
+    if rotary_dim != head_dim or head_dim % 2:
+        return own
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(1, 2, 3, head_dim, generator=generator, dtype=torch.float64)
+    angle = torch.rand(1, 3, head_dim // 2, generator=generator, dtype=torch.float64)
+    angle = angle.repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    halves = torch.allclose(own(x, cos, sin), rotate_halves(x, cos, sin))
+    return rotate_halves if halves else own
+
+
+def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
+    embedding = getattr(decoder, "rotary_emb", None)
+    if not isinstance(embedding, nn.Module):
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} is not supported with keys stored before rotation: it has "
+            "no rotary_emb"
+        )
+    return embedding
