@@ -67,6 +67,7 @@ from .solvers import (
     RiemannianAdam,
     Solution,
     Solver,
+    checked,
     register_solver,
 )
 from .text.sources import TextSource, open_text
@@ -126,6 +127,7 @@ __all__ = [
     "UnsupportedModelError",
     "capture",
     "check_supported",
+    "checked",
     "compress",
     "compressed",
     "diagnose",

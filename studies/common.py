@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--model",
             default="reference-llama",
-            help=f"{', '.join(EMBEDDED)}, a local folder or a Hub id (%(default)s)",
+            help=f"{', '.join(EMBEDDED)}, a local folder, a GGUF file, a Hub id or smollm2 "
+            "(%(default)s)",
         )
 
     def add_text(self) -> None:

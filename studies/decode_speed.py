@@ -247,7 +247,7 @@ def layer_steps(
             RunningBasis(bases.key, dtype, keys.device),
             RunningBasis(bases.value, dtype, keys.device),
             exact_prefill=False,
-            expand_values=True,
+            up_project_values=True,
         )
         arguments = (None, AttentionSettings(HEAD_DIM**-0.5))
         of_all = (angles if variant.rotary == "pre" else None,)

@@ -215,7 +215,11 @@ PROTOCOLS = {
 def main() -> int:
     parser = common.Parser(__doc__)
     add = parser.add_argument
-    add("--model", nargs="+", help="folders or Hub ids (both reference models)")
+    add(
+        "--model",
+        nargs="+",
+        help="folders, GGUF files, Hub ids or smollm2 (both reference models)",
+    )
     add("--text", help="calibration and first corpus, a fifth held out (docstrings or WikiText-2)")
     add("--second-text", help="second corpus (pydoc-topics or C4)")
     add(

@@ -1,6 +1,6 @@
 """Solvers: each finds a basis that makes the loss of a problem small."""
 
-from manifoldkv.solvers.base import SOLVERS, Solution, Solver, register_solver
+from manifoldkv.solvers.base import SOLVERS, Solution, Solver, checked, register_solver
 from manifoldkv.solvers.closed_form import ClosedForm
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
@@ -12,5 +12,6 @@ __all__ = [
     "RiemannianAdam",
     "Solution",
     "Solver",
+    "checked",
     "register_solver",
 ]
