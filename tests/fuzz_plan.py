@@ -16,8 +16,7 @@ import atheris
 
 with atheris.instrument_imports(include=["manifoldkv"]):
     from manifoldkv import CompressionPlan, PlanError
-    from manifoldkv.plan.files import TENSORS
-    from manifoldkv.plan.plan import DESCRIPTION
+    from manifoldkv.plan.files import DESCRIPTION, TENSORS
 
 from tests.families import tiny_model
 from tests.plans import random_plan

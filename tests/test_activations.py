@@ -11,7 +11,7 @@ from manifoldkv.errors import UnsupportedModelError
 from manifoldkv.layers import activations as activations_module
 from manifoldkv.layers.activations import Batch
 from manifoldkv.layers.capture import capture
-from manifoldkv.layers.decoder import whole
+from manifoldkv.layers.decoder import every_sequence
 from manifoldkv.models.support import decoder_layers
 from tests.families import (
     COMMON,
@@ -159,7 +159,11 @@ def test_activations_of_half_precision_models_are_float32_and_stored_without_a_l
     activations = next(iter(capture(model, tokens)))
     assert torch.equal(activations.inputs, states[0])
     assert activations.outputs.dtype == torch.bfloat16
-    numbers = (activations.keys, activations.outputs_of(whole(activations)), activations.cos)
+    numbers = (
+        activations.keys,
+        activations.outputs_of(every_sequence(activations)),
+        activations.cos,
+    )
     assert {x.dtype for x in numbers} == {torch.float32}
 
 

@@ -9,11 +9,11 @@ from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.layers.activations import Batch, select_rows
 from manifoldkv.layers.decoder import (
     attention_output,
+    every_sequence,
     layer_output,
     mixed_values,
     project_mixed_values,
     select_head_rows,
-    whole,
 )
 from manifoldkv.testing import random_basis
 from tests.families import FAMILIES, activations_of
@@ -103,7 +103,7 @@ def test_mixed_values_give_what_projected_values_give(family, grouping):
     basis = random_basis(5, HeadGrouping(1 if oblique else grouping, 2), 1)
     if oblique:
         basis = Basis(basis.down, random_basis(5, basis.grouping, 2).down, basis.grouping)
-    batch = whole(a)
+    batch = every_sequence(a)
     mixed = mixed_values(a, basis.grouping, batch)
     assert mixed.shape == (4, 4, 12, 8 * basis.grouping.width)
     expected = attention_output(a, value_basis=basis)

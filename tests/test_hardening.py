@@ -25,8 +25,7 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.pipeline.rounding import quantize
-from manifoldkv.plan.files import TENSORS
-from manifoldkv.plan.plan import DESCRIPTION
+from manifoldkv.plan.files import DESCRIPTION, TENSORS
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
