@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import CacheError, CompressedCache, CompressionPlan, Quantization, compressed
 from manifoldkv.models.support import attention_of, decoder_layers
-from manifoldkv.plan import plan as plan_module
+from manifoldkv.plan import files
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
@@ -98,8 +98,8 @@ def test_a_plan_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(1, 6)
     plan = random_plan(model)
     digested = []
-    stock = plan_module._tensors
-    monkeypatch.setattr(plan_module, "_tensors", lambda plan: digested.append(1) or stock(plan))
+    stock = files.payload_of
+    monkeypatch.setattr(files, "payload_of", lambda held: digested.append(1) or stock(held))
     with compressed(model, plan) as new_cache:
         model.generate(tokens, past_key_values=new_cache(), max_new_tokens=4)
     assert len(digested) == 1
