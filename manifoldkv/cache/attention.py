@@ -1,8 +1,8 @@
 """How a cache is used: attention that never holds full keys or values of the whole cache.
 
 Keys stored after rotation: a query is multiplied by the basis and scored against latents; nothing
-is reconstructed. Keys stored before rotation: latents are expanded and rotated a tile of tokens at
-a time. Values: attention weights mix latents, and the mixture is expanded, once per query.
+is reconstructed. Keys stored before rotation: latents are up-projected and rotated a tile of tokens
+at a time. Values: attention weights mix latents; the mixed ones are up-projected, once per query.
 """
 
 from __future__ import annotations
@@ -65,23 +65,24 @@ class CachedAttention:
         Bases of the layer.
     exact_prefill : bool
         Whether the tokens of a call of several see each other's exact keys and values.
-    expand_values : bool
+    up_project_values : bool
         Whether values are up-projected to head_dim; not if W_O does it.
     """
 
     def __init__(
-        self, key: RunningBasis, value: RunningBasis, exact_prefill: bool, expand_values: bool
+        self, key: RunningBasis, value: RunningBasis, exact_prefill: bool, up_project_values: bool
     ) -> None:
         self._key = key
         self._value = value
         self._exact_prefill = exact_prefill
-        self._expand_values = expand_values
+        self._up_project_values = up_project_values
 
     def folded_output_weight(self, weight: Tensor, query_heads: int) -> Tensor:
-        """W_O (hidden, H_q·d) with the value basis multiplied into it: (hidden, H_q·w·r)."""
+        """Return W_O (hidden, H_q·d) times the value basis, (hidden, H_q·w·r)."""
         return self._value.folded(weight, query_heads)
 
     def store(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
+        """Store new keys and values, (B, H_kv, m, d), in a layer of the cache."""
         keys, values = layer.admit(keys, values)
         if keys.shape[2]:
             layer.append(self._key.latents(keys), self._value.latents(values))
@@ -117,7 +118,7 @@ class CachedAttention:
         Returns
         -------
         Tensor
-            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not expanded.
+            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not up-projected.
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
@@ -144,10 +145,10 @@ class CachedAttention:
         mask: Tensor | None,
         new: tuple[Tensor, Tensor],
     ) -> _Seen:
-        """What some queries of a call attend to: `past` tokens came before it, `tokens` are held.
+        """Return what some queries of a call attend to.
 
-        Tokens are counted from the first one attended to; `new` are the keys and values of the
-        call.
+        Tokens are counted from the first one attended to: `past` came before the call, `tokens` are
+        held; `new` are the keys and values of the call.
         """
         recent, device = layer.recent, new[0].device
         own = past if self._exact_prefill and new[0].shape[2] > 1 else tokens
@@ -180,6 +181,7 @@ class CachedAttention:
         settings: AttentionSettings,
         angles: Angles | None,
     ) -> Tensor:
+        """Attend with some queries (B, H_q, m, d) of a call to what they see."""
         batch, heads, rows, head_dim = queries.shape
         kv_heads = self._key.grouping.heads
         queries = queries.reshape(batch, kv_heads, -1, head_dim)  # (B, H_kv, R, d)
@@ -203,7 +205,7 @@ class CachedAttention:
         return output.reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
-        """Whether torch's attention kernel can run on the latents of both sites as they lie."""
+        """Return whether torch's attention kernel can run on the latents of both sites."""
         return (
             all(isinstance(store, ExactStore) for store in layer.stores)
             and self._key.grouping.width == self._value.grouping.width
@@ -213,21 +215,21 @@ class CachedAttention:
         )
 
     def _attend_at_once(self, layer: CompressedLayer, queries: Tensor, seen: _Seen) -> Tensor:
-        """Attention with latents for keys and values and all queries of a run of heads as rows."""
+        """Run torch's kernel on latents, with all queries of a head group as rows."""
         stores = layer.key_store, layer.value_store
         tiles = (next(_tiles(store, seen, seen.latents)) for store in stores)
         keys, values = (latents for _, _, latents in tiles)
-        by_run = self._key.queries(queries)  # (B, G, w·R, w·r)
+        by_group = self._key.queries(queries)  # (B, G, w·R, w·r)
         mask = seen.mask
         if mask is not None:
-            mask = mask.repeat(1, 1, by_run.shape[2] // mask.shape[2], 1)
-        mixed = scaled_dot_product_attention(by_run, keys, values, attn_mask=mask, scale=1.0)
-        return self._value.finish(self._value.split_runs(mixed), self._expand_values)
+            mask = mask.repeat(1, 1, by_group.shape[2] // mask.shape[2], 1)
+        mixed = scaled_dot_product_attention(by_group, keys, values, attn_mask=mask, scale=1.0)
+        return self._value.finish(self._value.split_groups(mixed), self._up_project_values)
 
     def _scores(
         self, store: Store, queries: Tensor, angles: Angles | None, seen: _Seen
     ) -> Iterator[Tensor]:
-        """Scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
+        """Yield the scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
         if angles is None:
             queries = self._key.queries(queries)
         size = _tile_tokens(queries)
@@ -236,24 +238,24 @@ class CachedAttention:
                 yield self._key.scores(queries, latents)
                 continue
             for first, last in split_tiles(start, stop, size):
-                keys = self._key.expand(latents[:, :, first - start : last - start])
+                keys = self._key.up_project(latents[:, :, first - start : last - start])
                 yield scores_of(queries, angles.tile(keys, first, last))
 
     def _mix(self, store: Store, weights: Tensor, seen: _Seen) -> Tensor:
-        """Stored values mixed by weights, (B, H_kv, R, d), or (B, H_kv, R, w·r) if W_O expands."""
+        """Return values mixed by weights: (B, H_kv, R, d), or w·r features if W_O up-projects."""
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        return self._value.finish(mixed, self._expand_values)
+        return self._value.finish(mixed, self._up_project_values)
 
 
 def _tile_tokens(x: Tensor) -> int:
-    """Tokens in a tile of as many sequences, heads and features as x (B, H, …, f) has."""
+    """Return the tokens of a tile that has the sequences, heads and features of x (B, H, …, f)."""
     return max(1, ELEMENTS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
 
 
 def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Tiles of the tokens that are seen as latents."""
+    """Yield tiles of the tokens that are seen as latents."""
     if not seen.latents:
         return
     for start, stop, latents in store.tiles(seen.offset, size):
@@ -276,7 +278,7 @@ def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:
 def _rows_of_mask(
     mask: Tensor | None, rows: slice, past: int, tokens: int, device: torch.device
 ) -> Tensor | None:
-    """The mask of some queries of a call, (B or 1, 1, rows, tokens).
+    """Return the mask of some queries of a call, (B or 1, 1, rows, tokens).
 
     Without a given mask it is causal, the call's first query having `past` tokens before it; a mask
     of a whole long prompt is never built then.

@@ -15,7 +15,7 @@ from manifoldkv.plan.plan import CompressionPlan
 
 
 def new_tokens(given: dict[str, Any]) -> int:
-    """How many new tokens a call has."""
+    """Return how many new tokens a call has."""
     ids = given.get("input_ids")
     inputs = given.get("inputs_embeds") if ids is None else ids
     return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
@@ -107,7 +107,7 @@ def _boolean(mask: Any, tokens: int, layers: Sequence[CompressedLayer]) -> Tenso
 
 
 def _seen(mask: Tensor) -> Tensor:
-    """True where a query sees a token."""
+    """Return a mask that is True where a query sees a token."""
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():

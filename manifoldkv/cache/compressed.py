@@ -137,7 +137,7 @@ def compressed(
 
 
 class _Run:
-    """Hooks of one `compressed` block and what they pass to each other."""
+    """The hooks of one `compressed` block."""
 
     def __init__(
         self, model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill, fold_values: bool
@@ -157,7 +157,7 @@ class _Run:
         self._rotate_keys: dict[int, Rotate] = {}
 
     def _follow_model(self) -> None:
-        """Bring bases where the layers are now, and into the dtype of the model."""
+        """Move bases to where the layers are now, in the dtype of the model."""
         dtype = self._model.dtype
         places = [(dtype, device_of(layer)) for layer in self._layers]
         if places != self._places:
@@ -166,17 +166,19 @@ class _Run:
                     RunningBasis(planned.key, *place),
                     RunningBasis(planned.value, *place),
                     self._exact_prefill,
-                    expand_values=not self._fold_values,
+                    up_project_values=not self._fold_values,
                 )
                 for planned, place in zip(self._plan.layers, places, strict=True)
             ]
             self._places = places
 
     def new_cache(self) -> CompressedCache:
+        """Return an empty cache for the model as it is now."""
         devices = [device_of(layer) for layer in self._layers]
         return CompressedCache(self._plan, self._model.dtype, devices)
 
     def enter(self, stack: ExitStack) -> None:
+        """Change the model until the stack is left."""
         decoder = self._model.get_decoder()
         stack.enter_context(uncompiled(self._model))
         # A compiled model around it goes as far as the decoder.
@@ -207,6 +209,7 @@ class _Run:
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check a call, and give it a cache and a mask that our attention takes."""
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         if self._config._attn_implementation != NAME:
             raise CacheError(
@@ -238,6 +241,7 @@ class _Run:
     def _after_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        """Check that all layers attended to the cache, which is returned if it was wanted."""
         attended = self._pass.attended
         self._pass.end()
         if attended == 0:
@@ -260,6 +264,8 @@ class _Run:
     def _before_attention(
         self, index: int
     ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the hook that lets a layer attend to its part of the cache."""
+
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -274,6 +280,8 @@ class _Run:
         return hook
 
     def _attend(self, index: int, layer: CompressedLayer, cos: Tensor, sin: Tensor) -> Attend:
+        """Return the attention of a layer over its part of the cache."""
+
         def attend_to_cache(
             module: nn.Module,
             queries: Tensor,

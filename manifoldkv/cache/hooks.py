@@ -15,7 +15,7 @@ from manifoldkv.errors import CacheError
 
 
 class WithoutGradient(torch.autograd.Function):
-    """Hands the output of attention on, and refuses a gradient: what is stored has none."""
+    """The output of attention as it is, refusing a gradient: what is stored has none."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -103,8 +103,10 @@ def replace_output_weight(stack: ExitStack, attention: Any, weight: Tensor) -> N
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse what asks for a paged cache."""
     raise CacheError("continuous batching has a cache of its own kind: call generate instead")
 
 
 def refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to write down a W_O that is not the model's own."""
     raise CacheError("W_O has value bases folded into it: leave the block before saving the model")

@@ -37,48 +37,48 @@ class RunningBasis:
 
     @property
     def features(self) -> int:
-        """Elements stored per head group and token."""
+        """Return the elements stored per head group and token."""
         return self._down.shape[2]
 
     @cached_property
     def up_by_head(self) -> Tensor:
-        """(H_kv or 1, d, w·r)"""
+        """Return the up-projection of every head, (H_kv or 1, d, w·r)."""
         return self._up.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
 
     def latents(self, x: Tensor) -> Tensor:
-        """What is stored of keys or values: (B, H_kv, m, d) to (B, G, m, w·r)."""
+        """Return what is stored of keys or values (B, H_kv, m, d): (B, G, m, w·r)."""
         x = self.grouping.split(x)
         return x if self._keeps_all else (x.to(self._working) @ self._down).to(self._stored)
 
-    def expand(self, latents: Tensor) -> Tensor:
-        """Back to keys, in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
+    def up_project(self, latents: Tensor) -> Tensor:
+        """Return keys in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
         latents = latents.to(self._working)
         return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
 
     def queries(self, queries: Tensor) -> Tensor:
-        """Queries as latents see them: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
+        """Return queries to score against latents: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
         if self._keeps_all:
             return queries
-        return self._by_run((queries.to(self._working) @ self.up_by_head).to(self._stored))
+        return self._by_group((queries.to(self._working) @ self.up_by_head).to(self._stored))
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
-        """Weights (B, H_kv, R, n) times latents (B, G, n, w·r): (B, H_kv, R, w·r)."""
-        weights = self._by_run(weights).to(latents.dtype)
+        """Return weights (B, H_kv, R, n) times latents (B, G, n, w·r): (B, H_kv, R, w·r)."""
+        weights = self._by_group(weights).to(latents.dtype)
         mixed = product(weights, latents)  # (B, G, w·R, w·r)
-        return self.split_runs(mixed)
+        return self.split_groups(mixed)
 
-    def finish(self, mixed: Tensor, expand: bool) -> Tensor:
-        """Mixed latents (B, H_kv, R, w·r) as the model goes on with them, expanded or not."""
-        if expand and not self._keeps_all:
+    def finish(self, mixed: Tensor, up_project: bool) -> Tensor:
+        """Return mixed latents (B, H_kv, R, w·r) in the model's dtype, up-projected or not."""
+        if up_project and not self._keeps_all:
             mixed = mixed.to(self._working) @ self.up_by_head.mT
         return mixed.to(self._stored)
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
-        """(B, G, w·R, w·r) and (B, G, n, w·r) to (B, H_kv, R, n)."""
-        return self.split_runs(scores_of(queries, latents))
+        """Return scores of (B, G, w·R, w·r) against latents (B, G, n, w·r): (B, H_kv, R, n)."""
+        return self.split_groups(scores_of(queries, latents))
 
     def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
-        """W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
+        """Return W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
         by_head = self._basis.up.to(output_weight.device, torch.float64)
         by_head = by_head.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
         by_head = by_head.expand(self.grouping.heads, -1, -1)
@@ -86,26 +86,26 @@ class RunningBasis:
         weight = output_weight.double().unflatten(1, (query_heads, -1))  # (hidden, H_q, d)
         return torch.einsum("ohd,hdr->ohr", weight, up).flatten(1).to(output_weight.dtype)
 
-    def _by_run(self, x: Tensor) -> Tensor:
-        """Heads of a run one below the other: (B, H_kv, R, f) to (B, G, w·R, f)."""
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Stack the rows of the heads of a group: (B, H_kv, R, f) to (B, G, w·R, f)."""
         if self.grouping.width == 1:
             return x
         return x.unflatten(1, (-1, self.grouping.width)).flatten(2, 3)
 
-    def split_runs(self, x: Tensor) -> Tensor:
-        """Inverse: (B, G, w·R, f) to (B, H_kv, R, f)."""
+    def split_groups(self, x: Tensor) -> Tensor:
+        """Separate the heads of a group again: (B, G, w·R, f) to (B, H_kv, R, f)."""
         if self.grouping.width == 1:
             return x
         return x.unflatten(2, (self.grouping.width, -1)).flatten(1, 2)
 
 
 def scores_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, H, R, f) and (B, H, n, f) to (B, H, R, n), in the dtype of the keys."""
+    """Return scores of (B, H, R, f) against (B, H, n, f) in the dtype of the keys: (B, H, R, n)."""
     return product(queries.to(keys.dtype), keys.mT)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b. On a CPU, batched products of short numbers copy what is not contiguous first."""
+    """Return a @ b, without the copies that a CPU makes of batches in two-byte dtypes."""
     if a.device.type != "cpu" or a.itemsize > 2 or b.is_contiguous():
         return a @ b
     pairs = zip(a.flatten(0, 1), b.flatten(0, 1), strict=True)

@@ -101,27 +101,30 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def tokens_held(self) -> int:
-        """Tokens stored, as latents or as they are."""
+        """Return the number of tokens stored, as latents or as they are."""
         return len(self.key_store) + self.exact_tokens
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> NoReturn:
+        """Refuse the keys and values of a model that is in no compressed block."""
         raise CacheError(
             "this cache stores latents; use it inside `with manifoldkv.compressed(model, plan)`"
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: stores take their shape from the first tokens."""
+        """Do nothing: stores take their shape from the first tokens."""
 
     def get_seq_length(self) -> int:
+        """Return how many tokens have been seen, held or not."""
         return self.tokens_seen
 
     def get_max_length(self) -> int:
+        """Return the window, -1 for none."""
         return -1 if self.window is None else self.window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that the next `query_length` queries attend to, and the slot of the first."""
+        """Return how many tokens the next `query_length` queries see, and the slot of the first."""
         past = self.tokens_seen if self.window is None else min(self.tokens_seen, self.window - 1)
         return past + query_length, self.tokens_seen - past
 
@@ -162,7 +165,7 @@ class CompressedLayer(CacheLayerMixin):
         self._forget_windowed()
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Ask whether `crop` is possible.
+        """Refuse a crop that is not possible.
 
         Raises
         ------
@@ -193,6 +196,7 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def reset(self) -> None:
+        """Forget all tokens."""
         for store in self.stores:
             store.clear()
         self.exact_tokens = self.tokens_seen = 0
@@ -202,25 +206,30 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences, in this order; one may come several times."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         for store in self.stores:
             store.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence so many times."""
         if self.is_initialized:
             newest = self.recent_keys if self.recent else self.key_store
             batch = newest.parts[0].view.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
+        """Refuse to leave the device of the model."""
         raise CacheError("a compressed cache stays on the device of its model")
 
     def prefetch(self) -> NoReturn:
+        """Refuse to leave the device of the model."""
         self.offload()
 
     @property
     def stores(self) -> tuple[Store, ...]:
+        """Return everything that holds tokens."""
         return self.key_store, self.value_store, self.recent_keys, self.recent_values
 
     def _forget_windowed(self) -> None:
@@ -265,11 +274,11 @@ class CompressedCache(Cache):
         """How many tokens have been given a position."""
 
     def nbytes(self) -> int:
-        """Bytes of all latents with their scales, offsets and exact tokens."""
+        """Return the bytes of all latents with their scales, offsets and exact tokens."""
         return sum(store.nbytes for layer in self.layers for store in layer.stores)
 
     def storage_nbytes(self) -> int:
-        """Bytes that are allocated: `nbytes`, positions, and room to grow."""
+        """Return the bytes that are allocated: `nbytes`, positions, and room to grow."""
         latents = sum(store.storage_nbytes for layer in self.layers for store in layer.stores)
         return latents + self._positions.storage_nbytes
 
@@ -294,18 +303,18 @@ class CompressedCache(Cache):
         self._positions.append(new)
 
     def positions(self, count: int) -> Tensor:
-        """Positions of the newest `count` tokens, (B or 1, count), int64."""
+        """Return the positions of the newest `count` tokens, (B or 1, count), int64."""
         return self._positions.view[:, 0, len(self._positions) - count :, 0].long()
 
     def _forget_unused_positions(self) -> None:
-        """Drop those of tokens that are no more, or never came: their call ended in an error."""
+        """Drop positions of tokens that were cropped, or never stored as their call failed."""
         if self._placed > self.get_seq_length():
             self._positions.drop_last(self._placed - self.get_seq_length())
             self._placed = self.get_seq_length()
 
     @property
     def is_whole(self) -> bool:
-        """Whether all layers hold the same tokens: not after a call that ended in an error."""
+        """Return whether all layers hold the same tokens: not after a call that failed."""
         return len({layer.tokens_seen for layer in self.layers}) == 1
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -341,7 +350,7 @@ class CompressedCache(Cache):
 
 
 def _features(basis: Basis) -> int:
-    """Elements per head group and token."""
+    """Return the elements of a basis's latents per head group and token."""
     return basis.rank * basis.grouping.width
 
 

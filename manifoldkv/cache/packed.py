@@ -21,7 +21,7 @@ _IN_A_PACK = {8: 1, 4: 2, 2: 4, 3: 8}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Integers below 2^bits, uint8 (..., n), as bytes (..., code_bytes).
+    """Pack integers below 2^bits, uint8 (..., n), into bytes (..., code_bytes).
 
     A byte holds elements that lie far apart, not neighbours: packing and unpacking then work on
     runs of bytes, which is several times as fast.
@@ -33,7 +33,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Inverse of `pack` for `count` integers: uint8 (..., count)."""
+    """Return the `count` integers that `pack` was given, uint8 (..., count)."""
     if bits != 3:
         return _unpacked_planes(packed, bits)[..., :count]
     low, top = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], dim=-1)
@@ -42,7 +42,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _packed_planes(codes: Tensor, bits: int) -> Tensor:
-    """The 8 / bits equal parts of (..., n) on top of each other: bytes (..., n·bits / 8)."""
+    """Lay the 8 / bits equal parts of (..., n) on each other: bytes (..., n·bits / 8)."""
     if bits == 8:
         return codes
     first, *others = codes.chunk(8 // bits, dim=-1)
@@ -53,7 +53,7 @@ def _packed_planes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked_planes(packed: Tensor, bits: int) -> Tensor:
-    """Inverse of `_packed_planes`: bytes (..., m) to (..., m·8 / bits)."""
+    """Separate what `_packed_planes` laid on each other: bytes (..., m) to (..., m·8 / bits)."""
     if bits == 8:
         return packed
     size = packed.shape[-1]
@@ -64,7 +64,7 @@ def _unpacked_planes(packed: Tensor, bits: int) -> Tensor:
 
 
 def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tensor:
-    """Smallest and largest number of each group of features, over the features and `dims`.
+    """Return the smallest and largest element of each group of features, over `dims` too.
 
     Parameters
     ----------
@@ -91,20 +91,20 @@ def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tens
 
 
 def _offset_and_scale(ranges: Tensor, bits: int) -> Tensor:
-    """(low, high) pairs to (low, scale) pairs."""
+    """Return (low, scale) pairs for (low, high) pairs."""
     low, high = ranges.unbind(-1)
     return torch.stack([low, (high - low) / (2**bits - 1)], dim=-1)
 
 
 def _encode(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Packed integers; computed in float32 at least, however short the numbers are."""
+    """Round to packed integers, computed in float32 at least, whatever the dtype of x."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     codes = (x - offset.to(x.dtype)) / torch.where(scale > 0, scale, 1).to(x.dtype)
     return pack(codes.round().clamp(0, 2**bits - 1).to(torch.uint8), bits)
 
 
 def _spread(pairs: Tensor, group_size: int, features: int, dtype: torch.dtype) -> list[Tensor]:
-    """Offset and scale of every feature from those of groups: two of (..., features)."""
+    """Return offset and scale of every feature from those of groups: two of (..., features)."""
     pairs = pairs.to(dtype)
     if pairs.shape[-2] == 1:  # one group: broadcasting is cheaper than repeating
         return [pairs[..., 0], pairs[..., 1]]
@@ -120,11 +120,11 @@ class StaticRangeStore(Store):
     quantization : Quantization
         Bits and group size.
     features : int
-        Of a run of heads.
+        Of a head group.
     dtype : torch.dtype
         In which elements are given back.
     ranges : Tensor
-        (runs, groups, 2): smallest and largest number.
+        Smallest and largest element by head group and group of features, (G, groups, 2).
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class StaticRangeStore(Store):
     ) -> None:
         self._bits = quantization.bits
         self._features = features
-        pairs = _offset_and_scale(ranges, self._bits).unsqueeze(1)  # (runs, 1, groups, 2)
+        pairs = _offset_and_scale(ranges, self._bits).unsqueeze(1)  # (G, 1, groups, 2)
         spread = _spread(pairs, quantization.group_size, features, ranges.dtype)
-        self._offset, self._scale = spread  # (runs, 1, features or 1)
+        self._offset, self._scale = spread  # (G, 1, features or 1)
         self._codes = GrowingTensor()
         self.parts = [self._codes]
         self._dtype = dtype
@@ -256,7 +256,7 @@ class ResidualStore(Store):
         yield len(self._rounded), len(self), self._exact.view
 
     def pieces(self, count: int) -> list[int]:
-        """Pieces during which no run leaves the window: one leaves with the token that fills it."""
+        """Cut new tokens so that a run leaves the window with the first token of a piece only."""
         run, window = self._quantization.group_size, self._quantization.residual
         pieces, tokens, stop = [], len(self), len(self) + count
         while tokens < stop:

@@ -29,11 +29,12 @@ class Angles:
     rotate: Rotate
 
     def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """Rotate the keys (B, H_kv, stop - start, d) of some of the tokens."""
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The usual rotation, of the first half of the features against the second, in few passes.
+    """Rotate the first half of the features against the second, as most models do, in few passes.
 
     Parameters as those of `Rotate`, which it may stand in for where the two agree.
     """
@@ -65,6 +66,13 @@ def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
 
 
 def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
+    """Return the module that makes the angles of a decoder.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it has none.
+    """
     embedding = getattr(decoder, "rotary_emb", None)
     if not isinstance(embedding, nn.Module):
         raise UnsupportedModelError(

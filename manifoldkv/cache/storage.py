@@ -18,9 +18,9 @@ Tile = tuple[int, int, Tensor]
 
 
 def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which latents of a dtype are made and expanded.
+    """Return the dtype in which latents are computed and up-projected that are stored in `dtype`.
 
-    On a CPU small products of short numbers take several times as long as those of float32.
+    On a CPU small products in two-byte dtypes take several times as long as those in float32.
     """
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
@@ -48,11 +48,12 @@ class GrowingTensor:
 
     @property
     def view(self) -> Tensor:
-        """The tokens held; writing to it writes to the cache."""
+        """Return the tokens held; writing to it writes to the cache."""
         assert self._buffer is not None
         return self._buffer[:, :, self._start : self._stop]
 
     def append(self, new: Tensor) -> None:
+        """Add tokens, (B, H, m, features)."""
         count = new.shape[2]
         if self._buffer is None:
             self._buffer = _allocated(new, 0)
@@ -62,10 +63,12 @@ class GrowingTensor:
         self._stop += count
 
     def drop_first(self, count: int) -> None:
+        """Forget the first tokens, all of them if there are no more."""
         self._start += min(count, len(self))
         self._shrink()
 
     def drop_last(self, count: int) -> None:
+        """Forget the last tokens, all of them if there are no more."""
         self._stop -= min(count, len(self))
         self._shrink()
 
@@ -76,6 +79,7 @@ class GrowingTensor:
                 self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
 
     def clear(self) -> None:
+        """Forget all tokens and give back their memory."""
         self._buffer, self._start, self._stop = None, 0, 0
 
     def compact(self) -> None:
@@ -85,10 +89,12 @@ class GrowingTensor:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tokens held."""
         return 0 if self._buffer is None else self.view.numel() * self._buffer.itemsize
 
     @property
     def storage_nbytes(self) -> int:
+        """Return the bytes allocated."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     def _shrink(self) -> None:
@@ -108,7 +114,7 @@ class GrowingTensor:
 
 
 def _allocated(like: Tensor, tokens: int) -> Tensor:
-    """Memory for so many tokens, (B, H, tokens, features).
+    """Return memory for so many tokens, (B, H, tokens, features).
 
     What is allocated in inference mode could not be written to outside of it.
     """
@@ -124,7 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Tokens held."""
+        """Return the number of tokens held."""
 
     @abstractmethod
     def append(self, latents: Tensor) -> None:
@@ -132,45 +138,52 @@ class Store(ABC):
 
     @abstractmethod
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
-        """What attention sees from token `first` on, in pieces of at most `size` tokens.
+        """Yield what attention sees from token `first` on, in tiles of at most `size` tokens.
 
-        A store that has its latents ready may give them out in larger pieces.
+        A store that has its latents ready may give them out in larger ones.
         """
 
     def pieces(self, count: int) -> list[int]:
-        """How `count` new tokens must be split so that a query sees what it would see alone."""
+        """Cut `count` new tokens so that a query sees what it would see if they came alone."""
         return [count]
 
     def can_drop_last(self, count: int) -> bool:
-        """Whether the store can be put back to what it was `count` tokens ago."""
+        """Return whether the store can be put back to what it was `count` tokens ago."""
         return True
 
     def drop_first(self, count: int) -> None:
+        """Forget the first tokens."""
         for part in self.parts:
             part.drop_first(count)
 
     def drop_last(self, count: int) -> None:
+        """Forget the last tokens."""
         for part in self.parts:
             part.drop_last(count)
 
     def select(self, sequences: Tensor) -> None:
+        """Keep some sequences, in this order; one may come several times."""
         for part in self.parts:
             part.select(sequences)
 
     def clear(self) -> None:
+        """Forget all tokens and give back their memory."""
         for part in self.parts:
             part.clear()
 
     def compact(self) -> None:
+        """Give back what is allocated beyond the tokens held."""
         for part in self.parts:
             part.compact()
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tokens held."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def storage_nbytes(self) -> int:
+        """Return the bytes allocated."""
         return sum(part.storage_nbytes for part in self.parts)
 
 
@@ -191,6 +204,7 @@ class ExactStore(Store):
         yield 0, len(self) - first, self._latents.view[:, :, first:]
 
     def newest(self, count: int) -> Tensor:
+        """Return the newest tokens, (B, H, count, features)."""
         return self._latents.view[:, :, len(self) - count :]
 
 
