@@ -9,6 +9,7 @@ from pymanopt.optimizers import TrustRegions
 
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.errors import UnsolvableError
+from manifoldkv.objectives import Problem
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD
@@ -105,6 +106,28 @@ def test_predictor_history_is_a_loss_per_epoch():
     assert len(solution.history) == 3
     assert solution.status == "all steps taken"
     assert solution.history[-1] < solution.history[0]
+
+
+def test_predictor_returns_the_basis_of_its_best_epoch():
+    class Turning(Problem):
+        """Asks for the opposite after the first epoch."""
+
+        calls = 0
+
+        def loss(self, basis, batch=None):
+            self.calls += 1
+            error = super().loss(basis, batch)
+            return error if self.calls <= 2 else 2 - error
+
+    activations = tiny_activations()
+    grouping = HeadGrouping("shared", KV_HEADS)
+    batch = -(-activations.sequences // 2)  # two steps an epoch
+    predictor = Predictor(epochs=6, key_batch=batch)
+    solution = predictor.solve(Turning(KSVD(), activations, "key", grouping), RANK)
+    assert len(solution.history) == 6
+    assert min(solution.history) == solution.history[0]
+    found = KSVD().problem(activations, "key", grouping).loss(solution.basis).item()
+    assert found < solution.history[0]
 
 
 def test_closed_form_refuses_with_the_reason():
