@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache, partial
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,13 +33,14 @@ from manifoldkv.layers.activations import Batch, LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.objectives import KSVD, OBJECTIVES, Objective, Problem
-from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule
+from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule, Ranks
 from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.solvers import SOLVERS, Solver
 
 HEAD_DIM = 8
 KV_HEADS = 2
 
+T = TypeVar("T")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -202,23 +203,65 @@ class ObjectiveConformance:
                 assert losses[-1] < 1e-6
 
 
+_KEPT: dict[tuple[Hashable, ...], tuple[tuple[object, ...], Any]] = {}
+
+
+def _once(objects: tuple[object, ...], key: Hashable, compute: Callable[[], T]) -> T:
+    """Return what is computed for these very objects, which is done at the first call only.
+
+    The objects need not be hashable. They are kept, so that no others take their identity.
+    """
+    place = (*map(id, objects), key)
+    if place not in _KEPT:
+        _KEPT[place] = (objects, compute())
+    return _KEPT[place][1]
+
+
+class _Solved(NamedTuple):
+    """A solution that several laws look at."""
+
+    basis: Basis
+    history: list[float]
+    random_state_is_left: bool
+    """Torch's global one."""
+
+
 class SolverConformance:
-    """Inherit and set `solver`; `objective` is what it is tried on."""
+    """Inherit and set `solver`; `objective` is what it is tried on.
+
+    Every problem is solved once, and once more where two solutions are compared.
+    """
 
     solver: Solver
     objective: Objective = KSVD()
     groupings: ClassVar[tuple[str | int, ...]] = ("shared", 1, "all")
 
     def problems(self, dtype: torch.dtype = torch.float64) -> Iterator[Problem]:
-        for site, name in product(("key", "value"), self.groupings):
-            grouping = HeadGrouping(name, KV_HEADS)
-            if self.solver.accepts(self.objective, site, name)[0]:  # type: ignore[arg-type]
-                yield self.objective.problem(tiny_activations(dtype), site, grouping)  # type: ignore[arg-type]
+        sites: tuple[Site, ...] = ("key", "value")
+        for site, name in product(sites, self.groupings):
+            if self.solver.accepts(self.objective, site, name)[0]:
+                make = partial(self._problem, site, name, dtype)
+                yield _once((self.objective,), (site, name, dtype), make)
+
+    def _problem(self, site: Site, name: str | int, dtype: torch.dtype) -> Problem:
+        grouping = HeadGrouping(name, KV_HEADS)
+        return self.objective.problem(tiny_activations(dtype), site, grouping)
+
+    def _solved(self, problem: Problem, rank: int = 3) -> _Solved:
+        return _once((self.solver, problem), rank, partial(self._solve, problem, rank))
+
+    def _solve(self, problem: Problem, rank: int) -> _Solved:
+        before = torch.get_rng_state()
+        found = self.solver.solve(problem, rank, seed=7)
+        return _Solved(found.basis, found.history, torch.equal(before, torch.get_rng_state()))
+
+    def test_some_problem_is_accepted(self) -> None:
+        assert list(self.problems()), "nothing that this solver can solve is tried on it"
 
     def test_basis_has_the_rank_and_dtype_asked_for(self) -> None:
         for dtype in (torch.float32, torch.float64):
             for problem in self.problems(dtype):
-                basis = self.solver.solve(problem, 3).basis
+                basis = self._solved(problem).basis
                 assert basis.rank == 3
                 assert basis.head_dim == HEAD_DIM
                 assert basis.down.dtype == dtype
@@ -226,7 +269,7 @@ class SolverConformance:
 
     def test_basis_is_a_projector(self) -> None:
         for problem in self.problems():
-            basis = self.solver.solve(problem, 3).basis
+            basis = self._solved(problem).basis
             projector = basis.projector()
             torch.testing.assert_close(projector @ projector, projector, rtol=0, atol=1e-8)
             if basis.orthonormal:
@@ -234,17 +277,17 @@ class SolverConformance:
 
     def test_full_rank_costs_nothing(self) -> None:
         for problem in self.problems():
-            assert abs(problem.loss(self.solver.solve(problem, HEAD_DIM).basis).item()) < 1e-6
+            assert abs(problem.loss(self._solved(problem, HEAD_DIM).basis).item()) < 1e-6
 
     def test_solution_beats_random_bases(self) -> None:
         for problem in self.problems():
-            found = problem.loss(self.solver.solve(problem, 3).basis).item()
+            found = problem.loss(self._solved(problem).basis).item()
             for seed in range(5):
                 assert found < problem.loss(random_basis(3, problem.grouping, seed)).item()
 
     def test_same_seed_gives_the_same_bytes(self) -> None:
         for problem in self.problems():
-            first, second = (self.solver.solve(problem, 3, seed=7).basis for _ in range(2))
+            first, second = self._solved(problem).basis, self._solve(problem, 3).basis
             assert torch.equal(first.down, second.down)
             assert torch.equal(first.up, second.up)
 
@@ -253,9 +296,7 @@ class SolverConformance:
 
     def test_global_random_state_is_left_alone(self) -> None:
         for problem in self.problems():
-            before = torch.get_rng_state()
-            self.solver.solve(problem, 3, seed=7)
-            assert torch.equal(before, torch.get_rng_state())
+            assert self._solved(problem).random_state_is_left
 
     def test_impossible_ranks_are_refused(self) -> None:
         for problem in self.problems():
@@ -269,7 +310,7 @@ class SolverConformance:
 
     def test_loss_that_is_not_finite_is_an_error(self) -> None:
         for problem in self.problems():
-            if not self.solver.solve(problem, 3).history:
+            if not self._solved(problem).history:
                 continue  # a solver that never asks for the loss
             broken = _Broken().problem(problem.activations, problem.site, problem.grouping)
             try:
@@ -283,7 +324,10 @@ class SolverConformance:
 
 
 class RankRuleConformance:
-    """Inherit and set `rule`; narrow `ratios` to what its candidates can meet."""
+    """Inherit and set `rule`; narrow `ratios` to what its candidates can meet.
+
+    Ranks of every problem are chosen once, and once more where two choices are compared.
+    """
 
     rule: RankRule
     ratios: ClassVar[tuple[float, ...]] = (0.5, 0.7, 1.0)
@@ -301,7 +345,16 @@ class RankRuleConformance:
             except RankError:
                 assert budget.recent  # what is left for latents may be too little
                 continue
-            yield RankProblem(model, tiny_tokens(), _random_bases(candidates), budget)
+            make = partial(self._problem, model, candidates, budget)
+            yield _once((self.rule, model), budget, make)
+
+    def _problem(
+        self, model: PreTrainedModel, candidates: Sequence[CandidateRanks], budget: Budget
+    ) -> RankProblem:
+        return RankProblem(model, tiny_tokens()[:3], _random_bases(candidates), budget)
+
+    def _chosen(self, problem: RankProblem) -> list[Ranks]:
+        return _once((self.rule, problem), None, partial(self.rule.choose, problem))
 
     def test_candidates_are_ranks(self) -> None:
         for problem in self.problems():
@@ -313,7 +366,7 @@ class RankRuleConformance:
 
     def test_choice_is_among_the_candidates_and_within_the_budget(self) -> None:
         for problem in self.problems():
-            ranks = self.rule.choose(problem)
+            ranks = self._chosen(problem)
             assert problem.budget.cost(ranks) <= problem.budget.latent_elements
             for (key, value), bases in zip(ranks, problem.bases, strict=True):
                 assert key in bases.keys
@@ -321,7 +374,7 @@ class RankRuleConformance:
 
     def test_choice_is_the_same_again(self) -> None:
         for problem in self.problems():
-            assert self.rule.choose(problem) == self.rule.choose(problem)
+            assert self.rule.choose(problem) == self._chosen(problem)
 
     def test_too_small_a_ratio_is_refused_before_any_work(self) -> None:
         budget = Budget(0.01, HEAD_DIM, (None, None), context=16)

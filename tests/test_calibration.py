@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from manifoldkv import Quantization, calibration, capture, compress, quantize, tune
+from manifoldkv import Quantization, capture, compress, quantize, tune
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation import perplexity
+from manifoldkv.text import sources
 from manifoldkv.text.sources import TextSource, open_text
 from manifoldkv.text.tokens import sample_tokens
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
+from tests.recipes import short
 
 END = 100
 
@@ -140,7 +142,7 @@ def test_a_text_without_a_name_is_refused():
 
 
 ENTRIES = {
-    "compress": lambda model, tokens: compress(model, tokens),
+    "compress": lambda model, tokens: compress(model, tokens, recipe="eigen-attention"),
     "tune": lambda model, tokens: tune(model, random_plan(model), tokens),
     "quantize": lambda model, tokens: quantize(random_plan(model), model, tokens, Quantization(4)),
     "perplexity": lambda model, tokens: perplexity(model, tokens),
@@ -175,7 +177,10 @@ class TestTokensOfAModel:
     def test_every_integer_is_an_id(self, dtype):
         model, tokens = tiny_model("llama"), tiny_tokens()
         assert perplexity(model, tokens.to(dtype)) == perplexity(model, tokens)
-        assert compress(model, tokens.to(dtype)) == compress(model, tokens)
+        found, expected = (
+            compress(model, ids, recipe=short("best")) for ids in (tokens.to(dtype), tokens)
+        )
+        assert found == expected
 
     def test_a_length_beyond_the_model_is_refused_before_the_text_is_read(self):
         def unread(split):
@@ -296,8 +301,8 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_named_sources_are_read(monkeypatch):
-    monkeypatch.setattr(calibration, "read_docstrings", lambda split: iter([f"docs {split}"]))
-    monkeypatch.setattr(calibration, "read_pydoc_topics", lambda: iter(["topic"]))
+    monkeypatch.setattr(sources, "read_docstrings", lambda split: iter([f"docs {split}"]))
+    monkeypatch.setattr(sources, "read_pydoc_topics", lambda: iter(["topic"]))
     assert list(open_text("docstrings").documents("held-out")) == ["docs held-out"]
     assert list(open_text("pydoc-topics").documents(None)) == ["topic"]
 

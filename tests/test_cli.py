@@ -1,5 +1,6 @@
 """The command as a user types it."""
 
+import inspect
 import json
 import math
 import os
@@ -10,12 +11,30 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+import typer
 
-from manifoldkv import OBJECTIVES, RECIPES, SOLVERS, CompressionPlan, cli
-from manifoldkv.evaluation import Comparison, Perplexity
+from manifoldkv import (
+    OBJECTIVES,
+    RANK_RULES,
+    RECIPES,
+    SOLVERS,
+    CompressionConfig,
+    CompressionPlan,
+)
+from manifoldkv.basis import Rotary
+from manifoldkv.cli import inputs, main, measuring, planning
+from manifoldkv.cli.app import app
+from manifoldkv.cli.measuring import NEW_TOKENS
+from manifoldkv.evaluation import Comparison, Perplexity, decode_speed
+from manifoldkv.evaluation.speed import PROMPT
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE
+from manifoldkv.plan.quantization import BITS
+from manifoldkv.text import sources
+from manifoldkv.text.tokens import LENGTH, SEQUENCES
 
 COMMAND = [sys.executable, "-c", "from manifoldkv.cli import main; main()"]
 MODEL = str(Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama")
@@ -29,7 +48,7 @@ def run(
     monkeypatch.setattr(sys, "argv", ["manifoldkv", *map(str, arguments)])
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     out, err = capsys.readouterr()
     return int(ended.value.code or 0), out, err
 
@@ -126,7 +145,7 @@ def strict_json(text: str) -> dict:
 
 def test_no_number_that_json_does_not_have(plan: Path, capsys, monkeypatch) -> None:
     broken = Comparison(Perplexity((math.nan, 1.0), 2), Perplexity((math.inf, 800.0), 2))
-    monkeypatch.setattr(cli, "compare", lambda *given: broken)
+    monkeypatch.setattr(measuring, "compare", lambda *given: broken)
     ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 2, "--length", 32)
     facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["uncompressed_perplexity"] is facts["compressed_perplexity"] is None
@@ -314,7 +333,7 @@ class TestWhatIsInTheWay:
     ) -> None:
         before = (plan / "plan.json").read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(cli, "load_model", None)
+            patch.setattr(inputs, "load_model", None)
             code, _, err = run(capsys, patch, *self.ASK, "--out", plan, "--work", tmp_path)
         assert code == 2
         assert f"{plan} holds a plan already: take another folder as --out, or --force" in err
@@ -350,7 +369,7 @@ class TestWhatIsInTheWay:
         self, tmp_path: Path, capsys, monkeypatch
     ) -> None:
         (tmp_path / "t.txt").write_text("one two three four\n" * 300)
-        monkeypatch.setattr(cli, "find_plan", None)
+        monkeypatch.setattr(planning, "find_plan", None)
         report = ("--report", tmp_path / "r.html", "--text", tmp_path / "t.txt")
         ask = ("compress", "--model", MODEL, "--sequences", 4, "--length", 200, *report)
         code, _, err = run(capsys, monkeypatch, *ask, "--out", tmp_path / "plan")
@@ -376,13 +395,13 @@ class TestInterruption:
         raise KeyboardInterrupt
 
     def test_it_is_said_wherever_it_comes(self, plan: Path, capsys, monkeypatch) -> None:
-        monkeypatch.setattr(cli, "load_model", self.interrupt)
+        monkeypatch.setattr(inputs, "load_model", self.interrupt)
         for command in ("evaluate", "bench", "diagnose"):
             found = run(capsys, monkeypatch, command, "--model", MODEL, "--plan", plan)
             assert found == (130, "", "manifoldkv: interrupted\n")
 
     def test_what_is_left_is_said(self, tmp_path: Path, capsys, monkeypatch) -> None:
-        monkeypatch.setattr(cli, "find_plan", self.interrupt)
+        monkeypatch.setattr(planning, "find_plan", self.interrupt)
         ask = ("compress", "--model", MODEL, "--out", tmp_path / "plan")
         code, out, err = run(capsys, monkeypatch, *ask)
         assert (code, out) == (130, "")
@@ -473,13 +492,70 @@ class TestStandardOutput:
             patch.setattr(sys, "stderr", None)
             patch.setattr(sys, "argv", ["manifoldkv", "inspect", "--plan", "nowhere"])
             with pytest.raises(SystemExit) as ended:
-                cli.main()
+                main()
         assert ended.value.code == 2
+
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+class TestHelp:
+    """Nothing of the library is imported for help: what it says of defaults stands there as words.
+
+    They must be those of the library.
+    """
+
+    @staticmethod
+    def said(command: str, option: str) -> str:
+        (found,) = [p.help for p in COMMANDS[command].params if p.name == option]
+        return found
+
+    @pytest.mark.parametrize("command", ["compress", "evaluate", "diagnose"])
+    def test_the_text(self, command: str) -> None:
+        assert f"({LENGTH}, or all the model takes)" in self.said(command, "length")
+        said = self.said(command, "text").removeprefix("Text: ").removesuffix(".")
+        assert sources.HELP.startswith(said)
+        assert "'docstrings'" in said
+        (default,) = [p.default for p in COMMANDS[command].params if p.name == "text"]
+        assert f"'{default}'" in said
+
+    def test_windows_and_bits(self) -> None:
+        assert f"({SEQUENCES})" in self.said("compress", "sequences")
+        bits = re.findall(r"\d+", self.said("compress", "bits"))
+        assert sorted(map(int, bits)) == sorted(BITS)
+
+    def test_tokens(self) -> None:
+        assert f"({PROMPT}, or what the model takes)" in self.said("bench", "tokens")
+        assert f"({NEW_TOKENS}, or all the model takes)" in self.said("generate", "max_new_tokens")
+
+    def test_rank_rules(self) -> None:
+        said = self.said("compress", "ranks").partition("recipe says: ")[2]
+        assert set(said.partition(", or a rule")[0].split(", ")) == set(RANK_RULES.names())
+
+    def test_defaults_of_a_run(self) -> None:
+        config, given = CompressionConfig(), {p.name: p for p in COMMANDS["compress"].params}
+        assert given["recipe"].default == DEFAULT_RECIPE == config.recipe
+        shared = ("ratio", "rotary", "seed", "ranks", "sequences", "length", "context")
+        for name in shared:
+            assert given[name].default == getattr(config, name), name
+        assert tuple(given["rotary"].type.choices) == get_args(Rotary)
+
+    def test_defaults_of_a_bench(self) -> None:
+        of_library = inspect.signature(decode_speed).parameters
+        for option in COMMANDS["bench"].params:
+            if option.name in ("tokens", "new_tokens", "rounds"):
+                assert option.default == of_library[option.name].default
+
+    def test_dtypes(self) -> None:
+        for command in ("compress", "generate", "evaluate", "bench", "diagnose"):
+            (dtype,) = [p for p in COMMANDS[command].params if p.name == "dtype"]
+            assert all(isinstance(getattr(torch, name), torch.dtype) for name in dtype.type.choices)
 
 
 def test_help_names_every_command(capsys, monkeypatch) -> None:
     code, out, _ = run(capsys, monkeypatch, "--help")
     assert code == 0
     commands = "compress generate evaluate inspect bench diagnose report objectives solvers recipes"
-    assert all(f"  {command} " in out for command in commands.split())
+    assert list(COMMANDS) == commands.split()
+    assert all(f"  {command} " in out for command in COMMANDS)
     assert "Exit codes: 0" in out

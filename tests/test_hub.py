@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 
-from manifoldkv import CompressionPlan, PlanError
+from manifoldkv import CompressionPlan, OutputError, PlanError
 from tests.families import tiny_model
 from tests.plans import random_plan
 
@@ -110,7 +111,7 @@ class _Answer(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -125,65 +126,99 @@ def plan(tmp_path: Path) -> CompressionPlan:
     return found
 
 
-def python(code: str, hub: Hub, folder: Path, offline: bool = False) -> subprocess.CompletedProcess:
-    """Run where the Hub is the stub: huggingface_hub reads its settings when it is imported."""
+@pytest.fixture
+def reached(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub as this process sees it; the environment is read when huggingface_hub is imported."""
+    settings = {
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_stub")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+    yield hub
+    close_session()
+
+
+def test_a_plan_comes_back_as_it_went(reached: Hub, plan: CompressionPlan) -> None:
+    assert plan.push_to_hub(REPO).endswith(f"{REPO}/commit/{reached.commit}")
+    assert set(reached.files) == {"plan.json", "plan.safetensors", "README.md"}
+    card = reached.files["README.md"].decode()
+    assert "library_name: manifoldkv" in card
+    assert f'CompressionPlan.from_pretrained("{REPO}")' in card
+    assert "| 2 | 4 | 6 | 8 |" in card
+    reached.files["evil.py"] = b"raise SystemExit"
+    assert CompressionPlan.from_pretrained(REPO).digest() == plan.digest()
+    assert any("plan.safetensors" in asked for asked in reached.asked)
+    assert not any("evil" in asked or "README" in asked for asked in reached.asked)
+
+
+def test_offline_mode_is_honoured(
+    reached: Hub, plan: CompressionPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(OutputError, match="cannot push to"):
+            plan.push_to_hub(REPO)
+        unknown = "neither in the local cache of the Hub nor to be reached there"
+        with pytest.raises(PlanError, match=unknown):
+            CompressionPlan.from_pretrained(REPO)
+        assert reached.asked == []
+    plan.push_to_hub(REPO)
+    CompressionPlan.from_pretrained(REPO)
+    reached.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert CompressionPlan.from_pretrained(REPO).digest() == plan.digest()
+    assert reached.asked == []
+
+
+def test_an_unknown_repository_is_named(reached: Hub) -> None:
+    with pytest.raises(PlanError, match="cannot load somebody/nothing: "):
+        CompressionPlan.from_pretrained("somebody/nothing")
+
+
+PROGRAM = """
+import sys
+from manifoldkv import CompressionPlan, ManifoldKVError
+try:
+    CompressionPlan.load(sys.argv[1]).push_to_hub(sys.argv[2])
+    print(CompressionPlan.from_pretrained(sys.argv[2]).digest())
+except ManifoldKVError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_environment_decides(
+    offline: bool, hub: Hub, plan: CompressionPlan, tmp_path: Path
+) -> None:
     settings = {
         "HF_ENDPOINT": hub.address,
-        "HF_HOME": str(folder / "home"),
+        "HF_HOME": str(tmp_path / "home"),
         "HF_TOKEN": "hf_stub",
         "HF_HUB_OFFLINE": str(int(offline)),
         "HF_HUB_DISABLE_XET": "1",
         "NO_PROXY": "127.0.0.1",
     }
-    code = f"from manifoldkv import CompressionPlan\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "plan"), REPO],
         env=os.environ | settings,
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-PUSH = f"print(CompressionPlan.load('plan').push_to_hub('{REPO}'))"
-PULL = f"print(CompressionPlan.from_pretrained('{REPO}').digest())"
-
-
-def test_a_plan_comes_back_as_it_went(hub: Hub, plan: CompressionPlan, tmp_path: Path) -> None:
-    pushed = python(PUSH, hub, tmp_path)
-    assert pushed.returncode == 0, pushed.stderr
-    assert f"{REPO}/commit/{hub.commit}" in pushed.stdout
-    assert set(hub.files) == {"plan.json", "plan.safetensors", "README.md"}
-    card = hub.files["README.md"].decode()
-    assert "library_name: manifoldkv" in card
-    assert f'CompressionPlan.from_pretrained("{REPO}")' in card
-    assert "| 2 | 4 | 6 | 8 |" in card
-    hub.files["evil.py"] = b"raise SystemExit"
-    pulled = python(PULL, hub, tmp_path)
-    assert pulled.returncode == 0, pulled.stderr
-    assert pulled.stdout.strip() == plan.digest()
-    assert not any("evil" in asked or "README" in asked for asked in hub.asked)
-
-
-def test_offline_mode_is_honoured(hub: Hub, plan: CompressionPlan, tmp_path: Path) -> None:
-    refused = python(PUSH, hub, tmp_path, offline=True)
-    assert "OutputError: cannot push to" in refused.stderr
-    missing = python(PULL, hub, tmp_path, offline=True)
-    assert "PlanError" in missing.stderr
-    assert "neither in the local cache of the Hub nor to be reached there" in missing.stderr
-    assert hub.asked == []
-    assert python(PUSH + "\n" + PULL, hub, tmp_path).returncode == 0
-    hub.asked.clear()
-    cached = python(PULL, hub, tmp_path, offline=True)
-    assert cached.stdout.strip() == plan.digest()
-    assert hub.asked == []
-
-
-def test_an_unknown_repository_is_named(hub: Hub, tmp_path: Path) -> None:
-    failed = python("CompressionPlan.from_pretrained('somebody/nothing')", hub, tmp_path)
-    assert failed.returncode == 1
-    assert "PlanError: cannot load somebody/nothing: " in failed.stderr
+    assert done.returncode == 0, done.stderr
+    if offline:
+        assert done.stdout.startswith(f"cannot push to {REPO}: ")
+        assert hub.asked == []
+    else:
+        assert done.stdout.strip() == plan.digest()
+        assert set(hub.files) == {"plan.json", "plan.safetensors", "README.md"}
 
 
 def test_a_folder_is_loaded_from_disk(plan: CompressionPlan, tmp_path: Path) -> None:

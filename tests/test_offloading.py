@@ -1,6 +1,5 @@
 """Models whose weights stay in their shards: the same numbers, one layer at a time."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from manifoldkv.models.support import decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
+from tests.recipes import short
 
 ROOT = Path(__file__).parents[1] / "studies" / "reference_models"
 
@@ -58,10 +58,9 @@ def test_the_same_numbers_as_a_model_in_memory(family: str, tmp_path: Path) -> N
 def test_the_same_plan_as_from_a_model_in_memory(recipe: str, tmp_path: Path) -> None:
     whole = saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.float32)
-    short = replace(RECIPES[recipe], tuning_steps=RECIPES[recipe].tuning_steps and 3)
     tokens = tiny_tokens(4, 12)
-    plan = compress(model, tokens, recipe=short)
-    assert plan.digest() == compress(whole, tokens, recipe=short).digest()
+    plan = compress(model, tokens, recipe=short(recipe))
+    assert plan.digest() == compress(whole, tokens, recipe=short(recipe)).digest()
     assert not any(map(is_loaded, decoder_layers(model)))
     with compressed(model, plan), compressed(whole, plan):
         assert torch.equal(model(input_ids=tokens).logits, whole(input_ids=tokens).logits)
@@ -77,7 +76,7 @@ def test_no_two_layers_are_loaded_at_a_time(tmp_path: Path) -> None:
 
     for layer in decoder_layers(model):
         layer.self_attn.o_proj.register_forward_pre_hook(count)
-    compress(model, tiny_tokens(4, 12), recipe=replace(RECIPES["best"], tuning_steps=2))
+    compress(model, tiny_tokens(4, 12), recipe=short("best"))
     assert len(seen) > 20
     assert set(seen) == {1}
 

@@ -19,6 +19,7 @@ from manifoldkv.figures import (
     style,
     table_of_results,
 )
+from tests.drawings import assert_written
 
 MEASURES = {
     "perplexity": ("docstrings", "pydoc-topics"),
@@ -147,6 +148,7 @@ def test_equal_data_give_equal_files(evaluations, tmp_path) -> None:
         save_figure(perplexities(sequential(evaluations), title="tiny"), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
+    assert_written(tmp_path / "a")
 
 
 def test_titles_and_legends_fit_a_single_panel(evaluations) -> None:

@@ -16,7 +16,7 @@ from manifoldkv import (
     compress,
     compressed,
 )
-from manifoldkv.cli import app
+from manifoldkv.cli.app import app
 from manifoldkv.pipeline.recipes import recipe_named
 from manifoldkv.ranks import PAPER_CANDIDATES
 from tests.families import tiny_model, tiny_tokens

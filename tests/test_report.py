@@ -28,6 +28,27 @@ def plan_of(model, **options) -> CompressionPlan:
     return replace(plan, provenance=replace(plan.provenance, model=ATTACK))
 
 
+SECTIONS = [
+    "Quality",
+    "Error of every layer",
+    "Ranks",
+    "What other ranks would cost",
+    "Use it",
+]
+CHARTS = ["errors", "ranks", "surface"]
+
+
+def assert_whole(page: str) -> None:
+    """Fail unless a report has all its sections, its charts with numbers, and what draws them."""
+    head, _, body = page.partition("</head>")
+    assert re.findall("<h2>(.*?)</h2>", body) == SECTIONS
+    charts = re.findall(r'<div class="chart" id="(\w+)">(.*?)</script>', body, re.DOTALL)
+    assert [name for name, _ in charts] == CHARTS
+    for _, drawing in charts:
+        assert re.search(r"Plotly\.newPlot\(.*\"(bdata|x)\":", drawing, re.DOTALL)
+    assert "plotly.js v" in head
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
@@ -44,6 +65,10 @@ def test_one_file_that_asks_nobody(report: Path) -> None:
     assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="(?!data:)', text)
     body = text[text.index("</head>") :]
     assert "<script>document.title" not in body  # a plan from a stranger cannot write into it
+
+
+def test_every_section_and_chart_is_there(report: Path) -> None:
+    assert_whole(report.read_text(encoding="utf-8"))
 
 
 def test_what_it_says_is_what_the_plan_says(report: Path) -> None:

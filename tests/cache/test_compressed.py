@@ -429,35 +429,42 @@ def test_folding_values_is_exact(
     assert [attention_of(layer).o_proj for layer in decoder_layers(model)] == stock
 
 
+def rounded_plan(model: PreTrainedModel, rotary: str, bits: int, layout: str) -> CompressionPlan:
+    quantization = Quantization(bits, layout, group_size=4, residual=3)
+    return random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
+
+
+@pytest.mark.parametrize("layout", ["static", "kivi"])
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_more_bits_are_closer(rotary: str, layout: str) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(16, 20)
+    exact = steps(model, random_plan(model, rotary=rotary, key_grouping=1), tokens, [20])
+
+    def error(bits: int) -> float:
+        rounded = steps(model, rounded_plan(model, rotary, bits, layout), tokens, [20])
+        return float((rounded - exact).norm() / exact.norm())
+
+    errors = [error(bits) for bits in (8, 4, 3, 2)]
+    for more, fewer in itertools.pairwise(errors):
+        assert 0 < more < 0.8 * fewer
+    assert errors[0] < 0.03
+    assert errors[-1] > 3 * errors[0]
+
+
 @pytest.mark.parametrize("layout", ["static", "kivi"])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("rotary", ROTARIES)
 class TestQuantized:
-    def plan(self, model: PreTrainedModel, rotary: str, bits: int, layout: str) -> CompressionPlan:
-        quantization = Quantization(bits, layout, group_size=4, residual=3)
-        return random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
-
     def test_pieces_are_one_shot(self, rotary: str, bits: int, layout: str) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-        plan = self.plan(model, rotary, bits, layout)
+        plan = rounded_plan(model, rotary, bits, layout)
         once = steps(model, plan, tokens, [20])
         assert_equal(steps(model, plan, tokens, [1] * 20), once)
         assert_equal(steps(model, plan, tokens, [9, 1, 6, 4]), once)
 
-    def test_more_bits_are_closer(self, rotary: str, bits: int, layout: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-        exact = steps(model, random_plan(model, rotary=rotary, key_grouping=1), tokens, [20])
-        rounded = steps(model, self.plan(model, rotary, bits, layout), tokens, [20])
-        error = float((rounded - exact).norm() / exact.norm())
-        assert error > 0
-        if bits == 8:
-            assert error < 0.03
-            coarse = steps(model, self.plan(model, rotary, 2, layout), tokens, [20])
-            assert float((coarse - exact).norm() / exact.norm()) > 3 * error
-
     def test_generate_and_beams(self, rotary: str, bits: int, layout: str) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, 7)
-        plan = self.plan(model, rotary, bits, layout)
+        plan = rounded_plan(model, rotary, bits, layout)
         arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "num_beams": 3}
         with compressed(model, plan) as new_cache:
             cached = model.generate(tokens, past_key_values=new_cache(), **arguments)

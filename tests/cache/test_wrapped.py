@@ -22,6 +22,7 @@ from manifoldkv.models.support import attention_of, decoder_layers, linear_weigh
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
+from tests.recipes import short
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks for it
@@ -176,8 +177,8 @@ class TestAdapters:
         """As for the merged model, but for rounding."""
         tokens = tiny_tokens(4, 12)
         one, model = merged(*targets), adapted(tiny_model("llama"), *targets)
-        expected = compress(one, tokens, recipe=recipe, ratio=0.5)
-        plan = compress(model, tokens, recipe=recipe, ratio=0.5)
+        expected = compress(one, tokens, recipe=short(recipe), ratio=0.5)
+        plan = compress(model, tokens, recipe=short(recipe), ratio=0.5)
         for found, layer in zip(plan.layers, expected.layers, strict=True):
             for (_, basis), (_, other) in zip(found.sites, layer.sites, strict=True):
                 assert basis.rank == other.rank

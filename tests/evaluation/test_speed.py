@@ -3,7 +3,7 @@ import torch
 from transformers import DynamicCache
 
 from manifoldkv import TextError, compressed
-from manifoldkv.evaluation import decode_speed
+from manifoldkv.evaluation import decode_speed, speed
 from tests.families import tiny_model
 from tests.plans import random_plan
 
@@ -18,7 +18,24 @@ def test_bytes_are_those_of_the_caches(family: str) -> None:
     held = [x.nbytes for layer in stock.layers for x in (layer.keys, layer.values)]
     assert found.stock_bytes == sum(held)
     assert found.compressed_bytes == plan.nbytes(12, dtype=model.dtype) == sum(held) / 2
-    assert min(found.stock_seconds, found.compressed_seconds, found.time_ratio) > 0
+    assert min(found.stock_seconds, found.compressed_seconds) > 0
+
+
+def test_the_ratio_of_times_is_formed_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the ratio of the medians."""
+    turns = [(2.0, 3.0), (4.0, 2.0), (8.0, 8.0)]  # stock, then compressed
+    told = iter([seconds for turn in turns for seconds in turn])
+    decode = speed._seconds_per_token
+
+    def decode_in_time(*given: object) -> float:
+        decode(*given)
+        return next(told)
+
+    monkeypatch.setattr(speed, "_seconds_per_token", decode_in_time)
+    model = tiny_model("llama")
+    found = decode_speed(model, random_plan(model), tokens=9, new_tokens=3, rounds=3)
+    assert (found.stock_seconds, found.compressed_seconds, found.time_ratio) == (4, 3, 1)
+    assert next(told, None) is None
 
 
 def test_the_model_is_as_it_was() -> None:

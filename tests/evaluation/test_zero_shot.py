@@ -127,7 +127,7 @@ def test_the_registered_model_is_compressed_until_closed(model: Model, data: Pat
 
 def test_a_plan_of_other_weights_is_taken_if_that_is_said(model: Model) -> None:
     tokens = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, ratio=0.25)
+    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.25)
     tuned = copy.deepcopy(model[0])
     tuned.model.embed_tokens.weight.data *= 1.1
     with pytest.raises(PlanError, match="other weights"):

@@ -20,7 +20,7 @@ class TestUniformOverCandidates(RankRuleConformance):
 
 
 class TestSequential(RankRuleConformance):
-    rule = Sequential()
+    rule = Sequential(candidates=(0.25, 0.5, 0.75, 1.0), sequences=2, rows=8)
 
 
 class TestPaperSequential(RankRuleConformance):
@@ -28,7 +28,7 @@ class TestPaperSequential(RankRuleConformance):
 
 
 class TestThreshold(RankRuleConformance):
-    rule = Threshold(sequences=2)
+    rule = Threshold(sequences=2, rows=8)
 
 
 class TestOptimal(RankRuleConformance):

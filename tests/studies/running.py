@@ -6,20 +6,22 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from matplotlib.figure import Figure
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
 
 class Done(NamedTuple):
-    """What a run has ended in."""
+    """What a run has ended in, and the figures it has drawn, by the stems of their files."""
 
     code: int
     out: str
     err: str
+    figures: dict[str, Figure]
 
     @property
     def last_line(self) -> str:
@@ -34,7 +36,15 @@ def run_here(study: str, *arguments: object) -> Done:
     one_thread = [] if "--threads" in arguments else ["--threads", "1"]
     command = [str(STUDIES / f"{study}.py"), *map(str, arguments), *one_thread]
     threads = torch.get_num_threads()
+    figures: dict[str, Figure] = {}
+    write = Figure.savefig
+
+    def kept(figure: Figure, path: Path, **options: Any) -> None:
+        figures[path.stem] = figure
+        write(figure, path, **options)
+
     with (
+        mock.patch.object(Figure, "savefig", kept),
         mock.patch.object(sys, "argv", command),
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
@@ -45,11 +55,11 @@ def run_here(study: str, *arguments: object) -> Done:
             code = stopped.code
         finally:
             torch.set_num_threads(threads)
-    return Done(code, out.getvalue(), err.getvalue())
+    return Done(code, out.getvalue(), err.getvalue(), figures)
 
 
 def run_apart(study: str, *arguments: object) -> Done:
     """Run a study as a process."""
     command = [sys.executable, str(STUDIES / f"{study}.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
+    return Done(done.returncode, done.stdout, done.stderr, {})

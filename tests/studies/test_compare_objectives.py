@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import STUDIES, Done, run_here
 
 COLUMNS = (
@@ -83,10 +84,16 @@ def test_summary_has_tables_and_what_was_skipped(quick_run):
     assert summary in quick_run[1].out
 
 
-def test_figures_are_drawn(quick_run):
-    for name in ("errors_per_layer", "error_against_rank", "error_against_seconds"):
-        for suffix in (".png", ".pdf"):
-            assert (quick_run[0] / (name + suffix)).exists()
+@pytest.mark.parametrize(
+    ("name", "panels"),
+    [("errors_per_layer", 9), ("error_against_rank", 3), ("error_against_seconds", 2)],
+)
+def test_figures_are_drawn(name, panels, quick_run):
+    """What is on them is tested in `tests/test_figures.py`."""
+    out, done = quick_run
+    assert len(done.figures[name].axes) == panels
+    assert_points_in_every_panel(done.figures[name])
+    assert_written(out / name)
 
 
 def test_repeated_run_measures_nothing_again(quick_run):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.drawings import assert_written, lines_of
 from tests.studies.running import Done, run_here
 
 
@@ -14,25 +15,32 @@ def study(*arguments: object) -> Done:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compare_quantization")
-    run = study(
+    return tmp_path_factory.mktemp("compare_quantization")
+
+
+@pytest.fixture(scope="module")
+def run(out: Path) -> Done:
+    done = study(
         *("--text", "pydoc-topics", "--sequences", 2, "--sequence-length", 160),
-        *("--rotary", "post", "--out", folder),
+        *("--rotary", "post", "--out", out),
     )
-    assert run.code == 0, run.err
-    return folder
+    assert done.code == 0, done.err
+    return done
 
 
-def test_every_setting_is_measured(out: Path) -> None:
-    results = pd.read_csv(out / "results.csv")
+@pytest.fixture(scope="module")
+def results(run: Done, out: Path) -> pd.DataFrame:
+    return pd.read_csv(out / "results.csv")
+
+
+def test_every_setting_is_measured(results: pd.DataFrame) -> None:
     assert len(results) == 2 * 2 * 4 * 3
     assert not results.duplicated(["recipe", "layout", "bits", "rotation"]).any()
     assert (results["exact_nll"] > results["uncompressed_nll"]).all()
     assert (results["standard_error"] > 0).all()
 
 
-def test_fewer_bits_take_fewer_bytes_and_change_more(out: Path) -> None:
-    results = pd.read_csv(out / "results.csv")
+def test_fewer_bits_take_fewer_bytes_and_change_more(results: pd.DataFrame) -> None:
     for _, part in results.groupby(["recipe", "layout", "rotation"]):
         by_bits = part.set_index("bits")
         assert by_bits["bytes_ratio"].loc[[8, 4, 3, 2]].is_monotonic_decreasing
@@ -41,8 +49,22 @@ def test_fewer_bits_take_fewer_bytes_and_change_more(out: Path) -> None:
         assert change.loc[8] < 0.1
 
 
-def test_figure_and_summary(out: Path) -> None:
-    assert (out / "nll_against_bits.png").exists()
+def test_the_figure_shows_the_table(run: Done, results: pd.DataFrame, out: Path) -> None:
+    panels = run.figures["nll_against_bits"].axes
+    shown = results.groupby(["recipe", "layout"], sort=False)
+    assert len(panels) == len(shown) == 4
+    for axes, ((recipe, layout), part) in zip(panels, shown, strict=True):
+        assert axes.get_title() == f"{recipe}, layout {layout}"
+        found = lines_of(axes)
+        assert set(found) == {"none", "pca", "hadamard"}
+        for rotation, drawn in found.items():
+            rows = part[part["rotation"] == rotation]
+            expected = zip(rows["bytes_ratio"], rows["added_nll"], strict=True)
+            assert drawn == [pytest.approx(point) for point in expected]
+    assert_written(out / "nll_against_bits")
+
+
+def test_the_summary_says_what_was_run(run: Done, out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert (
         "| layout | bits | bytes / 16-bit cache | bytes per token | none | pca | hadamard | "

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from decode_speed import KNOWN, measure
 
+from tests.drawings import assert_written, lines_of
 from tests.studies.running import Done, run_here
+
+CELL = ["what", "dtype", "batch", "tokens"]
 
 
 def study(*arguments: object) -> Done:
@@ -13,25 +17,73 @@ def study(*arguments: object) -> Done:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pd.DataFrame]:
-    out = tmp_path_factory.mktemp("decode_speed")
-    run = study("--quick", "--out", out, "--threads", 1)
-    assert run.code == 0, run.err
-    return out, pd.read_csv(out / "results.csv")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("decode_speed")
 
 
-def test_every_variant_is_timed_in_every_cell(results: tuple[Path, pd.DataFrame]) -> None:
-    frame = results[1]
-    counts = frame.groupby(["what", "dtype", "batch", "tokens"])["variant"].nunique()
+@pytest.fixture(scope="module")
+def run(out: Path) -> Done:
+    done = study("--quick", "--rounds", 1, "--out", out, "--threads", 1)
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture(scope="module")
+def results(run: Done, out: Path) -> pd.DataFrame:
+    return pd.read_csv(out / "results.csv")
+
+
+def test_every_variant_is_timed_in_every_cell(results: pd.DataFrame) -> None:
+    counts = results.groupby(CELL)["variant"].nunique()
     assert set(counts) == {9}
     assert len(counts) == 2 * 2 * 2
-    assert (frame["seconds"] > 0).all()
-    full = frame[frame["variant"] == "full"]
-    assert (full["ratio_to_full"] == 1).all()
+    assert (results["seconds"] > 0).all()
 
 
-def test_bytes_are_those_of_the_ranks(results: tuple[Path, pd.DataFrame]) -> None:
-    frame = results[1].pivot_table("nbytes", ["what", "dtype", "tokens"], "variant")
+@pytest.mark.parametrize("baseline", ["full", "stock"])
+def test_ratios_of_one_round_are_those_of_its_seconds(baseline: str, results: pd.DataFrame) -> None:
+    seconds = results.pivot_table("seconds", CELL, "variant")
+    found = results.pivot_table(f"ratio_to_{baseline}", CELL, "variant")
+    expected = seconds.div(seconds[baseline], axis=0)
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-12)
+    assert expected.nunique(axis=1).min() > 1  # not the same time for all of them
+    assert (results["tokens_per_second"] * results["seconds"]).to_numpy() == pytest.approx(1)
+
+
+class Scripted:
+    """A step that takes as long as it is told, and a tenth of it to append."""
+
+    nbytes = 8
+
+    def __init__(self, name: str, *seconds: float) -> None:
+        self.variant = KNOWN[name]
+        self.seconds = [x for each in seconds for x in (each, each / 10)]
+
+    def timed(self, what: str) -> float:
+        assert what == ("append" if len(self.seconds) % 2 else "run")
+        return self.seconds.pop(0)
+
+
+def test_ratios_are_medians_of_those_within_a_round() -> None:
+    """Which is not the ratio of the medians; and the first round does not count."""
+    steps = [
+        Scripted("stock", 9, 2, 4, 8),
+        Scripted("full", 9, 1, 4, 2),
+        Scripted("post-0.5", 1000, 3, 2, 8),
+    ]
+    stock, full, half = measure(steps, rounds=3, batch=2)
+    assert (stock["seconds"], full["seconds"], half["seconds"]) == (4, 2, 3)
+    assert half["ratio_to_full"] == 3  # of 3, 1/2 and 4
+    assert half["ratio_to_stock"] == 1  # of 3/2, 1/2 and 1
+    assert full["ratio_to_stock"] == 0.5  # of 1/2, 1 and 1/4
+    assert stock["ratio_to_full"] == 2  # of 2, 1 and 4
+    assert half["tokens_per_second"] == 2 / 3
+    assert half["append_share"] == pytest.approx(0.1)
+    assert (half["rounds"], half["rank_ratio"], half["nbytes"]) == (3, 0.5, 8)
+
+
+def test_bytes_are_those_of_the_ranks(results: pd.DataFrame) -> None:
+    frame = results.pivot_table("nbytes", ["what", "dtype", "tokens"], "variant")
     assert (frame["full"] == frame["stock"]).all()
     for ratio in ("0.5", "0.625", "0.75"):
         assert (frame[f"post-{ratio}"] == float(ratio) * frame["stock"]).all()
@@ -43,7 +95,7 @@ def test_grouped_heads_and_newest_tokens(tmp_path: Path) -> None:
     names = ["post-0.5-all", "post-0.5-recent", "pre-0.5-all-recent"]
     run = study(
         *("--quick", "--out", tmp_path, "--threads", 1, "--dtypes", "float32"),
-        *("--tokens", 96, "--variants", *names),
+        *("--tokens", 96, "--rounds", 1, "--variants", *names),
     )
     assert run.code == 0, run.err
     frame = pd.read_csv(tmp_path / "results.csv")
@@ -54,11 +106,28 @@ def test_grouped_heads_and_newest_tokens(tmp_path: Path) -> None:
     assert nbytes["post-0.5-recent"] == nbytes["pre-0.5-all-recent"] == share * nbytes["stock"]
 
 
-def test_figures_and_summary(results: tuple[Path, pd.DataFrame]) -> None:
-    out = results[0]
-    for stem in ("attention_against_context", "model_against_context"):
-        assert (out / f"{stem}.png").exists()
-        assert (out / f"{stem}.pdf").exists()
+@pytest.mark.parametrize(
+    ("what", "column"), [("attention", "ratio_to_full"), ("model", "ratio_to_stock")]
+)
+def test_figures_show_the_table(
+    what: str, column: str, run: Done, results: pd.DataFrame, out: Path
+) -> None:
+    part = results[results["what"] == what]
+    figure = run.figures[f"{what}_against_context"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["float32, batch 1", "bfloat16, batch 1"]
+    for axes, dtype in zip(figure.axes, ("float32", "bfloat16"), strict=True):
+        of_dtype = part[part["dtype"] == dtype]
+        for name, drawn in lines_of(axes).items():
+            rows = of_dtype[of_dtype["variant"] == name]
+            assert drawn == [
+                pytest.approx(point) for point in zip(rows["tokens"], rows[column], strict=True)
+            ]
+        assert set(lines_of(axes)) == set(results["variant"])
+    assert_written(out / f"{what}_against_context")
+
+
+def test_the_summary_says_what_was_run(run: Done, out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert "Appending a token" in text
     assert "Command: `python studies/decode_speed.py --quick" in text

@@ -8,6 +8,7 @@ from frontier import COMPOSITIONS, attention_work, windowed_perplexity
 
 from manifoldkv import RECIPES
 from manifoldkv.evaluation import perplexity
+from tests.drawings import assert_written, points
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.studies.running import Done, run_here
@@ -27,11 +28,16 @@ def run(folder: Path, *names: str) -> Done:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     folder = tmp_path_factory.mktemp("frontier")
     done = run(folder, *NAMES)
     assert done.code == 0, done.err
-    return folder
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def out(done: tuple[Path, Done]) -> Path:
+    return done[0]
 
 
 def test_a_row_per_plan_at_the_achieved_ratio(out: Path) -> None:
@@ -59,7 +65,17 @@ def test_the_summary_names_the_command_and_every_composition(out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert "Command: `python studies/frontier.py" in text
     assert all(f"| {name} |" in text for name in NAMES)
-    assert (out / "loss_against_bytes.png").exists()
+
+
+def test_the_figure_shows_the_table(done: tuple[Path, Done]) -> None:
+    out, run = done
+    results = pd.read_csv(out / "results.csv").set_index("composition")
+    drawn = run.figures["loss_against_bytes"].axes[0].containers
+    assert {line.get_label() for line in drawn} == set(NAMES)
+    for line in drawn:
+        expected = results.loc[line.get_label(), ["bytes_per_token", "added_nll"]]
+        assert points(line.lines[0]) == [pytest.approx(tuple(expected))]
+    assert_written(out / "loss_against_bytes")
 
 
 def test_every_recipe_is_a_composition() -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from scale import GIB
 
+from tests.drawings import assert_written, lines_of
 from tests.studies.running import Done, run_here
 
 SMALL = (
@@ -23,11 +25,16 @@ def measured(out: Path, solver: str) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     folder = tmp_path_factory.mktemp("scale")
-    run = study(*SMALL, "--out", folder)
-    assert run.code == 0, run.err
-    return folder
+    done = study(*SMALL, "--out", folder)
+    assert done.code == 0, done.err
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def out(done: tuple[Path, Done]) -> Path:
+    return done[0]
 
 
 def test_operations_are_those_of_the_layer(out: Path) -> None:
@@ -75,8 +82,23 @@ def test_estimates_are_marked(out: Path) -> None:
     assert "## Estimates for the whole model, not measurements" in text
     assert "sustained 100 TFLOP/s" in text
     assert "| llama-3-8b | predictor | 15.0 GiB |" in text  # 8.03 billion weights of two bytes
+
+
+def test_figures_show_the_table(done: tuple[Path, Done]) -> None:
+    out, run = done
+    steps, closed = measured(out, "riemannian-adam"), measured(out, "closed-form")
+    memory = steps["peak_bytes"] / GIB
+    (axes,) = run.figures["memory_against_tokens"].axes
+    assert lines_of(axes) == {
+        "llama-3-8b, riemannian-adam": [pytest.approx((32, memory[0]))],
+        "llama-3-8b, closed-form": [pytest.approx((32, closed["peak_bytes"][0] / GIB))],
+    }
+    left, right = run.figures["cost_against_layers"].axes
+    for axes, column in ((left, memory), (right, steps["seconds"])):
+        expected = [pytest.approx((1, column[0])), pytest.approx((3, column[1]))]
+        assert lines_of(axes)["llama-3-8b"] == expected
     for name in ("memory_against_tokens", "cost_against_layers"):
-        assert (out / f"{name}.png").exists()
+        assert_written(out / name)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

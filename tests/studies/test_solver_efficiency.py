@@ -6,11 +6,12 @@ import pandas as pd
 import pytest
 from solver_efficiency import at_equal_error, relative
 
-from tests.studies.running import run_here
+from tests.drawings import assert_written, lines_of
+from tests.studies.running import Done, run_here
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     folder = tmp_path_factory.mktemp("solver_efficiency")
     done = run_here(
         "solver_efficiency",
@@ -19,7 +20,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--epochs", 2, 3, "--budgets", 5, 20, "--out", folder),
     )
     assert done.code == 0, done.err
-    return folder
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def out(run: tuple[Path, Done]) -> Path:
+    return run[0]
 
 
 def test_every_run_is_counted(out: Path) -> None:
@@ -54,9 +60,26 @@ def test_solvers_are_compared_at_equal_error() -> None:
     assert at_equal_error(runs, -0.5).empty
 
 
-def test_the_summary_and_the_figure(out: Path) -> None:
+def test_the_figure_shows_the_table(run: tuple[Path, Done]) -> None:
+    out, done = run
+    results = pd.read_csv(out / "results.csv")
+    for axes, site in zip(
+        done.figures["error_against_seconds"].axes, ("key", "value"), strict=True
+    ):
+        assert axes.get_title() == f"{site}s"
+        of_site = results[results["site"] == site]
+        best = of_site.loc[of_site["solver"] == "predictor", "held_out_error"].min()
+        drawn = lines_of(axes)
+        for solver in ("predictor", "riemannian-adam"):
+            rows = of_site[of_site["solver"] == solver].sort_values("size")
+            error = 100 * (rows["held_out_error"] / best - 1)
+            expected = zip(rows["seconds"], error, strict=True)
+            assert drawn[solver] == [pytest.approx(point, abs=1e-9) for point in expected]
+    assert_written(out / "error_against_seconds")
+
+
+def test_the_summary_says_what_was_run(out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert "Command: `python studies/solver_efficiency.py" in text
     assert "Llama-3-8B" not in text
     assert " of 2 |" in text  # how many of both problems get there
-    assert (out / "error_against_seconds.png").exists()
