@@ -20,13 +20,13 @@ from manifoldkv.cli.app import app
 from manifoldkv.pipeline.recipes import recipe_named
 from manifoldkv.ranks import PAPER_CANDIDATES
 from tests.families import tiny_model, tiny_tokens
+from tests.recipes import short
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    recipe = RECIPES[name]
-    recipe = replace(recipe, tuning_steps=recipe.tuning_steps and 2)
+    recipe = short(name)
     plan = compress(model, tokens, recipe=recipe)
     assert plan.ratio <= 0.5
     assert (plan.recent > 0) == (recipe.recent_share > 0)
