@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -419,6 +420,8 @@ class TestInterruption:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell starts what runs in the background with Ctrl-C ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         ) as running:
             for line in running.stderr:
                 if "choosing ranks" in line:
