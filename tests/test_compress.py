@@ -1,6 +1,7 @@
 import itertools
 import re
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -240,6 +241,12 @@ class TestRefusedBeforeAnyWork:
             compress(model, tiny_tokens())
 
 
+@cache
+def plan_by(recipe: str | Recipe, ratio: float = 0.5) -> CompressionPlan:
+    """Of `tiny_model("llama")` and `tiny_tokens()`, found once: plans are frozen."""
+    return compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, ratio=ratio)
+
+
 class TestQuantize:
     @pytest.mark.parametrize("rotation", ["none", "pca", "hadamard"])
     @pytest.mark.parametrize("recipe", ["eigen-attention", Recipe("kq-svd", "closed-form", 1, 1)])
@@ -248,7 +255,7 @@ class TestQuantize:
         self, rotation: str, recipe: str | Recipe, ratio: float
     ) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(model, tokens, recipe=recipe, ratio=ratio)
+        plan = plan_by(recipe, ratio)
         rounded = quantize(plan, model, tokens, Quantization(8), rotation)
         for before, after in zip(plan.layers, rounded.layers, strict=True):
             assert projector_distance(before.key, after.key) < 1e-5
@@ -256,9 +263,7 @@ class TestQuantize:
 
     def test_pca_sorts_by_variance(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = quantize(
-            compress(model, tokens, recipe="eigen-attention"), model, tokens, Quantization(8), "pca"
-        )
+        plan = quantize(plan_by("eigen-attention"), model, tokens, Quantization(8), "pca")
         for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
             latents = activations.values @ layer.value.down.to(activations.values)
             covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
@@ -289,13 +294,7 @@ class TestQuantize:
     def test_an_unknown_rotation_is_refused(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(UnknownNameError, match="unknown rotation"):
-            quantize(
-                compress(model, tokens, recipe="eigen-attention"),
-                model,
-                tokens,
-                Quantization(4),
-                "spin",
-            )
+            quantize(plan_by("eigen-attention"), model, tokens, Quantization(4), "spin")
 
 
 class TestRankRules:

@@ -65,7 +65,7 @@ def test_activations_in_files_are_those_in_memory(
 def test_plans_from_files_are_those_from_memory(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(11, 12)
+    model, tokens = tiny_model("llama", num_hidden_layers=2), tiny_tokens(11, 12)
     expected = compress(model, tokens, recipe=short(recipe)).digest()
     no_memory(monkeypatch)
     plan = compress(model, tokens, recipe=short(recipe), folder=tmp_path)

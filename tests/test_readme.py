@@ -16,6 +16,7 @@ from manifoldkv import (
     SOLVERS,
     CompressionPlan,
     HeadGrouping,
+    Optimal,
 )
 from manifoldkv.cli import main
 from manifoldkv.solvers.predictor import Predictor
@@ -51,8 +52,10 @@ def folder(tmp_path, monkeypatch):
     """A working folder with the repository's studies in it, and few calibration windows."""
     (tmp_path / "studies").symlink_to(ROOT / "studies")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(text_tokens, "SEQUENCES", 2)  # enough to run, not to be good
-    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
+    # Enough to run, not to be good.
+    monkeypatch.setattr(text_tokens, "SEQUENCES", 2)
+    few = Optimal(candidates=(0.25, 0.5, 0.75, 1.0), sequences=1)
+    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], ranks=few, tuning_steps=2))
     monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
     monkeypatch.setattr(SOLVERS, "_classes", dict(SOLVERS._classes))
     monkeypatch.setattr(RANK_RULES, "_classes", dict(RANK_RULES._classes))

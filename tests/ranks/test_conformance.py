@@ -28,7 +28,7 @@ class TestPaperSequential(RankRuleConformance):
 
 
 class TestThreshold(RankRuleConformance):
-    rule = Threshold(sequences=2, rows=8)
+    rule = Threshold(candidates=(0.25, 0.5, 0.75, 1.0), sequences=2, rows=8)
 
 
 class TestOptimal(RankRuleConformance):
