@@ -25,6 +25,7 @@ from manifoldkv import (
     SOLVERS,
     CompressionConfig,
     CompressionPlan,
+    Optimal,
 )
 from manifoldkv.basis import Rotary
 from manifoldkv.cli import inputs, main, measuring, planning
@@ -381,7 +382,8 @@ class TestWhatIsInTheWay:
 
 def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("plotly")
-    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], tuning_steps=2))
+    few = Optimal(candidates=(0.25, 0.5, 1.0), sequences=1)
+    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], ranks=few, tuning_steps=2))
     ask = ("compress", "--model", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
     more = ("--length", 32, "--report", tmp_path / "r.html")
     code, out, err = run(capsys, monkeypatch, *ask, *more)
@@ -459,18 +461,21 @@ class TestStandardOutput:
     @pytest.mark.parametrize(
         ("nowhere", "kind"), [("full", "full"), ("unread", "unread")], indirect=["nowhere"]
     )
-    def test_of_a_process(self, nowhere: int, kind: str, plan: Path) -> None:
-        ask = [*COMMAND, "inspect", "--plan", str(plan)]
+    def test_of_a_process(self, nowhere: int, kind: str) -> None:
+        ask = [*COMMAND, "--help"]
         done = subprocess.run(ask, stdout=nowhere, stderr=subprocess.PIPE, text=True, check=False)
         assert (done.returncode, done.stderr) == self.EXPECTED[kind]
 
     @pytest.mark.parametrize(
         ("nowhere", "kind"), [("full", "full"), ("unread", "unread")], indirect=["nowhere"]
     )
-    @pytest.mark.parametrize("ask", [("--help",), ("compress", "--help"), ("recipes", "--json")])
+    @pytest.mark.parametrize(
+        "ask", [("--help",), ("compress", "--help"), ("recipes", "--json"), ("inspect", "--plan")]
+    )
     def test_of_every_command(
-        self, ask: tuple, nowhere: int, kind: str, capsys, monkeypatch
+        self, ask: tuple, nowhere: int, kind: str, plan: Path, capsys, monkeypatch
     ) -> None:
+        ask = (*ask, plan) if "--plan" in ask else ask
         with monkeypatch.context() as patch, open(nowhere, "w", closefd=False) as stream:
             patch.setattr(sys, "stdout", stream)
             code, _, err = run(capsys, patch, *ask)

@@ -1,15 +1,19 @@
 """The report in a real browser."""
 
+import base64
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
-from manifoldkv.reports.plan import write_report
+from manifoldkv.reports.plan import KEY_COLOUR, VALUE_COLOUR, write_report
+from tests.drawings import colours_of_pdf
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
@@ -178,4 +182,6 @@ def test_a_phone_scrolls_in_one_direction(opened) -> None:
 @pytest.mark.slow
 def test_it_prints_on_paper(opened) -> None:
     printed = opened.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
-    assert len(printed["data"]) > 50_000
+    found = colours_of_pdf(base64.b64decode(printed["data"]))
+    for colour in (KEY_COLOUR, VALUE_COLOUR):  # of the charts
+        assert any(np.allclose(to_rgb(colour), other, atol=0.01) for other in found)
