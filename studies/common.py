@@ -135,6 +135,11 @@ def calibration_and_held_out(
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 thread``, ``2 threads``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Return the lines of a table in Markdown."""
     lines = [list(columns), ["---"] * len(columns), *([str(cell) for cell in row] for row in rows)]

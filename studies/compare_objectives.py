@@ -440,7 +440,8 @@ def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> li
         + (f", evaluated on {settings.eval_text}" if settings.eval_text else ", a fifth held out")
         + f"; {settings.sequences} sequences of {settings.sequence_length} tokens in each split, "
         f"sampler `consecutive`. Keys are projected {settings.rotary}-rotation, the other site is "
-        f"exact unless the table says both. Seconds are per layer, on {settings.threads} threads.",
+        f"exact unless the table says both. Seconds are per layer, on "
+        f"{common.counted(settings.threads, 'thread')}.",
     ]
     if settings.quick:
         lines += ["", "**Quick run:** predictor capped at 5 epochs, riemannian-adam at 60 steps."]

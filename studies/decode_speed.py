@@ -520,8 +520,8 @@ def draw(results: pd.DataFrame, variants: list[Variant], column: str, label: str
         fontsize=7,
         frameon=False,
     )
-    threads = int(results["threads"].iloc[0])
-    figure.suptitle(f"{label}, {threads} threads", fontsize=10)
+    threads = common.counted(int(results["threads"].iloc[0]), "thread")
+    figure.suptitle(f"{label}, {threads}", fontsize=10)
     return figure
 
 
@@ -539,7 +539,7 @@ def summary(results: pd.DataFrame, variants: list[Variant]) -> list[str]:
         "# Decode speed",
         "",
         f"Geometric means over cells with {bound}; below 1 is faster. Ratios are formed within a "
-        f"round of interleaved turns; {int(results['threads'].iloc[0])} threads, "
+        f"round of interleaved turns; {common.counted(int(results['threads'].iloc[0]), 'thread')}, "
         f"{int(results['rounds'].iloc[0])} rounds, torch {torch.__version__}. Cells are "
         "left out whose uncompressed cache is above "
         f"{LARGEST_BYTES['attention'] / 2**30:g} GiB for one layer or "

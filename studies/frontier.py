@@ -354,7 +354,7 @@ def summary(results: pd.DataFrame, name: str) -> list[str]:
         "",
         "At ratio 0.5: what is achieved, the newest tokens kept exact, multiplications of a decode "
         "step per cached token against the uncompressed cache, bytes of the bases (once, 16-bit), "
-        f"and seconds of calibration ({first['threads']} threads):",
+        f"and seconds of calibration ({common.counted(first['threads'], 'thread')}):",
         "",
         "| composition | ratio | long-run ratio | recent | attention work | bases, KiB | seconds |",
         "|---|---|---|---|---|---|---|",

@@ -740,7 +740,7 @@ def write_captions(studies: list[Study], out: Path) -> None:
     """Write what every figure shows, and on how much it was measured."""
     lines = ["# Captions", ""]
     for study in studies:
-        lines += [f"{study.caption}; {len(study.seeds)} seed(s).", ""]
+        lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
         for stem, (_, title, band) in FIGURES.items():
             lines.append(f"- `{study.file(stem)}`: {title}. {band}")
         lines.append("")

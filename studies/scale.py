@@ -469,7 +469,8 @@ def summary(results: pd.DataFrame, rate: float) -> list[str]:
         "# Time, memory and operations of large models",
         "",
         "Measured on random layers of the exact shapes, weights in bfloat16 read from their shards "
-        f"layer by layer, {first['threads']} threads, sequences of {first['length']} tokens, "
+        f"layer by layer, {common.counted(first['threads'], 'thread')}, sequences of "
+        f"{first['length']} tokens, "
         f"{first['steps']} steps of riemannian-adam on keys and as many on values of every layer "
         "(layer-output, the paper's head sharing, one sequence a step), or closed forms (kq-svd, "
         "all heads together), rank ratio 0.5. Peak memory is that of the process, "

@@ -305,8 +305,8 @@ def summary(
         f"Layers {', '.join(map(str, layers))}; {first['sequences']} calibration sequences of "
         f"{first['length']} tokens, rank {first['rank']}, keys shared and values per head. Errors "
         f"on {given.held_out} held-out sequences, against the lowest that the predictor reaches on "
-        f"the same problem at any number of epochs. {first['threads']} threads; seed 0. The band "
-        "of the figure is the range over layers.",
+        f"the same problem at any number of epochs. {common.counted(first['threads'], 'thread')}; "
+        "seed 0. The band of the figure is the range over layers.",
         "",
         "How many times sooner riemannian-adam gets there: the cheapest run of each solver that "
         "comes within a tolerance of that error, median (least to most) over layers and sites "

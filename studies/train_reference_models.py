@@ -311,7 +311,8 @@ def model_card(arguments: argparse.Namespace, card: dict[str, Any]) -> str:
         "seed": seed,
         "perplexity, held-out docstrings": f"{card['held_out']:.2f}",
         "perplexity, `pydoc_data.topics` (never in training)": f"{card['topics']:.2f}",
-        "training time": f"{card['hours']:.2f} hours on {arguments.threads} CPU thread(s)",
+        "training time": f"{card['hours']:.2f} hours on "
+        f"{common.counted(arguments.threads, 'CPU thread')}",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
     }

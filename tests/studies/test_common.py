@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import common
 import pytest
 import torch
 
@@ -57,3 +58,8 @@ def test_a_study_is_a_program_of_its_own(tmp_path: Path) -> None:
     done = run_apart("compare_quantization", "--model", tmp_path / "nowhere", "--out", tmp_path)
     assert done.code == 2
     assert done.last_line.startswith("compare_quantization: no model at")
+
+
+def test_counts_are_english() -> None:
+    assert common.counted(1, "thread") == "1 thread"
+    assert common.counted(2, "seed") == "2 seeds"
