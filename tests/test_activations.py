@@ -221,6 +221,24 @@ def test_norms_between_rotation_and_attention_are_noticed():
         next(capture(model, tiny_tokens()))
 
 
+def test_rounding_adds_up_over_many_layers():
+    """In bfloat16 layers run together drift from those run one by one; that is no other layer."""
+    torch.manual_seed(0)
+    deep = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(deep, dtype=torch.bfloat16)
+    layers = [activations.layer for activations in capture(model, torch.randint(64, (8, 64)))]
+    assert layers == list(range(96))
+
+
 def test_layers_that_keep_keywords_from_attention_are_refused():
     model = transformers.AutoModelForCausalLM.from_config(transformers.StableLmConfig(**COMMON))
     with pytest.raises(UnsupportedModelError, match="does not hand keywords on"):
