@@ -49,7 +49,7 @@ def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
     if not isinstance(cache, CompressedCache):
         raise CacheError(
             f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
-            "pass new_cache(), or no cache at all"
+            "pass new_cache(), new_cache(stock) to take a stock cache over, or no cache at all"
         )
     if cache.plan_digest != plan.digest():
         raise CacheError("the cache was made for another plan than this block's")

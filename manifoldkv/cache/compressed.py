@@ -11,7 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
 
@@ -35,7 +40,8 @@ from manifoldkv.cache.hooks import (
 )
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.rotation import Angles, rotary_embedding_of, rotation_of_keys
+from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
+from manifoldkv.cache.stock import check_stock, checked_positions
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -49,6 +55,7 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.offloading import device_of, is_offloaded
 from manifoldkv.models.support import (
     attention_of,
+    cached_tokens,
     check_supported,
     decoder_layers,
     linear_weight,
@@ -71,7 +78,7 @@ def compressed(
     *,
     prefill: Prefill = "compressed",
     fold_values: bool = False,
-) -> Iterator[Callable[[], CompressedCache]]:
+) -> Iterator[Callable[..., CompressedCache]]:
     """Let a model run on compressed caches inside the block.
 
     ``model.generate(**inputs, past_key_values=new_cache())`` and ``model(input_ids=…,
@@ -98,7 +105,11 @@ def compressed(
     Yields
     ------
     callable
-        Makes an empty `CompressedCache`.
+        ``new_cache(stock=None, position_ids=None)`` makes a `CompressedCache`: an empty one, or one
+        that holds the tokens of a `DynamicCache` which the model filled outside of the block, as a
+        prompt under ``prefill="exact"`` would have left them. The stock cache stays as it is, for
+        the next plan. `position_ids`, (1 or B, n), are those the model was called with, if any;
+        for padded texts `generate` takes ``(mask.cumsum(1) - 1).masked_fill(mask == 0, 0)``.
 
     Raises
     ------
@@ -172,10 +183,62 @@ class _Run:
             ]
             self._places = places
 
-    def new_cache(self) -> CompressedCache:
-        """Return an empty cache for the model as it is now."""
+    def new_cache(
+        self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
+    ) -> CompressedCache:
+        """Return a cache for the model as it is now, with the tokens of a stock cache if given one.
+
+        Parameters
+        ----------
+        stock : DynamicCache, optional
+            Filled by the model outside of the block, in the dtype and on the devices it has now.
+        position_ids : Tensor, optional
+            What the model was called with to place its n tokens, int64 or int32 (1 or B, n); 0, …,
+            n - 1 if omitted. They are used for keys that are stored before rotation.
+
+        Returns
+        -------
+        CompressedCache
+            Holding what a call with the same tokens stores under ``prefill="exact"``.
+
+        Raises
+        ------
+        CacheError
+            If `stock` is another kind of cache, incomplete, or of another model, dtype or device,
+            or if `position_ids` are not those of its tokens.
+        """
         devices = [device_of(layer) for layer in self._layers]
-        return CompressedCache(self._plan, self._model.dtype, devices)
+        cache = CompressedCache(self._plan, self._model.dtype, devices)
+        if stock is not None:
+            check_stock(stock, self._plan, self._model.dtype, devices)
+        positions = checked_positions(position_ids, stock)
+        if stock is not None and positions.shape[1]:
+            self._take_over(cache, stock, positions.to(devices[0]))
+        return cache
+
+    @torch.no_grad()
+    def _take_over(self, cache: CompressedCache, stock: DynamicCache, positions: Tensor) -> None:
+        """Store the tokens of a stock cache, placed at (1 or B, n), in an empty one."""
+        self._follow_model()
+        tokens = positions.shape[1]
+        if self._plan.rotary == "pre":
+            cache.append_positions(positions)
+        for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
+            count = cached_tokens(tokens, layer.window)
+            keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
+            if self._plan.rotary == "pre":
+                keys = self._unrotated(index, keys, positions[:, -count:])
+            layer.tokens_seen = tokens - count  # and the others now
+            self._attentions[index].store(layer, keys, values)
+            layer.forget_old()
+
+    def _unrotated(self, index: int, keys: Tensor, positions: Tensor) -> Tensor:
+        """Return keys (B, H_kv, n, d) of a layer as they were before they were rotated."""
+        embedding = rotary_embedding_of(self._model.get_decoder())
+        cos, sin = angles_at(embedding, positions.to(keys.device), self._kinds[index], like=keys)
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        rotation = Angles(cos.to(dtype), sin.to(dtype), self._rotation(index, cos.shape[-1]))
+        return rotation.inverse().tile(keys.to(dtype), 0, keys.shape[2]).to(keys.dtype)
 
     def enter(self, stack: ExitStack) -> None:
         """Change the model until the stack is left."""
@@ -311,9 +374,14 @@ class _Run:
 
     def _angles(self, index: int, tokens: int, cos: Tensor) -> Angles:
         """Return the rotation of the newest tokens in a layer that is given `cos`."""
+        rotate = self._rotation(index, cos.shape[-1])
+        return Angles(*self._pass.angles_of_newest(tokens, cos), rotate)
+
+    def _rotation(self, index: int, rotary_dim: int) -> Rotate:
+        """Return how a layer rotates keys."""
         if index not in self._rotate_keys:  # found out once
-            self._rotate_keys[index] = rotation_of_keys(self._layers[index], cos.shape[-1])
-        return Angles(*self._pass.angles_of_newest(tokens, cos), self._rotate_keys[index])
+            self._rotate_keys[index] = rotation_of_keys(self._layers[index], rotary_dim)
+        return self._rotate_keys[index]
 
 
 def _attention_function(

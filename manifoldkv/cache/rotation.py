@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ class Angles:
     def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
         """Rotate the keys (B, H_kv, stop - start, d) of some of the tokens."""
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
+
+    def inverse(self) -> Angles:
+        """Return the rotation that takes rotated keys back, and any scale of cos and sin out."""
+        squares = self.cos**2 + self.sin**2
+        return Angles(self.cos / squares, -self.sin / squares, self.rotate)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,3 +86,24 @@ def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
             "no rotary_emb"
         )
     return embedding
+
+
+def angles_at(
+    embedding: nn.Module, positions: Tensor, kind: str, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, (B or 1, n, rotary dimension), that a decoder makes for its layers.
+
+    Parameters
+    ----------
+    embedding : nn.Module
+        `rotary_embedding_of` the decoder.
+    positions : Tensor
+        (B or 1, n)
+    kind : str
+        Of the layers, where each has angles of its own (Gemma 3).
+    like : Tensor
+        In the dtype of the model and on the device of the layers.
+    """
+    by_kind = "layer_type" in signature(embedding.forward).parameters
+    # Not the module itself, whose hooks take a call for one of the model.
+    return embedding.forward(like, positions, *([kind] if by_kind else []))
