@@ -15,6 +15,7 @@ from manifoldkv.cli.options import (
     DtypeOption,
     GivenModel,
     GivenPlan,
+    GivenTasks,
     GivenText,
     JsonOption,
     LengthOption,
@@ -168,17 +169,40 @@ def evaluate(
     text: TextOption = "docstrings",
     sequences: SequencesOption = 32,
     length: LengthOption = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,…",
+            help="Ask questions that look back instead: passkey, copying, key-value, and of RULER "
+            "(pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
+            "ruler_vt, ruler_cwe, ruler_fwe.",
+        ),
+    ] = None,
+    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 20,
+    prefill: Annotated[
+        Literal["exact", "compressed"],
+        typer.Option(
+            help="Whether the prompt of a question is read as it is and only its answer from the "
+            "compressed cache, or the prompt too."
+        ),
+    ] = "exact",
+    seed: Annotated[int, typer.Option(help="Of the questions.")] = 0,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity on held-out text, with the compressed cache and without."""
+    """Measure perplexity on held-out text, or answer questions, beside the uncompressed model."""
     from manifoldkv.cli import measuring
 
     given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
-    show(measuring.evaluate(given, known, GivenText(text, sequences, length)), as_json)
+    source = GivenText(text, sequences, length)
+    if tasks is None:
+        show(measuring.evaluate(given, known, source), as_json)
+    else:
+        asked = GivenTasks(tasks.split(","), items, prefill, seed)
+        show(measuring.answer(given, known, source, asked), as_json)
 
 
 @app.command()

@@ -11,18 +11,23 @@ import torch
 from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
-from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
+from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText
 from manifoldkv.diagnostics import diagnose as measure_layers
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.evaluation.questions import questions
+from manifoldkv.evaluation.retrieval import retrieval, summarize
 from manifoldkv.evaluation.speed import decode_speed
 from manifoldkv.layers.capture import capture
 from manifoldkv.solvers.base import check_seed
-from manifoldkv.text.tokens import checked_tokens, positions
+from manifoldkv.text.sources import open_text
+from manifoldkv.text.tokens import check_length, checked_tokens, positions
 
 LOG = logging.getLogger(__name__)
 
 NEW_TOKENS = 100
+TASK_LENGTH = 1024
+"""Tokens of a prompt, if half the model's positions are more."""
 COLDEST = 1e-6
 """Below this temperature nothing but the likeliest token is drawn, or logits overflow."""
 
@@ -80,6 +85,42 @@ def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
         f"  compressed    {found.compressed.perplexity:.3f}  (ratio {facts['ratio']:.3f})",
         f"  added         {found.added_nll:.4f}{error} nats per token",
     ]
+    return Answer(facts, lines)
+
+
+def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTasks) -> Answer:
+    """Ask questions that look back, with the compressed cache and without."""
+    loaded, tokenizer = load(model)
+    known = plan_for(plan, loaded)
+    length = min(TASK_LENGTH, positions(loaded) // 2) if text.length is None else text.length
+    check_length(loaded, length)
+    source = open_text(text.name)
+    posed = [
+        question
+        for name in asked.names
+        for question in questions(
+            name, tokenizer, source, length=length, items=asked.items, seed=asked.seed
+        )
+    ]
+    LOG.info("asking %d questions after %d tokens", len(posed), length)
+    stock = retrieval(loaded, tokenizer, posed)
+    table = summarize(retrieval(loaded, tokenizer, posed, known, prefill=asked.prefill), stock)
+    facts = {
+        "tasks": table.to_dict("records"),
+        "length": length,
+        "prefill": asked.prefill,
+        "ratio": known.ratio_at(length),
+    }
+    lines = [
+        f"answers found after {length} tokens, {asked.items} questions of each task, prompts read "
+        f"{'as they are' if asked.prefill == 'exact' else 'through the cache'}",
+        f"  {'task':16} {'uncompressed':>12} {'compressed':>16} {'added nats':>18}",
+    ]
+    for row in table.itertuples():
+        scores = f"{row.stock_score:12.2f} {row.score:8.2f} ± {row.score_error:5.2f}"
+        losses = f"{row.added_nll:10.3f} ± {row.nll_error:5.3f}"
+        fails = "" if row.counted else "  (the uncompressed model fails it)"
+        lines.append(f"  {row.task:16} {scores} {losses}{fails}")
     return Answer(facts, lines)
 
 

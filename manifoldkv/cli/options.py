@@ -75,6 +75,15 @@ class GivenPlan(NamedTuple):
     other_weights: bool
 
 
+class GivenTasks(NamedTuple):
+    """Questions as a command is given them; `prefill` says how their prompts are read."""
+
+    names: list[str]
+    items: int
+    prefill: Literal["exact", "compressed"]
+    seed: int
+
+
 class GivenText(NamedTuple):
     """The held-out part of a text as a command is given it; its length is the model's if None."""
 

@@ -1,4 +1,4 @@
-"""What compression does to a model: perplexity, zero-shot accuracy and decode speed."""
+"""What compression does to a model: perplexity, questions that look back, accuracy and speed."""
 
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, compare, perplexity
 from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed

@@ -1,0 +1,349 @@
+"""Questions that look back, answered from a cache.
+
+A prompt is prefilled, and the answer is decoded from what the cache holds of it, as a user has it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import (
+    Cache,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from manifoldkv.cache import compressed
+from manifoldkv.cache.compressed import Prefill
+from manifoldkv.errors import TextError
+from manifoldkv.evaluation.questions import Question
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.text.tokens import positions
+
+UNANSWERED = 0.5
+"""A task of which the uncompressed model does not find so large a share of the answers says nothing
+about compression."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a batch, padded on the left, and what the stock cache holds of them.
+
+    Parameters
+    ----------
+    ids, mask : Tensor
+        (B, n), int64.
+    stock : DynamicCache
+        Of all tokens but the last of each prompt. It is read by all who hold these prompts: copy it
+        before it is changed.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    stock: DynamicCache
+
+
+Holder = Callable[[PreTrainedModel, Prompts], AbstractContextManager[Callable[[], Cache]]]
+"""A way to hold prompts: what it yields makes caches of all tokens but the last of each, which the
+model reads and extends for as long as the block lasts."""
+
+
+def retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    plan: CompressionPlan | None = None,
+    *,
+    prefill: Prefill = "exact",
+    batch_size: int = 8,
+) -> pd.DataFrame:
+    """Return how well questions are answered, on the compressed cache if a plan is given.
+
+    Parameters
+    ----------
+    model, tokenizer
+        From `load_model`.
+    questions : sequence of Question
+        From `questions`.
+    plan : CompressionPlan, optional
+        The uncompressed model is asked without one.
+    prefill : {"exact", "compressed"}
+        Whether the tokens of a prompt see each other as they are, and only the answer reads the
+        compressed cache, or everything reads what the cache stores. As `compressed` has it.
+    batch_size : int
+        Prompts at a time.
+
+    Returns
+    -------
+    DataFrame
+        ``task, length, depth, score, nll``, one row per question in their order: the share of its
+        answers that were written (greedy decoding), and the mean negative log-likelihood of its
+        continuation, nats per token.
+
+    Raises
+    ------
+    TextError
+        If there is no question, or one is longer than the model takes.
+    """
+    held = uncompressed if plan is None else partial(through_plan, plan=plan, prefill=prefill)
+    found = retrieval_through(model, tokenizer, questions, {"": held}, batch_size=batch_size)
+    return found.drop(columns="cache")
+
+
+@torch.no_grad()
+def retrieval_through(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    caches: Mapping[str, Holder],
+    *,
+    batch_size: int = 8,
+) -> pd.DataFrame:
+    """Return how well questions are answered from several caches, each prompt prefilled once.
+
+    Parameters
+    ----------
+    model, tokenizer, questions, batch_size
+        As in `retrieval`.
+    caches : mapping of str to Holder
+        The caches by name.
+
+    Returns
+    -------
+    DataFrame
+        As that of `retrieval`, with a column ``cache``.
+
+    Raises
+    ------
+    TextError
+        As `retrieval`.
+    """
+    _check(model, questions)
+    rows: list[dict[str, Any]] = []
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
+    with tqdm(total=len(questions), desc="questions", disable=None, leave=False) as bar:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            batch = [questions[i] for i in chosen]
+            prompts = _prefilled(model, tokenizer, batch)
+            for name, hold in caches.items():
+                with hold(model, prompts) as new_cache:
+                    scores = _scores(model, tokenizer, batch, prompts, new_cache())
+                    losses = _losses(model, batch, prompts, new_cache())
+                rows += [
+                    {
+                        "cache": name,
+                        "item": item,
+                        "task": question.task,
+                        "length": len(question.prompt),
+                        "depth": question.depth,
+                        "score": score,
+                        "nll": nll,
+                    }
+                    for item, question, score, nll in zip(
+                        chosen, batch, scores, losses, strict=True
+                    )
+                ]
+            bar.update(len(batch))
+    names = {name: place for place, name in enumerate(caches)}
+    by_cache = pd.DataFrame(rows).sort_values(
+        ["cache", "item"], key=lambda c: c.map(names) if c.name == "cache" else c
+    )
+    return by_cache.drop(columns="item").reset_index(drop=True)
+
+
+@contextmanager
+def uncompressed(model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+    """Hold prompts in the stock cache."""
+    yield lambda: copy.deepcopy(prompts.stock)
+
+
+@contextmanager
+def through_plan(
+    model: PreTrainedModel, prompts: Prompts, plan: CompressionPlan, prefill: Prefill = "exact"
+) -> Iterator[Callable[[], Cache]]:
+    """Hold prompts in a compressed cache.
+
+    With ``prefill="exact"`` the stock cache is compressed; otherwise the prompts are read again,
+    each token through what the cache stores.
+    """
+    with compressed(model, plan) as new_cache:
+        if prefill == "exact":
+            yield lambda: new_cache(prompts.stock, places(prompts.mask)[:, :-1])
+        else:
+            read = new_cache()
+            _read(model, prompts.ids[:, :-1], prompts.mask[:, :-1], read)
+            yield lambda: copy.deepcopy(read)
+
+
+def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
+    """Return means by task, beside those of the uncompressed model on the same questions.
+
+    Parameters
+    ----------
+    found, stock : DataFrame
+        From `retrieval`, with a plan and without.
+
+    Returns
+    -------
+    DataFrame
+        ``task, items, stock_score, score, score_error, stock_nll, added_nll, nll_error, counted``:
+        errors are standard errors over questions, of the score and of the added NLL. A task is
+        counted if the uncompressed model finds `UNANSWERED` of the answers or more.
+    """
+    both = found.assign(stock_score=stock["score"], stock_nll=stock["nll"])
+    both["added_nll"] = both["nll"] - both["stock_nll"]
+    rows = [
+        {
+            "task": task,
+            "items": len(part),
+            "stock_score": part["stock_score"].mean(),
+            "score": part["score"].mean(),
+            "score_error": part["score"].sem(),
+            "stock_nll": part["stock_nll"].mean(),
+            "added_nll": part["added_nll"].mean(),
+            "nll_error": part["added_nll"].sem(),
+            "counted": bool(part["stock_score"].mean() >= UNANSWERED),
+        }
+        for task, part in both.groupby("task", sort=False)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _check(model: PreTrainedModel, questions: Sequence[Question]) -> None:
+    if not questions:
+        raise TextError("there is no question to ask")
+    longest = max(len(q.prompt) + max(q.new_tokens, len(q.continuation)) for q in questions)
+    if longest > positions(model):
+        raise TextError(
+            f"a question with its answer takes {longest:,} tokens, the model "
+            f"{positions(model):,}: ask for shorter prompts"
+        )
+
+
+def _prefilled(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
+) -> Prompts:
+    """Return the prompts of some questions, read by the model as it is."""
+    length = max(len(question.prompt) for question in batch)
+    ids = torch.full((len(batch), length), _padding(tokenizer))
+    mask = torch.zeros_like(ids)
+    for row, question in enumerate(batch):
+        ids[row, length - len(question.prompt) :] = torch.tensor(question.prompt)
+        mask[row, length - len(question.prompt) :] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    stock = DynamicCache(config=model.config)
+    _read(model, ids[:, :-1], mask[:, :-1], stock)
+    return Prompts(ids, mask, stock)
+
+
+def _read(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
+    """Let a model read tokens (B, m) after those in a cache; mask (B, n) is of all of them.
+
+    Returns
+    -------
+    Tensor
+        Logits, (B, m, vocabulary).
+    """
+    # A mask of nothing but ones hinders what takes no padding.
+    given = None if bool(mask.all()) else mask
+    return model(
+        input_ids=ids,
+        attention_mask=given,
+        position_ids=places(mask)[:, -ids.shape[1] :],
+        past_key_values=cache,
+    ).logits
+
+
+def places(mask: Tensor) -> Tensor:
+    """Return where `generate` places the tokens that a mask (B, n) shows: (B, n), int64."""
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Sequence[Question],
+    prompts: Prompts,
+    cache: Cache,
+) -> list[float]:
+    """Let the model write, and return the share of every question's answers that it has written."""
+    written = _Written(tokenizer, batch, prompts.ids.shape[1])
+    output = model.generate(
+        input_ids=prompts.ids,
+        attention_mask=prompts.mask,
+        past_key_values=cache,
+        max_new_tokens=max(question.new_tokens for question in batch),
+        do_sample=False,
+        pad_token_id=_padding(tokenizer),
+        stopping_criteria=StoppingCriteriaList([written]),
+    )
+    return written.shares(output)
+
+
+class _Written(StoppingCriteria):
+    """Ends the rows that have written all answers, or as many tokens as they may."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question], prompt: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._batch = batch
+        self._prompt = prompt
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        count = input_ids.shape[1] - self._prompt
+        done = [
+            share == 1 or count >= question.new_tokens
+            for share, question in zip(self.shares(input_ids), self._batch, strict=True)
+        ]
+        return torch.tensor(done, device=input_ids.device)
+
+    def shares(self, ids: Tensor) -> list[float]:
+        """Return the share of the answers that stand in each row, in any case of letters."""
+        found = []
+        for row, question in zip(ids.tolist(), self._batch, strict=True):
+            own = row[self._prompt : self._prompt + question.new_tokens]
+            text = self._tokenizer.decode(own, skip_special_tokens=True).lower()
+            hits = sum(answer.lower() in text for answer in question.answers)
+            found.append(hits / len(question.answers))
+        return found
+
+
+def _losses(
+    model: PreTrainedModel, batch: Sequence[Question], prompts: Prompts, cache: Cache
+) -> list[float]:
+    """Return the mean NLL of every question's continuation, nats per token."""
+    longest = max(len(question.continuation) for question in batch)
+    wanted = torch.full((len(batch), longest), -100)  # what cross_entropy leaves out
+    for row, question in enumerate(batch):
+        wanted[row, : len(question.continuation)] = torch.tensor(question.continuation)
+    wanted = wanted.to(prompts.ids.device)
+    ids = torch.cat([prompts.ids[:, -1:], wanted[:, :-1].clamp(min=0)], dim=1)
+    seen = torch.cat([prompts.mask, torch.ones_like(ids[:, 1:])], dim=1)
+    logits = _read(model, ids, seen, cache)
+    losses = cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
+    by_question = losses.view_as(wanted).double().sum(dim=1) / (wanted >= 0).sum(dim=1)
+    return [value if math.isfinite(value) else math.inf for value in by_question.tolist()]
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return a token that nobody looks at."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0

@@ -1,0 +1,137 @@
+"""Questions: what is asked for stands in the prompt, once, where it should, at the length."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from manifoldkv import TextError, UnknownNameError, open_text
+from manifoldkv.evaluation.questions import CUE, TASKS, Question, questions
+from manifoldkv.evaluation.ruler import RULER, ruler_documents
+from manifoldkv.text.tokens import read_tokenizer
+
+Ask = Callable[..., list[Question]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return read_tokenizer("studies/reference_models/reference-llama")
+
+
+@pytest.fixture(scope="module")
+def ask(tokenizer: PreTrainedTokenizerBase) -> Ask:
+    def asked(task: str, length: int = 1024, items: int = 5, seed: int = 0) -> list[Question]:
+        text = open_text("pydoc-topics")
+        return questions(task, tokenizer, text, length=length, items=items, seed=seed)
+
+    return asked
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task(task: str, ask: Ask, tokenizer: PreTrainedTokenizerBase) -> None:
+    found = ask(task)
+    assert len(found) == 5
+    for question in found:
+        assert question.task == task
+        prompt = tokenizer.decode(question.prompt)
+        continuation = tokenizer.decode(question.continuation)
+        assert all(answer in prompt for answer in question.answers)
+        assert all(answer in continuation for answer in question.answers)
+        assert 256 < len(question.prompt) <= 1024
+        assert len(question.continuation) <= question.new_tokens
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_seed_decides(task: str, ask: Ask) -> None:
+    random.seed(1)
+    first = ask(task)
+    random.seed(2)
+    assert ask(task) == first
+    assert ask(task, seed=1) != first
+    assert len({question.answers for question in first}) > 1
+
+
+def test_a_passkey_stands_at_its_depth_and_prompts_are_as_long_as_asked(
+    ask: Ask, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = ask("passkey", length=300, items=10)
+    assert [q.depth for q in found] == pytest.approx([(i + 0.5) / 10 for i in range(10)])
+    for question in found:
+        assert len(question.prompt) == 300
+        text = tokenizer.decode(question.prompt)
+        assert text.count(question.answers[0]) == 2  # "is 12345. Remember it: 12345."
+        place = text.index(question.answers[0]) / len(text)
+        assert abs(place - question.depth) < 0.25
+        assert len(question.answers[0]) == 5
+
+
+def test_a_passage_is_copied_from_its_depth(ask: Ask) -> None:
+    for question in ask("copying", length=200):
+        prompt, place = question.prompt, round(question.depth * len(question.prompt))
+        cue = prompt[-CUE:]
+        starts = [i for i in range(len(prompt) - CUE) if prompt[i : i + CUE] == cue]
+        assert any(
+            prompt[i + CUE : i + CUE + len(question.continuation)] == question.continuation
+            and abs(i - place) <= 2
+            for i in starts
+        )
+
+
+def test_every_key_has_one_value(ask: Ask, tokenizer: PreTrainedTokenizerBase) -> None:
+    for question in ask("key-value", length=400):
+        text = tokenizer.decode(question.prompt)
+        *pairs, last = [line for line in text.splitlines() if line.startswith("The value of key")]
+        keys = [pair.split()[4] for pair in pairs]
+        assert len(set(keys)) == len(keys) > 5
+        asked = last.split()[4]
+        assert pairs[keys.index(asked)].endswith(f"{question.answers[0]}.")
+
+
+def test_what_cannot_be_asked(ask: Ask) -> None:
+    with pytest.raises(UnknownNameError, match="unknown task 'nothing'; known: passkey"):
+        ask("nothing")
+    for task in ("passkey", "copying", "key-value"):
+        with pytest.raises(TextError, match="a prompt of 16 tokens"):
+            ask(task, length=16)
+    with pytest.raises(TextError, match="niah_single_1 needs prompts of at least 1024 tokens"):
+        ask("niah_single_1", length=512)
+    with pytest.raises(TextError, match="too few"):
+        ask("passkey", length=1000, items=100_000)
+
+
+class TestRuler:
+    def test_the_harness_neither_prints_nor_leaves_a_trace(
+        self, tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
+        expected = random.random(), np.random.random()  # noqa: NPY002
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
+        for task in RULER:
+            ruler_documents(task, tokenizer, length=1024, items=1, seed=0)
+        assert capfd.readouterr() == ("", "")
+        assert (random.random(), np.random.random()) == expected  # noqa: NPY002
+
+    def test_prompts_are_the_harness_own(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Of the task as the harness asks it, its task file and all, at the length of that file."""
+        from lm_eval.tasks import TaskManager
+
+        metadata = {
+            "tokenizer": "studies/reference_models/reference-llama",
+            "max_seq_lengths": [1024],
+        }
+        manager = TaskManager(metadata=metadata)
+        random.seed(5)
+        task = manager.load(["niah_multikey_2"])["tasks"]["niah_multikey_2"]
+        task.build_all_requests(limit=2)
+        theirs = [request.args[0] for request in task.instances[:2]]
+        ours = [
+            document.prompt
+            for document in ruler_documents(
+                "niah_multikey_2", tokenizer, length=1024, items=2, seed=5
+            )
+        ]
+        assert theirs == ours

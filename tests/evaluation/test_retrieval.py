@@ -1,0 +1,158 @@
+"""Answers from a cache: those of decoding token by token, whatever the batch and the prefill."""
+
+import copy
+import math
+
+import pandas as pd
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from manifoldkv import TextError, compressed, load_model, open_text
+from manifoldkv.evaluation.questions import Question, questions
+from manifoldkv.evaluation.retrieval import (
+    retrieval,
+    retrieval_through,
+    summarize,
+    uncompressed,
+)
+from manifoldkv.plan.plan import CompressionPlan
+from tests.plans import random_plan
+
+Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("studies/reference_models/reference-qwen3")
+
+
+@pytest.fixture(scope="module")
+def plan(model: Model) -> CompressionPlan:
+    return random_plan(model[0], key_rank=20, value_rank=20)
+
+
+@pytest.fixture(scope="module")
+def asked(model: Model) -> list[Question]:
+    """Of several lengths, so that a batch is padded."""
+    text = open_text("pydoc-topics")
+    return [
+        question
+        for task, length in (("passkey", 120), ("copying", 97), ("key-value", 110))
+        for question in questions(task, model[1], text, length=length, items=2)
+    ]
+
+
+def by_hand(model: Model, question: Question, plan: CompressionPlan | None, prefill: str) -> tuple:
+    """What a model writes after a question, and the NLL of the answer, one token at a time."""
+    network, tokenizer = model
+    prompt = torch.tensor([question.prompt])
+    if plan is None:
+        cache = DynamicCache(config=network.config)
+        network(input_ids=prompt[:, :-1], past_key_values=cache)
+        return written_and_lost(network, tokenizer, question, cache)
+    with compressed(network, plan, prefill=prefill) as new_cache:
+        cache = new_cache()
+        network(input_ids=prompt[:, :-1], past_key_values=cache)
+        return written_and_lost(network, tokenizer, question, cache)
+
+
+@torch.no_grad()
+def written_and_lost(network, tokenizer, question: Question, cache) -> tuple[float, float]:
+    again = copy.deepcopy(cache)
+    token, own = torch.tensor([[question.prompt[-1]]]), []
+    for _ in range(question.new_tokens):
+        token = network(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+        own.append(int(token))
+    token, loss = torch.tensor([[question.prompt[-1]]]), 0.0
+    for wanted in question.continuation:
+        logits = network(input_ids=token, past_key_values=again).logits[0, -1].double()
+        loss -= float(torch.log_softmax(logits, dim=-1)[wanted]) / len(question.continuation)
+        token = torch.tensor([[wanted]])
+    text = tokenizer.decode(own)
+    return sum(a in text for a in question.answers) / len(question.answers), loss
+
+
+@pytest.mark.parametrize("prefill", ["exact", "compressed"])
+def test_it_is_that_of_decoding_token_by_token(
+    model: Model, asked: list[Question], plan: CompressionPlan, prefill: str
+) -> None:
+    found = retrieval(*model, asked, plan, prefill=prefill, batch_size=4)
+    expected = [by_hand(model, question, plan, prefill) for question in asked]
+    assert found["score"].tolist() == [score for score, _ in expected]
+    assert found["nll"].tolist() == pytest.approx([nll for _, nll in expected], rel=1e-3)
+    assert found["task"].tolist() == [question.task for question in asked]
+    assert found["length"].tolist() == [len(question.prompt) for question in asked]
+
+
+def test_the_uncompressed_model(model: Model, asked: list[Question]) -> None:
+    found = retrieval(*model, asked)
+    expected = [by_hand(model, question, None, "exact") for question in asked]
+    assert found["score"].tolist() == [score for score, _ in expected]
+    assert found["nll"].tolist() == pytest.approx([nll for _, nll in expected], rel=1e-3)
+
+
+def test_a_model_that_knows_the_answer_gets_it(model: Model) -> None:
+    """What the model writes by itself is found, in any case of letters; nothing else is."""
+    network, tokenizer = model
+    prompt = tokenizer("Return a string that", add_special_tokens=False)["input_ids"]
+    output = network.generate(
+        input_ids=torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    own = tokenizer.decode(output[0, len(prompt) :])
+    middle = tuple(output[0, len(prompt) :].tolist())
+    posed = [
+        Question("own", tuple(prompt), (own.upper(),), middle, 8),
+        Question("half", tuple(prompt), (own.strip(), "never written"), middle, 8),
+        Question("short", tuple(prompt), (own.strip(),), middle, 4),
+    ]
+    found = retrieval(network, tokenizer, posed)
+    assert found["score"].tolist() == [1.0, 0.5, 0.0]
+
+
+def test_batches_change_nothing(model: Model, asked: list[Question], plan: CompressionPlan) -> None:
+    together = retrieval(*model, asked, plan, batch_size=6)
+    apart = retrieval(*model, asked, plan, batch_size=1)
+    pd.testing.assert_frame_equal(together, apart, rtol=1e-4)
+
+
+def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> None:
+    network, calls = model[0], []
+    hook = network.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        found = retrieval_through(
+            *model, asked, {"one": uncompressed, "two": uncompressed}, batch_size=6
+        )
+    finally:
+        hook.remove()
+    assert sum(length > 90 for length in calls) == 1
+    parts = [part.drop(columns="cache") for _, part in found.groupby("cache")]
+    pd.testing.assert_frame_equal(*(part.reset_index(drop=True) for part in parts))
+    assert len(parts[0]) == len(asked)
+
+
+def test_a_summary_is_beside_the_uncompressed_model() -> None:
+    stock = pd.DataFrame(
+        {"task": ["a", "a", "b", "b"], "score": [1.0, 0.5, 0.0, 0.5], "nll": [1.0, 2.0, 3.0, 4.0]}
+    )
+    found = stock.assign(score=[1.0, 0.0, 0.0, 0.0], nll=[1.5, 3.5, 3.0, 4.0])
+    first, second = summarize(found, stock).to_dict("records")
+    assert (first["task"], first["items"], first["stock_score"], first["score"]) == (
+        *("a", 2, 0.75, 0.5),
+    )
+    assert first["added_nll"] == pytest.approx(1.0)
+    assert first["nll_error"] == pytest.approx(0.5)  # of 0.5 and 1.5: 0.7071 / sqrt(2)
+    assert first["score_error"] == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
+    assert first["counted"]
+    assert not second["counted"]
+
+
+def test_questions_that_do_not_fit(model: Model) -> None:
+    with pytest.raises(TextError, match="no question"):
+        retrieval(*model, [])
+    longest = model[0].config.max_position_embeddings
+    question = Question("long", (1,) * longest, ("x",), (1,), 1)
+    with pytest.raises(TextError, match=f"takes {longest + 1:,} tokens, the model {longest:,}"):
+        retrieval(*model, [question])
