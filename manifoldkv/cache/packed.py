@@ -215,7 +215,7 @@ class _RangeStore(Store):
 
 
 class TokenRangeStore(_RangeStore):
-    """Values, in every layout: a range per token and group of features."""
+    """Values in every layout, and keys in one: a range per token and group of features."""
 
     def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
         super().__init__(quantization, features, dtype, run=1, group=quantization.group_size)

@@ -184,7 +184,7 @@ class CompressionPlan(OnHub):
         def latents(tokens: int) -> int:
             return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
 
-        if self.quantization is None or self.quantization.layout == "static":
+        if self.quantization is None or self.quantization.layout != "kivi":
             return latents(1)
         run, start = self.quantization.group_size, self.quantization.residual
         return (latents(start + run) - latents(start)) / run
