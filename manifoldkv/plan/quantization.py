@@ -32,10 +32,11 @@ class Quantization:
     layout : {"static", "token", "kivi"}
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
         in a range per token and group of features. ``"token"``: keys in such a range too, so that
-        no range is calibrated. ``"kivi"``: keys in a range per feature and run of `group_size`
-        tokens, values as above; the newest tokens stay exact until a whole run has left a window of
-        `residual` tokens. Such a cache takes no padded batch, cannot be cropped (no assisted
-        decoding) and does not fit sliding windows; the other two can do all of this.
+        no range is calibrated; with `full_rank_plan` it is the integer cache of inference engines.
+        ``"kivi"``: keys in a range per feature and run of `group_size` tokens, values as above; the
+        newest tokens stay exact until a whole run has left a window of `residual` tokens. Such a
+        cache takes no padded batch, cannot be cropped (no assisted decoding) and does not fit
+        sliding windows; the other two can do all of this.
     group_size : int
         Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
     residual : int
