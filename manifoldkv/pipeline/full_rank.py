@@ -52,7 +52,8 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
     model = unwrapped(model)
     check_supported(model)
     check_rotary(rotary)
-    ids = torch.arange(min(TRIED_TOKENS, model.get_input_embeddings().num_embeddings))
+    last = model.get_input_embeddings().num_embeddings - 1
+    ids = torch.linspace(0, last, TRIED_TOKENS).long()  # the first ones of many models are unused
     layers = []
     # Some families are known to be unsupported only when a layer of theirs has run.
     for activations in capture(model, ids.unsqueeze(0)):
