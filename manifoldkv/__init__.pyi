@@ -42,6 +42,7 @@ from .objectives import (
 )
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
+from .pipeline.full_rank import full_rank_plan
 from .pipeline.recipes import RECIPES, Recipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
@@ -131,6 +132,7 @@ __all__ = [
     "compress",
     "compressed",
     "diagnose",
+    "full_rank_plan",
     "layer_errors",
     "load_model",
     "open_text",

@@ -24,10 +24,11 @@ from manifoldkv import RECIPES, Quantization, Uniform, compress, quantize
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.pipeline.rounding import ROTATIONS
-from manifoldkv.plan.quantization import LAYOUTS
+from manifoldkv.plan.quantization import Layout
 from manifoldkv.runs.checkpoints import digest_of_tokens
 
 BITS = (8, 4, 3, 2)
+LAYOUTS: tuple[Layout, ...] = ("static", "kivi")
 COLOURS = {"none": "#999999", "pca": "#E69F00", "hadamard": "#0072B2"}
 
 

@@ -405,7 +405,7 @@ class TestRecent:
 
     def test_kivi_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
-        with pytest.raises(PlanError, match="use the static layout"):
+        with pytest.raises(PlanError, match="use the static or the token layout"):
             compress(
                 tiny_model("llama"),
                 tiny_tokens(),

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import LayerActivations, UnsupportedModelError, capture, compress, compressed
+from manifoldkv import (
+    LayerActivations,
+    UnsupportedModelError,
+    capture,
+    compress,
+    compressed,
+    full_rank_plan,
+)
 from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
@@ -46,11 +53,12 @@ def test_it_works(family: str, rotary: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_it_is_refused(family: str) -> None:
     model = tiny_model(family)
-    with pytest.raises(UnsupportedModelError, match=f"{re.escape(REFUSED[family][2])}") as caught:
-        compress(model, tiny_tokens(2, LENGTH))
-    said = str(caught.value)
-    assert "is not supported: " in said
-    assert "\n" not in said
+    for make in (lambda: compress(model, tiny_tokens(2, LENGTH)), lambda: full_rank_plan(model)):
+        with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[family][2])) as caught:
+            make()
+        said = str(caught.value)
+        assert "is not supported: " in said
+        assert "\n" not in said
 
 
 class TestTable:

@@ -40,7 +40,9 @@ LEAVES = st.one_of(
     st.booleans(),
     st.integers(-(10**30), 10**30),
     st.floats(),
-    st.sampled_from(["", "../../etc", "/", "shared", "all", "pre", "static", "kivi", "\0", "NaN"]),
+    st.sampled_from(
+        ["", "../../etc", "/", "shared", "all", "pre", "static", "token", "kivi", "\0", "NaN"]
+    ),
     st.text(max_size=8),
 )
 VALUES = st.recursive(
@@ -54,8 +56,8 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     plan = random_plan(model, key_rank=4, value_rank=6, oblique=kind == "oblique")
     if kind == "recent":
         plan = random_plan(model, recent=3, rotary="post")
-    if kind == "static":
-        plan = quantize(plan, model, tokens, Quantization(4))
+    if kind in ("static", "token"):
+        plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)
     return json.loads((folder / DESCRIPTION).read_text()), (folder / TENSORS).read_bytes()
 
@@ -63,7 +65,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], bytes]]:
     found = {}
-    for kind in ("orthonormal", "oblique", "recent", "static"):
+    for kind in ("orthonormal", "oblique", "recent", "static", "token"):
         found[kind] = saved_files(kind, tmp_path_factory.mktemp(kind))
     return found
 
@@ -118,12 +120,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
 def test_an_untouched_plan_loads(plans, kind: str, folder: Path) -> None:
     assert loads_or_refuses(folder, *plans[kind])
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
 @MANY
 @given(data=st.data())
 def test_any_description(plans, kind: str, folder: Path, data: st.DataObject) -> None:

@@ -18,6 +18,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "oblique": {"oblique": True, "key_grouping": "all", "rotary": "post"},
     "windows": {"value_grouping": "shared"},
     "static": {"quantization": Quantization(3, "static", group_size=2)},
+    "token": {"quantization": Quantization(3, "token", group_size=2)},
     "kivi": {"quantization": Quantization(2, "kivi")},
 }
 
@@ -222,6 +223,12 @@ class TestImpossiblePlans:
         with pytest.raises(PlanError, match="key ranges are"):
             self.changed(key_range=torch.zeros(2, 1, 2))
 
+    def test_ranges_beside_those_of_tokens(self) -> None:
+        plan = plan_named("static")
+        rounded = Quantization(3, "token", group_size=2)
+        with pytest.raises(PlanError, match=r"key ranges are \(2, 3, 2\), must be None"):
+            replace(plan, quantization=rounded)
+
     def test_quantization_without_ranges(self) -> None:
         with pytest.raises(PlanError, match=r"key ranges are None, must be \(2, 1, 2\)"):
             replace(plan_named("plain"), quantization=Quantization(4))
@@ -246,6 +253,8 @@ class TestNumbers:
     def test_quantized_bytes_by_hand(self) -> None:
         # 3-bit keys of 5: 3 bytes; values of 4: 3 bytes and two groups of 4 bytes.
         assert plan_named("static").bytes_per_token() == 3 * 2 * (3 + 3 + 2 * 4)
+        # The same, and keys have three groups of 4 bytes.
+        assert plan_named("token").bytes_per_token() == 3 * 2 * (3 + 3 * 4 + 3 + 2 * 4)
         # 2 bit keys of 5: 2 bytes and 4 bytes per feature and 64 tokens; values 1 + 4 bytes.
         expected = 3 * 2 * (2 + 5 * 4 / 64 + 1 + 4)
         assert plan_named("kivi").bytes_per_token() == pytest.approx(expected)

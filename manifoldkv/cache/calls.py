@@ -40,7 +40,8 @@ def check_unpadded(mask: Any) -> None:
         if not bool(of_last.bool().all()):
             raise CacheError(
                 "the attention mask has zeros, and what KIVI's layout rounds together would depend "
-                "on the padding: call the model with texts of one length, or use the static layout"
+                "on the padding: call the model with texts of one length, or use the static or the "
+                "token layout"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from manifoldkv.basis import Basis
+from manifoldkv.basis import Site
 from manifoldkv.cache.packed import (
     FeatureRangeStore,
     ResidualStore,
@@ -56,9 +56,9 @@ class CompressedLayer(CacheLayerMixin):
         self.recent = recent if plan.window is None else min(recent, plan.window)
         self.is_sliding = plan.window is not None
         # Tokens that KIVI's layout has rounded cannot be made exact again.
-        self.is_croppable = quantization is None or quantization.layout == "static"
-        self.key_store = _key_store(plan, quantization, dtype, device)
-        self.value_store = _value_store(plan.value, quantization, dtype, device)
+        self.is_croppable = quantization is None or quantization.layout != "kivi"
+        self.key_store = _store(plan, "key", quantization, dtype, device)
+        self.value_store = _store(plan, "value", quantization, dtype, device)
         # Keys and values (B, H_kv, n, d) of the newest tokens, a few more while a call is served.
         self.recent_keys = ExactStore()
         self.recent_values = ExactStore()
@@ -139,7 +139,7 @@ class CompressedLayer(CacheLayerMixin):
         if not self.is_croppable:
             raise CacheError(
                 "KIVI's layout cannot take tokens back: no assisted decoding and no prompt lookup "
-                "with it; use the static layout"
+                "with it; use the static or the token layout"
             )
         self.record_past = True
 
@@ -192,7 +192,7 @@ class CompressedLayer(CacheLayerMixin):
         if not self.key_store.can_drop_last(count):
             raise CacheError(
                 f"cannot crop {count} tokens: some of them are rounded already, which KIVI's "
-                "layout cannot undo; use the static layout"
+                "layout cannot undo; use the static or the token layout"
             )
 
     def reset(self) -> None:
@@ -349,28 +349,22 @@ class CompressedCache(Cache):
         return [*parts, self._positions]
 
 
-def _features(basis: Basis) -> int:
-    """Return the elements of a basis's latents per head group and token."""
-    return basis.rank * basis.grouping.width
-
-
-def _key_store(
-    plan: LayerPlan, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+def _store(
+    plan: LayerPlan,
+    site: Site,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Store:
+    """Return what holds the latents of one site of a layer."""
     if quantization is None:
         return ExactStore()
-    features = _features(plan.key)
+    basis = dict(plan.sites)[site]
+    features = basis.rank * basis.grouping.width  # per head group and token
     dtype = working_dtype(dtype, device)
-    if quantization.layout == "kivi":
-        return ResidualStore(quantization, FeatureRangeStore(quantization, features, dtype))
-    assert plan.key_range is not None  # the plan has been checked
-    return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
-
-
-def _value_store(
-    basis: Basis, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
-) -> Store:
-    if quantization is None:
-        return ExactStore()
-    rounded = TokenRangeStore(quantization, _features(basis), working_dtype(dtype, device))
+    if quantization.layout == "static" and site == "key":
+        assert plan.key_range is not None  # the plan has been checked
+        return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
+    of_features = quantization.layout == "kivi" and site == "key"
+    rounded = (FeatureRangeStore if of_features else TokenRangeStore)(quantization, features, dtype)
     return ResidualStore(quantization, rounded) if quantization.layout == "kivi" else rounded

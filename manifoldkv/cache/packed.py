@@ -90,10 +90,10 @@ def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tens
     return torch.stack([low, high], dim=-1)
 
 
-def _offset_and_scale(ranges: Tensor, bits: int) -> Tensor:
-    """Return (low, scale) pairs for (low, high) pairs."""
+def _offset_and_scale(ranges: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return offsets and scales (...) of ranges (..., 2)."""
     low, high = ranges.unbind(-1)
-    return torch.stack([low, (high - low) / (2**bits - 1)], dim=-1)
+    return low, (high - low) / (2**bits - 1)
 
 
 def _encode(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -103,13 +103,14 @@ def _encode(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
     return pack(codes.round().clamp(0, 2**bits - 1).to(torch.uint8), bits)
 
 
-def _spread(pairs: Tensor, group_size: int, features: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return offset and scale of every feature from those of groups: two of (..., features)."""
-    pairs = pairs.to(dtype)
-    if pairs.shape[-2] == 1:  # one group: broadcasting is cheaper than repeating
-        return [pairs[..., 0], pairs[..., 1]]
-    spread = pairs.repeat_interleave(group_size, dim=-2)[..., :features, :]
-    return [spread[..., 0], spread[..., 1]]
+def _spread(of_groups: Tensor, group_size: int, features: int) -> Tensor:
+    """Return what belongs to every feature (..., features) from what does to groups (..., groups).
+
+    If it is one group, its last dimension stays 1: broadcasting is cheaper than repeating.
+    """
+    if of_groups.shape[-1] in (1, features):
+        return of_groups
+    return of_groups.repeat_interleave(group_size, dim=-1)[..., :features]
 
 
 class StaticRangeStore(Store):
@@ -132,9 +133,10 @@ class StaticRangeStore(Store):
     ) -> None:
         self._bits = quantization.bits
         self._features = features
-        pairs = _offset_and_scale(ranges, self._bits).unsqueeze(1)  # (G, 1, groups, 2)
-        spread = _spread(pairs, quantization.group_size, features, ranges.dtype)
-        self._offset, self._scale = spread  # (G, 1, features or 1)
+        self._offset, self._scale = (
+            _spread(of_groups.unsqueeze(1), quantization.group_size, features)
+            for of_groups in _offset_and_scale(ranges, self._bits)
+        )  # (G, 1, features or 1)
         self._codes = GrowingTensor()
         self.parts = [self._codes]
         self._dtype = dtype
@@ -153,15 +155,32 @@ class StaticRangeStore(Store):
             yield start - first, stop - first, integers.to(self._dtype) * scale + offset
 
 
-class TokenRangeStore(Store):
-    """Values, in both layouts: a range per token and group of features."""
+class _RangeStore(Store):
+    """Ranges found while decoding, each of a run of tokens and a group of features.
 
-    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
-        self._quantization = quantization
+    Parameters
+    ----------
+    quantization : Quantization
+        Bits.
+    features : int
+        Of a head group.
+    dtype : torch.dtype
+        In which elements are given back.
+    run, group : int
+        Tokens and features that share a range. Tokens come and are given out in whole runs.
+    """
+
+    def __init__(
+        self, quantization: Quantization, features: int, dtype: torch.dtype, run: int, group: int
+    ) -> None:
+        self._bits = quantization.bits
         self._features = features
+        self._run = run
+        self._group = group
         self._codes = GrowingTensor()
-        self._offsets = GrowingTensor()  # (B, G, n, groups)
-        self._scales = GrowingTensor()
+        # There are fewer ranges than tokens, and their room to grow is to be less too.
+        self._offsets = GrowingTensor(max(1, 64 // run))  # (B, G, n / run, groups)
+        self._scales = GrowingTensor(max(1, 64 // run))
         self.parts = [self._codes, self._offsets, self._scales]
         self._dtype = dtype
 
@@ -169,58 +188,44 @@ class TokenRangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
-        size, bits = self._quantization.group_size, self._quantization.bits
-        pairs = _offset_and_scale(group_ranges(latents.float(), size), bits).to(torch.float16)
-        offset, scale = _spread(pairs, size, self._features, torch.float32)
-        self._codes.append(_encode(latents, offset, scale, bits))
-        self._offsets.append(pairs[..., 0])
-        self._scales.append(pairs[..., 1])
+        by_run = latents.unflatten(2, (-1, self._run))  # (B, G, n / run, run, features)
+        ranges = group_ranges(by_run.float(), self._group, dims=(3,))
+        offsets, scales = (x.half() for x in _offset_and_scale(ranges, self._bits))
+        offset, scale = self._of_elements(offsets), self._of_elements(scales)
+        self._codes.append(_encode(by_run, offset, scale, self._bits).flatten(2, 3))
+        self._offsets.append(offsets)
+        self._scales.append(scales)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        assert first % self._run == 0
         codes, offsets, scales = (part.view for part in self.parts)
-        for start, stop in split_tiles(first, len(self), size):
-            pairs = torch.stack([offsets[:, :, start:stop], scales[:, :, start:stop]], dim=-1)
-            group_size = self._quantization.group_size
-            offset, scale = _spread(pairs, group_size, self._features, self._dtype)
-            integers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
-            yield start - first, stop - first, integers.to(self._dtype) * scale + offset
+        for start, stop in split_tiles(first, len(self), max(1, size // self._run) * self._run):
+            runs = slice(start // self._run, stop // self._run)
+            offset, scale = (
+                self._of_elements(of_groups[:, :, runs].to(self._dtype))
+                for of_groups in (offsets, scales)
+            )
+            integers = unpack(codes[:, :, start:stop], self._bits, self._features)
+            by_run = integers.to(self._dtype).unflatten(2, (-1, self._run))
+            yield start - first, stop - first, (by_run * scale + offset).flatten(2, 3)
+
+    def _of_elements(self, of_groups: Tensor) -> Tensor:
+        """Shape (B, G, n / run, groups) to be broadcast to (B, G, n / run, run, features)."""
+        return _spread(of_groups, self._group, self._features).unsqueeze(3)
 
 
-class FeatureRangeStore(Store):
+class TokenRangeStore(_RangeStore):
+    """Values in every layout, and keys in one: a range per token and group of features."""
+
+    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
+        super().__init__(quantization, features, dtype, run=1, group=quantization.group_size)
+
+
+class FeatureRangeStore(_RangeStore):
     """KIVI's keys: a range per feature and whole run of tokens."""
 
     def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
-        self._quantization = quantization
-        self._features = features
-        self._codes = GrowingTensor()
-        self._offsets = GrowingTensor(smallest_growth=1)  # (B, G, n / group_size, features)
-        self._scales = GrowingTensor(smallest_growth=1)
-        self.parts = [self._codes, self._offsets, self._scales]
-        self._dtype = dtype
-
-    def __len__(self) -> int:
-        return len(self._codes)
-
-    def append(self, latents: Tensor) -> None:
-        size, bits = self._quantization.group_size, self._quantization.bits
-        by_run = latents.float().unflatten(2, (-1, size))  # (B, G, n / size, size, features)
-        ranges = torch.stack([by_run.amin(dim=3), by_run.amax(dim=3)], dim=-1)
-        pairs = _offset_and_scale(ranges, bits).to(torch.float16)  # (B, G, n / size, features, 2)
-        offset, scale = pairs.float().unsqueeze(3).unbind(-1)
-        self._codes.append(_encode(by_run, offset, scale, bits).flatten(2, 3))
-        self._offsets.append(pairs[..., 0])
-        self._scales.append(pairs[..., 1])
-
-    def tiles(self, first: int, size: int) -> Iterator[Tile]:
-        assert first == 0
-        group_size = self._quantization.group_size
-        codes, offsets, scales = (part.view for part in self.parts)
-        for start, stop in split_tiles(0, len(self), max(1, size // group_size) * group_size):
-            runs = slice(start // group_size, stop // group_size)
-            offset, scale = (x[:, :, runs].to(self._dtype).unsqueeze(3) for x in (offsets, scales))
-            integers = unpack(codes[:, :, start:stop], self._quantization.bits, self._features)
-            by_run = integers.to(self._dtype).unflatten(2, (-1, group_size))
-            yield start, stop, (by_run * scale + offset).flatten(2, 3)
+        super().__init__(quantization, features, dtype, run=quantization.group_size, group=1)
 
 
 class ResidualStore(Store):

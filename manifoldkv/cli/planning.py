@@ -197,9 +197,7 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
     return [
         f"model   {provenance.model}",
-        f"bases   {provenance.method('objective')} by {provenance.method('solver')} on "
-        f"{provenance.sequences} × {provenance.length} tokens of {provenance.text}, "
-        f"seed {provenance.seed}, {provenance.threads} threads, "
+        f"bases   {provenance.origin}, {provenance.threads} threads, "
         f"{provenance.tuning_steps} steps tuned",
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",

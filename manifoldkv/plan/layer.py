@@ -31,7 +31,7 @@ class LayerPlan:
         Sliding window of the layer, in tokens; it caches ``window - 1`` of them.
     key_range : Tensor or None
         Smallest and largest key latent per head group and group of features,
-        (head groups, feature groups, 2); only for a plan with static quantisation.
+        (head groups, feature groups, 2); only for a plan in the static layout.
     """
 
     key: Basis
@@ -79,7 +79,7 @@ def site_nbytes(
     exact = quantization.exact_tokens(tokens)
     rounded = tokens - exact
     codes = rounded * quantization.code_bytes(features)
-    if site == "value":
+    if site == "value" or quantization.layout == "token":
         ranges = rounded * quantization.groups(features)
     elif quantization.layout == "kivi":
         ranges = rounded // quantization.group_size * features

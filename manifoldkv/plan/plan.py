@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import torch
 from huggingface_hub import ModelCardData
@@ -102,9 +103,7 @@ class CompressionPlan(OnHub):
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
             f"  keys {self.rotary}-rotation, newest {self.recent} tokens exact{rounded},\n"
-            f"  {provenance.method('objective')} by {provenance.method('solver')} on "
-            f"{provenance.sequences} × {provenance.length} tokens of {provenance.text}, "
-            f"seed {provenance.seed})"
+            f"  {provenance.origin})"
         )
 
     def __post_init__(self) -> None:
@@ -112,11 +111,11 @@ class CompressionPlan(OnHub):
             raise PlanError("a plan needs at least one layer")
         if self.recent < 0:
             raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
-        if min(self.provenance.length, self.provenance.context) < 1:
+        provenance = self.provenance
+        if provenance.context < 1 or (provenance.sequences and provenance.length < 1):
             raise PlanError("calibration sequences and the context have one token at least")
         _check_fingerprint(self.fingerprint)
-        if self.rotary not in ("pre", "post"):
-            raise PlanError(f"unknown rotary space {self.rotary!r}; known: pre, post")
+        check_rotary(self.rotary)
         for index, layer in enumerate(self.layers):
             for site, basis in layer.sites:
                 check_basis(f"layer {index} {site}", basis)
@@ -184,7 +183,7 @@ class CompressionPlan(OnHub):
         def latents(tokens: int) -> int:
             return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
 
-        if self.quantization is None or self.quantization.layout == "static":
+        if self.quantization is None or self.quantization.layout != "kivi":
             return latents(1)
         run, start = self.quantization.group_size, self.quantization.residual
         return (latents(start + run) - latents(start)) / run
@@ -288,8 +287,6 @@ class CompressionPlan(OnHub):
             model=json.dumps(provenance.model),
             ratio=self.ratio,
             length=provenance.context,
-            objective=provenance.method("objective"),
-            solver=provenance.method("solver"),
             rest=f"{bits}{recent}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
@@ -299,6 +296,12 @@ class CompressionPlan(OnHub):
                 for index, layer in enumerate(self.layers)
             ),
         )
+
+
+def check_rotary(rotary: Rotary) -> None:
+    """Raise `PlanError` unless keys can be stored so."""
+    if rotary not in get_args(Rotary):
+        raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
 
 def config_hash(config: PretrainedConfig) -> str:

@@ -17,7 +17,7 @@ class Provenance:
     text : str
         Calibration text.
     sequences, length : int
-        Its size.
+        Its size; no sequence if the bases depend on no text (`full_rank_plan`).
     context : int
         Tokens of the text that the requested ratio holds for.
     recipe : dict
@@ -46,6 +46,17 @@ class Provenance:
     versions: dict[str, str] = field(hash=False)
     threads: int
     tuning_steps: int = 0
+
+    @property
+    def origin(self) -> str:
+        """Return in words what found the bases, on what."""
+        solver = self.method("solver")
+        if not self.sequences:
+            return f"{solver}, on no text"
+        return (
+            f"{self.method('objective')} by {solver} on {self.sequences} × {self.length} tokens of "
+            f"{self.text}, seed {self.seed}"
+        )
 
     def method(self, part: Literal["objective", "solver", "ranks"]) -> str:
         """Return the name of a part of the recipe."""

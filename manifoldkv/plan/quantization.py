@@ -11,7 +11,7 @@ from manifoldkv.errors import PlanError
 BITS = (2, 3, 4, 8)
 
 
-Layout = Literal["static", "kivi"]
+Layout = Literal["static", "token", "kivi"]
 
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -29,12 +29,14 @@ class Quantization:
     ----------
     bits : {8, 4, 3, 2}
         Of every stored element.
-    layout : {"static", "kivi"}
+    layout : {"static", "token", "kivi"}
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
-        in a range per token and group of features. ``"kivi"``: keys in a range per feature and run
-        of `group_size` tokens, values as above; the newest tokens stay exact until a whole run has
-        left a window of `residual` tokens. Such a cache takes no padded batch, cannot be cropped
-        (no assisted decoding) and does not fit sliding windows.
+        in a range per token and group of features. ``"token"``: keys in such a range too, so that
+        no range is calibrated; with `full_rank_plan` it is the integer cache of inference engines.
+        ``"kivi"``: keys in a range per feature and run of `group_size` tokens, values as above; the
+        newest tokens stay exact until a whole run has left a window of `residual` tokens. Such a
+        cache takes no padded batch, cannot be cropped (no assisted decoding) and does not fit
+        sliding windows; the other two can do all of this.
     group_size : int
         Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
     residual : int
@@ -64,7 +66,7 @@ class Quantization:
 
     def exact_tokens(self, tokens: int) -> int:
         """Return how many of the newest of `tokens` tokens are not rounded."""
-        if self.layout == "static":
+        if self.layout != "kivi":
             return 0
         return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
 
@@ -73,15 +75,15 @@ def check_layout(
     quantization: Quantization | None, index: int, window: int | None, *, recent: bool
 ) -> None:
     """Raise `PlanError` if a layer cannot hold latents in this layout."""
-    if quantization is None or quantization.layout == "static":
+    if quantization is None or quantization.layout != "kivi":
         return
     if window is not None:
         raise PlanError(
             f"layer {index} has a sliding window, where KIVI's runs of tokens do not fit; use the "
-            "static layout"
+            "static or the token layout"
         )
     if recent:
         raise PlanError(
             "KIVI's layout keeps its own newest tokens exact and does not go together with a plan "
-            "that does; use the static layout"
+            "that does; use the static or the token layout"
         )

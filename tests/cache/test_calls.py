@@ -45,7 +45,7 @@ class TestPaddingInKIVIsLayout:
             for refused in (mask, mask.bool(), four, four == 0, mask.flip(1)):
                 with pytest.raises(CacheError, match="mask has zeros"):
                     model(input_ids=tokens, attention_mask=refused, past_key_values=cache)
-            with pytest.raises(CacheError, match="use the static layout"):
+            with pytest.raises(CacheError, match="use the static or the token layout"):
                 model.generate(tokens, attention_mask=mask, max_new_tokens=2)
             assert cache.get_seq_length() == 0
 
@@ -57,10 +57,13 @@ class TestPaddingInKIVIsLayout:
             for given in (mask, additive(mask, torch.float64, float("-inf"))):
                 assert_equal(model(input_ids=tokens, attention_mask=given).logits, expected)
 
-    def test_the_static_layout_takes_it(self) -> None:
+    @pytest.mark.parametrize("recent", [0, 3])
+    @pytest.mark.parametrize("layout", ["static", "token"])
+    def test_the_other_layouts_take_it(self, layout: str, recent: int) -> None:
         model = tiny_model("llama")
         tokens, mask = left_padded()
-        plan = random_plan(model, quantization=Quantization(4, "static", group_size=4))
+        quantization = Quantization(4, layout, group_size=4)
+        plan = random_plan(model, quantization=quantization, recent=recent)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         alone = steps(model, plan, tokens[:1, 4:], [LONG - 4])
         with compressed(model, plan), torch.no_grad():

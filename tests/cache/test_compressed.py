@@ -19,6 +19,7 @@ from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache.rotation import rotate_halves, rotation_of_keys
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.plan.quantization import LAYOUTS
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
@@ -158,9 +159,10 @@ class TestRecent:
             found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
         assert_equal(found[:, 4:], alone)
 
-    def test_static_rounding_starts_when_a_token_is_no_longer_recent(self) -> None:
+    @pytest.mark.parametrize("layout", ["static", "token"])
+    def test_rounding_starts_when_a_token_is_no_longer_recent(self, layout: str) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model, recent=4, quantization=Quantization(4, "static", group_size=4))
+        plan = random_plan(model, recent=4, quantization=Quantization(4, layout, group_size=4))
         whole = steps(model, plan, tokens, [LONG])
         assert_equal(steps(model, plan, tokens, [1] * LONG), whole)
         assert_equal(whole[:, :4], model(input_ids=tokens).logits[:, :4])
@@ -434,7 +436,7 @@ def rounded_plan(model: PreTrainedModel, rotary: str, bits: int, layout: str) ->
     return random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
 
 
-@pytest.mark.parametrize("layout", ["static", "kivi"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rotary", ROTARIES)
 def test_more_bits_are_closer(rotary: str, layout: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(16, 20)
@@ -451,7 +453,7 @@ def test_more_bits_are_closer(rotary: str, layout: str) -> None:
     assert errors[-1] > 3 * errors[0]
 
 
-@pytest.mark.parametrize("layout", ["static", "kivi"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("rotary", ROTARIES)
 class TestQuantized:
@@ -485,9 +487,25 @@ def test_the_kivi_layout_refuses_to_guess_ahead(rotary: str) -> None:
             assistant.generate(tokens, max_new_tokens=5, assistant_model=model)
 
 
-def test_static_layout_works_with_windows_and_crops() -> None:
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("layout", ["static", "token"])
+def test_other_layouts_guess_ahead(layout: str, rotary: str) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(1, 4).repeat(1, 3)
+    plan = random_plan(model, rotary=rotary, quantization=Quantization(4, layout, group_size=4))
+    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    with compressed(model, plan) as new_cache:
+        greedy = model.generate(tokens, use_cache=False, **arguments)
+        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama")}):
+            found = model.generate(tokens, past_key_values=new_cache(), **how, **arguments)
+            assert torch.equal(found, greedy)
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("layout", ["static", "token"])
+def test_other_layouts_work_with_windows_and_crops(layout: str, recent: int) -> None:
     model, tokens = tiny_model("gemma2"), tiny_tokens(2, LONG)
-    plan = random_plan(model, quantization=Quantization(4, "static", group_size=4))
+    quantization = Quantization(4, layout, group_size=4)
+    plan = random_plan(model, quantization=quantization, recent=recent)
     once = steps(model, plan, tokens, [LONG])
     assert_equal(steps(model, plan, tokens, [3] + [1] * (LONG - 3)), once)
     with compressed(model, plan) as new_cache, torch.no_grad():
@@ -503,11 +521,11 @@ def test_static_layout_works_with_windows_and_crops() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("layout", [None, "static", "token"])
 def test_short_dtypes_are_the_same_but_for_rounding(
-    family: str, rotary: str, dtype: torch.dtype, bits: int | None
+    family: str, rotary: str, dtype: torch.dtype, layout: str | None
 ) -> None:
-    quantization = None if bits is None else Quantization(bits, group_size=4)
+    quantization = None if layout is None else Quantization(8, layout, group_size=4)
     tokens = tiny_tokens(2, LONG)
     logits = {}
     for each in (dtype, torch.float64):
@@ -517,7 +535,7 @@ def test_short_dtypes_are_the_same_but_for_rounding(
         assert found.dtype == each
         logits[each] = found.double()
     error = float((logits[dtype] - logits[torch.float64]).norm() / logits[torch.float64].norm())
-    assert error < (1e-4 if dtype == torch.float32 and bits is None else 0.06)
+    assert error < (1e-4 if dtype == torch.float32 and layout is None else 0.06)
 
 
 def test_both_rotations_of_keys_are_used_and_agree() -> None:

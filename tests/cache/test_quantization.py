@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -65,17 +66,6 @@ class TestErrorIsHalfAStep:
         step = step.repeat_interleave(4, dim=-1)[..., :10].unsqueeze(1)  # (runs, 1, features)
         assert bool(((latents_of(store) - x).abs() <= 0.501 * step).all())
 
-    def test_token_ranges(self, bits: int) -> None:
-        x = random_latents()
-        store = TokenRangeStore(Quantization(bits, group_size=4), 10, torch.float32)
-        store.append(x)
-        ranges = group_ranges(x, 4)  # (B, runs, n, groups, 2)
-        step = (ranges[..., 1] - ranges[..., 0]) / (2**bits - 1)
-        step = step.repeat_interleave(4, dim=-1)[..., :10]
-        # float16 offsets and scales are off by up to 2^-11 of themselves.
-        rounding = 2**-10 * (step * 2**bits + x.abs().amax())
-        assert bool(((latents_of(store) - x).abs() <= 0.5 * step + rounding).all())
-
     def test_feature_ranges(self, bits: int) -> None:
         x = random_latents()
         store = FeatureRangeStore(Quantization(bits, "kivi", group_size=8), 10, torch.float32)
@@ -86,6 +76,55 @@ class TestErrorIsHalfAStep:
         step = step.repeat_interleave(8, dim=2)
         rounding = 2**-10 * (step * 2**bits + x.abs().amax())
         assert bool(((latents_of(store, 19) - x).abs() <= 0.5 * step + rounding).all())
+
+
+def rounded_by_numpy(x: np.ndarray, bits: int, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elements (..., features) rounded a group after the other, and how far off they may be."""
+    rounded, bounds = [], []
+    for start in range(0, x.shape[-1], group_size):
+        group = x[..., start : start + group_size]
+        low, high = group.min(-1, keepdims=True), group.max(-1, keepdims=True)
+        step = (high - low) / np.float32(2**bits - 1)
+        offset, scale = (pair.astype(np.float16).astype(np.float32) for pair in (low, step))
+        codes = np.rint((group - offset) / np.where(scale == 0, 1, scale))
+        rounded.append(codes.clip(0, 2**bits - 1) * scale + offset)
+        # A float16 is off by a 2^11th of itself, or by half of the smallest one: the offset's error
+        # shows in elements that it leaves outside, the scale's in as many steps as there are.
+        exact = 0.5 * step + 2.0**-11 * (np.abs(low) + 1.5 * (high - low)) + 2.0**-25 * 2**bits
+        bounds.append(np.broadcast_to(1.001 * exact, group.shape))
+    return np.concatenate(rounded, axis=-1), np.concatenate(bounds, axis=-1)
+
+
+@given(
+    st.sampled_from(BITS),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(1, 13),
+    st.integers(1, 16),
+    st.floats(-3, 3),
+    st.integers(1, 40),
+    st.integers(0, 2**32 - 1),
+)
+def test_token_ranges_are_those_of_numpy(
+    bits: int,
+    appended: list[int],
+    features: int,
+    group_size: int,
+    magnitude: float,
+    tile: int,
+    seed: int,
+) -> None:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(2, 3, sum(appended), features)) * 10**magnitude
+    x = (x + x.std() * random.normal(size=features) * 3).astype(np.float32)  # features differ
+    store = TokenRangeStore(
+        Quantization(bits, "token", group_size=group_size), features, torch.float32
+    )
+    for piece in torch.from_numpy(x).split(appended, dim=2):
+        store.append(piece)
+    found = latents_of(store, tile).numpy()
+    expected, bound = rounded_by_numpy(x, bits, group_size)
+    assert np.array_equal(found, expected)
+    assert bool((np.abs(found.astype(np.float64) - x) <= bound).all())
 
 
 def test_static_ranges_clamp() -> None:

@@ -61,6 +61,7 @@ class TestGrowingTensor:
 QUANTIZATIONS = [
     None,
     *(Quantization(bits, "static", group_size=4) for bits in (8, 4, 3, 2)),
+    *(Quantization(bits, "token", group_size=4) for bits in (8, 4, 3, 2)),
     *(Quantization(bits, "kivi", group_size=4, residual=6) for bits in (8, 4, 3, 2)),
     Quantization(4, "kivi", group_size=64, residual=0),
 ]
@@ -100,10 +101,12 @@ def test_bytes_are_what_the_plan_says(
         assert cache.nbytes() == cache.storage_nbytes() == cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("recent", [2, 9])
-def test_bytes_of_recent_tokens_in_windows(recent: int) -> None:
+@pytest.mark.parametrize("layout", [None, "static", "token"])
+@pytest.mark.parametrize("recent", [0, 2, 9])
+def test_bytes_of_recent_tokens_in_windows(recent: int, layout: str | None) -> None:
     model = tiny_model("gemma2", dtype=torch.float32)
-    plan = random_plan(model, recent=recent)
+    quantization = None if layout is None else Quantization(3, layout, group_size=2)
+    plan = random_plan(model, recent=recent, quantization=quantization)
     with compressed(model, plan) as new_cache:
         cache = new_cache()
         for count, piece in enumerate(tiny_tokens(2, 12).split(1, dim=1), start=1):
