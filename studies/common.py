@@ -135,6 +135,11 @@ def calibration_and_held_out(
     )
 
 
+def short(name: str) -> str:
+    """Return the name of a text without the folders it lies in."""
+    return Path(name).name if Path(name).suffix in (".txt", ".jsonl") else name
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 thread``, ``2 threads``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

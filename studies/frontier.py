@@ -1,32 +1,36 @@
-"""What do bytes buy? Added loss against the bytes of the cache, for every recipe and its parts.
+"""What do bytes buy? Loss and recall against the bytes of the cache, for plans and their rivals.
 
     python studies/frontier.py
-    python studies/frontier.py --model ../models/Llama --text wikitext:wikitext-2-raw-v1
-    python studies/frontier.py --compositions best eigen-attention --ratios 0.25 0.5
+    python studies/frontier.py --model smollm2 --text allenai/c4:en \\
+        --other-texts wikitext:wikitext-2-raw-v1 --window 2048
+    python studies/frontier.py --compositions best integers sinks-recent --ratios 0.25 0.5
 
-Every composition (a recipe, or a recipe with a part taken out or put in) makes a plan for every
-ratio from the same calibration text; the perplexity of held-out text is measured through the
-compressed cache. Written into --out: results.csv (a row per plan), summary.md and a figure. What is
-measured is stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at
-once.
+Compositions are recipes, recipes with a part taken out or put in, and what people would use instead
+of a plan. Every plan is made for every ratio from the same calibration text. Measured are the loss
+on held-out text, every token read through what the cache holds, and questions whose prompts are read
+as they are, the answer decoded from what the cache holds. Bytes are all that the cache holds at the
+window's length; bases come once and are named beside. Written into --out: results.csv (a row for
+each measurement of each plan), summary.md and two figures. What is measured is stored in
+--out/steps: an interrupted run goes on where it was, a repeated one draws at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from dataclasses import replace
-from functools import partial
-from operator import mul
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import common
 import pandas as pd
 import torch
-from matplotlib import colormaps
-from matplotlib.figure import Figure
+from frontier_report import draw, summary
+from rivals import SINKS, SinksAndRecent, SnapKV, float8_cache, in_float8, recent_tokens
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -36,58 +40,349 @@ from manifoldkv import (
     RECIPES,
     CompressionPlan,
     Optimal,
+    Quantization,
     RankError,
     Recipe,
     Uniform,
     UnknownNameError,
     compress,
+    full_rank_plan,
+    open_text,
+    quantize,
+    sample_tokens,
 )
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
+from manifoldkv.evaluation.questions import TASKS, Question, questions
+from manifoldkv.evaluation.retrieval import (
+    Holder,
+    retrieval,
+    retrieval_through,
+    summarize,
+    through_plan,
+)
 from manifoldkv.figures import save_figure
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.tokens import check_length
+
+BITS = (8, 4, 3, 2)
+ROUNDED_BITS = 4
+"""Of latents in the compositions of rank and bits."""
+CALIBRATION_OF_BITS = 8
+"""Calibration sequences that ranges of integers are found on."""
+CONTEXTS = 2
+"""Batches of questions: so many prompts are held at a time for every thousand positions."""
+
+
+class Composition(Protocol):
+    """Something that makes caches, at a ratio that is asked for."""
+
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        """Return the ratios it is measured at, given those asked for."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what its caches depend on, beside ratio, model and text."""
+        ...
+
+    def point(self, at: Setting, ratio: float) -> Point:
+        """Return what it makes at a ratio."""
+        ...
+
+
+class Point(Protocol):
+    """A way to hold tokens, made for a ratio."""
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of a cache of so many tokens."""
+        ...
+
+    def perplexity(self, tokens: Tensor) -> Perplexity | None:
+        """Return the loss through the cache, or None where that means nothing."""
+        ...
+
+    @property
+    def holder(self) -> Holder:
+        """Return how prompts are held."""
+        ...
+
+    def facts(self) -> dict[str, float]:
+        """Return what else is known of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every composition is given.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Measured.
+    calibration : Tensor
+        (sequences, length)
+    window : int
+        Tokens for which ratios are kept.
+    rotary : {"pre", "post"}
+        Of keys in plans.
+    seed : int
+        Of solvers.
+    folder : Path
+        Of what plans are made of.
+    """
+
+    model: PreTrainedModel
+    calibration: Tensor
+    window: int
+    rotary: Any
+    seed: int
+    folder: Path
+
+    @property
+    def stock_bytes_per_token(self) -> int:
+        """Return the bytes of a token in the stock cache, in 16-bit numbers."""
+        attention = attention_of(decoder_layers(self.model)[0])
+        heads = self.model.config.get_text_config().num_key_value_heads
+        return 2 * len(decoder_layers(self.model)) * heads * int(attention.head_dim) * 2
+
+    def compressed(self, recipe: Recipe, ratio: float) -> CompressionPlan:
+        """Return the plan of a recipe."""
+        return compress(
+            self.model,
+            self.calibration,
+            ratio=ratio,
+            recipe=recipe,
+            rotary=self.rotary,
+            seed=self.seed,
+            context=self.window,
+            folder=self.folder,
+        )
+
+    def rounded(self, plan: CompressionPlan, quantization: Quantization) -> CompressionPlan:
+        """Return a plan with integer latents."""
+        return quantize(plan, self.model, self.calibration[:CALIBRATION_OF_BITS], quantization)
+
+
+class PlanPoint:
+    """A plan, made when it is needed."""
+
+    def __init__(self, at: Setting, make: Callable[[], CompressionPlan]) -> None:
+        self._at = at
+        self._make = make
+
+    @cached_property
+    def plan(self) -> CompressionPlan:
+        return self._make()
+
+    def nbytes(self, tokens: int) -> int:
+        return self.plan.nbytes(tokens)
+
+    def perplexity(self, tokens: Tensor) -> Perplexity:
+        return perplexity(self._at.model, tokens, self.plan)
+
+    @property
+    def holder(self) -> Holder:
+        return partial(through_plan, plan=self.plan)
+
+    def facts(self) -> dict[str, float]:
+        attention = attention_of(decoder_layers(self._at.model)[0])
+        query_heads = int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
+        return {
+            "basis_bytes": self.plan.basis_nbytes(),
+            "recent": self.plan.recent,
+            "attention_work": attention_work(self.plan, query_heads),
+        }
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A recipe, its latents in 16 bits or rounded to fewer."""
+
+    recipe: Recipe
+    said: str
+    bits: int | None = None
+    only_at: tuple[float, ...] = ()
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [ratio for ratio in asked if not self.only_at or ratio in self.only_at]
+
+    def describe(self) -> dict[str, Any]:
+        return {"recipe": self.recipe.describe(), "bits": self.bits}
+
+    def point(self, at: Setting, ratio: float) -> PlanPoint:
+        if self.bits is None:
+            return PlanPoint(at, partial(at.compressed, self.recipe, ratio))
+        return PlanPoint(at, partial(self._rounded, at, ratio, self.bits))
+
+    def _rounded(self, at: Setting, ratio: float, bits: int) -> CompressionPlan:
+        """Return the plan with the largest ranks whose integers stay within the ratio."""
+        of_ranks = min(1.0, ratio * 16 / bits)
+        while True:
+            plan = at.rounded(at.compressed(self.recipe, of_ranks), Quantization(bits))
+            taken = plan.nbytes(at.window) / (at.window * at.stock_bytes_per_token)
+            if taken <= ratio:
+                return plan
+            of_ranks *= 0.995 * ratio / taken
+
+
+@dataclass(frozen=True)
+class Integers:
+    """No rank is cut; every element is an integer."""
+
+    layout: Any
+    said: str
+    all_bits: tuple[int, ...] = BITS
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [bits / 16 for bits in self.all_bits]
+
+    def describe(self) -> dict[str, Any]:
+        return {"integers": self.layout}
+
+    def point(self, at: Setting, ratio: float) -> PlanPoint:
+        quantization = Quantization(round(16 * ratio), self.layout)
+        return PlanPoint(at, lambda: at.rounded(full_rank_plan(at.model), quantization))
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Eight-bit floats."""
+
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [0.5]
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": "fp8"}
+
+    def point(self, at: Setting, ratio: float) -> _Float8Point:
+        return _Float8Point(at)
+
+
+@dataclass(frozen=True)
+class _Float8Point:
+    at: Setting
+
+    def nbytes(self, tokens: int) -> int:
+        return tokens * self.at.stock_bytes_per_token // 2
+
+    def perplexity(self, tokens: Tensor) -> Perplexity:
+        return losses(
+            self.at.model, tokens, lambda: {"past_key_values": float8_cache(self.at.model)}
+        )
+
+    @property
+    def holder(self) -> Holder:
+        return in_float8
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """Tokens are kept whole, or not at all."""
+
+    name: str
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return asked
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": self.name}
+
+    def point(self, at: Setting, ratio: float) -> _DroppingPoint:
+        return _DroppingPoint(at, self.name, ratio)
+
+
+@dataclass(frozen=True)
+class _DroppingPoint:
+    at: Setting
+    name: str
+    ratio: float
+
+    def nbytes(self, tokens: int) -> int:
+        return max(SINKS + 1, int(self.ratio * tokens)) * self.at.stock_bytes_per_token
+
+    def perplexity(self, tokens: Tensor) -> Perplexity | None:
+        if self.name == "snapkv":  # it chooses once, after a prompt
+            return None
+        seen = seen_beside_sinks(tokens.shape[1], recent_tokens(tokens.shape[1], self.ratio))
+        return losses(self.at.model, tokens, lambda: {"attention_mask": seen})
+
+    @property
+    def holder(self) -> Holder:
+        return SnapKV(self.ratio) if self.name == "snapkv" else SinksAndRecent(self.ratio)
+
+    def facts(self) -> dict[str, float]:
+        return {"basis_bytes": 0}
+
 
 BEST = RECIPES["best"]
 FAST_UNIFORM = replace(RECIPES["fast"], ranks=Uniform())
 GROUPED = replace(BEST, ranks=Uniform(), recent_share=0.0, tuning_steps=0)
-COMPOSITIONS: dict[str, tuple[Recipe, str]] = {
-    "eigen-attention": (RECIPES["eigen-attention"], "the recipe"),
-    "paper": (RECIPES["paper"], "the recipe, with the paper's solver"),
-    "fast": (RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
-    "fast-uniform": (FAST_UNIFORM, "fast, the same ranks in every layer"),
-    "best": (BEST, "the recipe"),
-    "best-latents-only": (replace(BEST, recent_share=0.0), "best, no token kept exact"),
-    "grouped-orthonormal": (
+COMPOSITIONS: dict[str, Composition] = {
+    "eigen-attention": Ranks(RECIPES["eigen-attention"], "the recipe"),
+    "paper": Ranks(RECIPES["paper"], "the recipe, with the paper's solver", only_at=(0.5,)),
+    "fast": Ranks(RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
+    "fast-uniform": Ranks(FAST_UNIFORM, "fast, the same ranks in every layer"),
+    "best": Ranks(BEST, "the recipe"),
+    "best-latents-only": Ranks(
+        replace(BEST, recent_share=0.0), "best, no token kept exact", only_at=(0.5,)
+    ),
+    "grouped-orthonormal": Ranks(
         replace(RECIPES["eigen-attention"], key_grouping="all", value_grouping="all"),
         "eigen-attention, all heads in one basis",
     ),
-    "grouped": (GROUPED, "kq-svd (oblique), all heads in one basis"),
-    "grouped-optimal": (replace(GROUPED, ranks=Optimal()), "and optimal ranks"),
-    "grouped-optimal-recent": (
-        replace(BEST, tuning_steps=0),
-        "and the newest tokens exact: best without tuning",
+    "grouped": Ranks(GROUPED, "kq-svd (oblique), all heads in one basis"),
+    "grouped-recent": Ranks(
+        replace(GROUPED, recent_share=BEST.recent_share),
+        "and the newest tokens exact, a quarter of the bytes",
     ),
-    "grouped-layer-output": (
+    "grouped-optimal": Ranks(replace(GROUPED, ranks=Optimal()), "grouped with optimal ranks"),
+    "grouped-optimal-recent": Ranks(
+        replace(BEST, tuning_steps=0), "and the newest tokens exact: best without tuning"
+    ),
+    "grouped-4-bit": Ranks(GROUPED, "grouped, latents of 4 bits", bits=ROUNDED_BITS),
+    "grouped-layer-output": Ranks(
         replace(FAST_UNIFORM, key_grouping="all", value_grouping="all"),
         "fast (layer-output, orthonormal), all heads in one basis",
     ),
-    "fast-optimal-tuned": (
+    "fast-optimal-tuned": Ranks(
         replace(RECIPES["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
         "fast in the paper's head sharing, optimal ranks, tuned",
+        only_at=(0.5,),
     ),
-    "eigen-attention-recent": (
+    "eigen-attention-recent": Ranks(
         replace(RECIPES["eigen-attention"], recent_share=BEST.recent_share),
         "eigen-attention, the newest tokens exact",
     ),
+    "integers": Integers(
+        "token",
+        "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
+        "per token and head",
+    ),
+    "kivi": Integers(
+        "kivi", "the same in KIVI's layout, the newest 64 tokens exact", all_bits=(4, 2)
+    ),
+    "fp8": Float8("keys and values in the format e4m3, no scale"),
+    "sinks-recent": Dropping(
+        "sinks-recent", f"the first {SINKS} tokens and the newest, others dropped (StreamingLLM)"
+    ),
+    "snapkv": Dropping(
+        "snapkv", "the tokens that the end of the prompt attends to, others dropped (SnapKV)"
+    ),
 }
-FORGET = "forget-older"
-FORGETTING = "no plan: only the newest tokens are kept, older ones are forgotten"
-NAMES = (*COMPOSITIONS, FORGET)
-SLOW = ("paper", "fast-optimal-tuned", "best-latents-only")
-PALETTE = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
-SLOW_RATIOS = (0.5,)
-"""Where compositions that take longest are measured."""
+USUAL = (
+    *("eigen-attention", "fast-uniform", "best", "grouped", "grouped-recent", "grouped-4-bit"),
+    *("integers", "kivi", "fp8", "sinks-recent", "snapkv"),
+)
+RATIOS = tuple(1 / times for times in (2, 3, 4, 6, 8, 12, 16))
 
 
 def main() -> int:
@@ -95,11 +390,34 @@ def main() -> int:
     parser.add_model()
     parser.add_text()
     add = parser.add_argument
-    add("--compositions", nargs="+", default=NAMES, metavar="NAME", help="(all)")
-    add("--ratios", type=float, nargs="+", default=[0.25, 0.5], help="(%(default)s)")
+    add(
+        "--other-texts",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="also measured on, by their held-out parts (none)",
+    )
+    add(
+        "--compositions",
+        nargs="+",
+        default=USUAL,
+        metavar="NAME",
+        help=f"({' '.join(USUAL)}); see below",
+    )
+    add(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=RATIOS,
+        help="of plans and of what drops tokens (a half to a sixteenth: 2, 3, 4, 6, 8, 12, 16 times)",
+    )
     add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
-    add("--held-out", type=int, default=60, help="sequences to measure on (%(default)s)")
-    add("--sequence-length", type=int, default=512, help="(%(default)s)")
+    add("--sequence-length", type=int, default=512, help="of these (%(default)s)")
+    add("--held-out", type=int, default=16, help="windows of each text measured on (%(default)s)")
+    add("--window", type=int, default=512, help="tokens in each (%(default)s)")
+    add("--tasks", nargs="*", default=["passkey"], help=f"of {', '.join(TASKS)} (%(default)s)")
+    add("--task-length", type=int, default=512, help="tokens of a prompt (%(default)s)")
+    add("--items", type=int, default=16, help="questions of each task (%(default)s)")
     add("--rotary", choices=("pre", "post"), default="pre", help="(%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_threads()
@@ -108,9 +426,9 @@ def main() -> int:
 
 
 def study(given: argparse.Namespace) -> None:
-    unknown = [c for c in given.compositions if c not in NAMES]
+    unknown = [c for c in given.compositions if c not in COMPOSITIONS]
     if unknown:
-        known = ", ".join(NAMES)
+        known = ", ".join(COMPOSITIONS)
         raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
     for ratio in given.ratios:
         if not 0 < ratio <= 1:
@@ -120,154 +438,240 @@ def study(given: argparse.Namespace) -> None:
     out = common.output_folder(given, "frontier", name)
     results = Frontier(given, out).measure()
     results.to_csv(out / "results.csv", index=False)
-    save_figure(draw(results, name), out / "loss_against_bytes")
-    common.write_summary(out, summary(results, name))
+    for stem, figure in draw(results, name).items():
+        save_figure(figure, out / stem)
+    said = {name: COMPOSITIONS[name].said for name in given.compositions}
+    common.write_summary(out, summary(results, name, said))
 
 
 def _described() -> list[str]:
     width = max(map(len, COMPOSITIONS))
-    described = [f"  {name:{width}}  {said}" for name, (_, said) in COMPOSITIONS.items()]
-    return [*described, f"  {FORGET:{width}}  {FORGETTING}"]
+    return [f"  {name:{width}}  {it.said}" for name, it in COMPOSITIONS.items()]
 
 
 class Frontier:
-    """Plans of a model and what they lose."""
+    """Compositions of a model and what they lose."""
 
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
         self.given = given
         self.model, tokenizer = common.load(given.model)
-        self.calibration, self.held_out = common.calibration_and_held_out(
-            given.text,
+        self.tokenizer = tokenizer
+        check_length(self.model, max(given.window, given.task_length))
+        self.source = open_text(given.text)
+        calibration = sample_tokens(
+            self.source,
             tokenizer,
             sequences=given.sequences,
-            held_out=given.held_out,
             length=given.sequence_length,
+            split="calibration",
+        )
+        self.texts = {
+            text: sample_tokens(
+                open_text(text),
+                tokenizer,
+                sequences=given.held_out,
+                length=given.window,
+                split="held-out",
+            )
+            for text in (given.text, *given.other_texts)
+        }
+        self.tasks: dict[str, list[Question]] = {
+            task: questions(
+                task,
+                tokenizer,
+                self.source,
+                length=given.task_length,
+                items=given.items,
+                seed=given.seed,
+            )
+            for task in given.tasks
+        }
+        self.at = Setting(
+            self.model, calibration, given.window, given.rotary, given.seed, out / "steps" / "plans"
         )
         self.common = {
             "model": Path(given.model).name,
-            "text": given.text,
+            "calibration": given.text,
             "rotary": given.rotary,
             "seed": given.seed,
             "sequences": given.sequences,
             "length": given.sequence_length,
+            "window": given.window,
+            "task_length": given.task_length,
         }
-        self.plans_folder = out / "steps" / "plans"
-        self.checkpoints = common.stored_in(out, given).keyed(
-            **self.common,
-            weights=digest_of_model(self.model),
-            calibration=digest_of_tokens(self.calibration),
-            held_out=digest_of_tokens(self.held_out),
+        weights = digest_of_model(self.model)
+        self.measured = common.stored_in(out, given).keyed(weights=weights)
+        self.checkpoints = self.measured.keyed(
+            **self.common, calibration_tokens=digest_of_tokens(calibration)
         )
 
     def measure(self) -> pd.DataFrame:
-        uncompressed = self.uncompressed()
-        pairs = [
+        stock_losses = {name: self.stock_loss(name) for name in self.texts}
+        stock_answers = {task: self.stock_answers(task) for task in self.tasks}
+        points = self.points()
+        rows = [
+            self.text_rows(*point, made, stock_losses)
+            for *point, made in tqdm(points, desc="texts", disable=None)
+        ]
+        rows += self.task_rows(points, stock_answers)
+        return pd.concat(rows, ignore_index=True).assign(**self.common)
+
+    def points(self) -> list[tuple[str, float, Point, pd.DataFrame]]:
+        """Return what every composition makes at every ratio that it reaches, with its bytes."""
+        found = []
+        asked = [
             (name, ratio)
             for name in self.given.compositions
-            for ratio in (SLOW_RATIOS if name in SLOW else self.given.ratios)
+            for ratio in COMPOSITIONS[name].ratios(list(self.given.ratios))
         ]
-        frames = []
-        for name, ratio in tqdm(pairs, desc="plans", disable=None):
-            stored = self.checkpoints.keyed(asked=ratio)
-            if name == FORGET:
-                stored = stored.keyed(composition=FORGET)
-                compute = partial(self.forgetting, ratio, uncompressed)
-            else:
-                stored = stored.keyed(recipe=COMPOSITIONS[name][0].describe())
-                compute = partial(self.row, name, ratio, uncompressed)
+        for name, ratio in tqdm(asked, desc="plans", disable=None):
+            point = COMPOSITIONS[name].point(self.at, ratio)
             try:
-                frame = stored.frame("plan", compute)
+                made = self.stored(name, ratio).frame("made", partial(self.made, point))
             except RankError as error:  # a rule may not reach a ratio: the others go on
                 tqdm.write(f"frontier: {name} at {ratio:g} left out: {error}", file=sys.stderr)
                 continue
-            frames.append(frame.assign(composition=name))
-        if not frames:
+            found.append((name, ratio, point, made))
+        if not found:
             raise RankError("no composition reaches a ratio that was asked for")
-        return pd.concat(frames, ignore_index=True)
+        return found
 
-    def uncompressed(self) -> Perplexity:
-        def compute() -> pd.DataFrame:
-            return pd.DataFrame({"nll": perplexity(self.model, self.held_out).by_sequence})
+    def stored(self, name: str, ratio: float) -> Any:
+        """Return the checkpoints of a composition at a ratio."""
+        return self.checkpoints.keyed(composition=COMPOSITIONS[name].describe(), asked=ratio)
 
-        frame = self.checkpoints.frame("uncompressed", compute)
-        predicted = self.held_out.shape[0] * (self.held_out.shape[1] - 1)
-        return Perplexity(tuple(frame["nll"]), predicted)
-
-    def row(self, name: str, ratio: float, uncompressed: Perplexity) -> pd.DataFrame:
-        recipe = COMPOSITIONS[name][0]
+    def made(self, point: Point) -> pd.DataFrame:
         start = time.perf_counter()
-        plan = compress(
-            self.model,
-            self.calibration,
-            ratio=ratio,
-            recipe=recipe,
-            rotary=self.given.rotary,
-            seed=self.given.seed,
-            folder=self.plans_folder,
-        )
+        nbytes = point.nbytes(self.given.window)
         seconds = time.perf_counter() - start
-        found = perplexity(self.model, self.held_out, plan)
-        length = self.held_out.shape[1]
-        row = {
-            "requested_ratio": ratio,
-            "ratio": plan.ratio_at(length),
-            "long_run_ratio": replace(plan, recent=0).ratio,
-            "bytes_per_token": plan.nbytes(length) / length,
-            "basis_bytes": plan.basis_nbytes(),
-            "recent": plan.recent,
-            "attention_work": attention_work(plan, self.query_heads()),
+        per_token = nbytes / self.given.window
+        fact = {
+            "ratio": per_token / self.at.stock_bytes_per_token,
+            "bytes_per_token": per_token,
             "seconds": seconds,
-        }
-        return self.described(row, uncompressed, found)
-
-    def forgetting(self, ratio: float, uncompressed: Perplexity) -> pd.DataFrame:
-        """A window of the newest tokens, whose size is the ratio of the text, and nothing else."""
-        length = self.held_out.shape[1]
-        recent = int(ratio * length)
-        found = windowed_perplexity(self.model, self.held_out, recent)
-        attention = attention_of(decoder_layers(self.model)[0])
-        heads = self.model.config.get_text_config().num_key_value_heads
-        full = 2 * len(decoder_layers(self.model)) * heads * attention.head_dim * 2
-        row = {
-            "requested_ratio": ratio,
-            "ratio": recent / length,
-            "long_run_ratio": 0.0,
-            "bytes_per_token": full * recent / length,
-            "basis_bytes": 0,
-            "recent": recent,
-            "attention_work": recent / length,
-            "seconds": 0.0,
-        }
-        return self.described(row, uncompressed, found)
-
-    def described(
-        self, row: dict[str, Any], uncompressed: Perplexity, found: Perplexity
-    ) -> pd.DataFrame:
-        compared = Comparison(uncompressed, found)
-        row |= {
-            "uncompressed_nll": uncompressed.nll,
-            "added_nll": compared.added_nll,
-            "standard_error": compared.standard_error,
             "threads": self.given.threads,
         }
-        return pd.DataFrame([self.common | row])
+        nothing = {"basis_bytes": 0, "recent": 0, "attention_work": math.nan}
+        return pd.DataFrame([fact | nothing | point.facts()])
 
-    def query_heads(self) -> int:
-        attention = attention_of(decoder_layers(self.model)[0])
-        return int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
+    def stock_loss(self, text: str) -> Perplexity:
+        tokens = self.texts[text]
+        stored = self.measured.keyed(tokens=digest_of_tokens(tokens))
+        return read_losses(
+            stored.frame("stock-text", lambda: write_losses(perplexity(self.model, tokens))), tokens
+        )
+
+    def stock_answers(self, task: str) -> pd.DataFrame:
+        stored = self.measured.keyed(questions=repr(self.tasks[task]))
+        return stored.frame(
+            "stock-task",
+            lambda: retrieval(
+                self.model, self.tokenizer, self.tasks[task], batch_size=self.batch_size
+            ),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return max(1, CONTEXTS * 4096 // self.given.task_length)
+
+    def text_rows(
+        self,
+        name: str,
+        ratio: float,
+        point: Point,
+        made: pd.DataFrame,
+        stock: dict[str, Perplexity],
+    ) -> pd.DataFrame:
+        rows = []
+        for text, tokens in self.texts.items():
+            stored = self.stored(name, ratio).keyed(tokens=digest_of_tokens(tokens))
+            frame = stored.frame(
+                "text", lambda tokens=tokens: write_losses(point.perplexity(tokens))
+            )
+            compared = Comparison(stock[text], read_losses(frame, tokens))
+            rows.append(
+                {
+                    "measured_on": text,
+                    "kind": "text",
+                    "items": len(tokens),
+                    "stock_nll": stock[text].nll,
+                    "added_nll": compared.added_nll,
+                    "nll_error": compared.standard_error,
+                }
+            )
+        return described(name, ratio, made, pd.DataFrame(rows))
+
+    def task_rows(
+        self, points: list[tuple[str, float, Point, pd.DataFrame]], stock: dict[str, pd.DataFrame]
+    ) -> list[pd.DataFrame]:
+        """Ask the questions of every task from all points at once: a prompt is read once."""
+        rows = []
+        for task in tqdm(self.tasks, desc="tasks", disable=None):
+            stores = [
+                self.stored(name, ratio).keyed(questions=repr(self.tasks[task]))
+                for name, ratio, *_ in points
+            ]
+            missing = {
+                str(place): point.holder
+                for place, (_, _, point, _) in enumerate(points)
+                if not stores[place].has_frame("task")
+            }
+            found: dict[str, pd.DataFrame] = {}
+            if missing:
+                answers = retrieval_through(
+                    self.model,
+                    self.tokenizer,
+                    self.tasks[task],
+                    missing,
+                    batch_size=self.batch_size,
+                )
+                for place, part in answers.groupby("cache"):
+                    found[str(place)] = part.drop(columns="cache").reset_index(drop=True)
+            for place, (name, ratio, _, made) in enumerate(points):
+                frame = stores[place].frame("task", lambda place=place: found[str(place)])
+                row = summarize(frame, stock[task]).rename(columns={"task": "measured_on"})
+                rows.append(described(name, ratio, made, row.assign(kind="task")))
+        return rows
+
+
+def described(name: str, ratio: float, made: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with what is known of the point that they were measured of."""
+    known = made.iloc[0].to_dict()
+    return rows.assign(composition=name, requested_ratio=ratio, **known)
+
+
+def write_losses(found: Perplexity | None) -> pd.DataFrame:
+    return pd.DataFrame({"nll": [math.nan] if found is None else found.by_sequence})
+
+
+def read_losses(frame: pd.DataFrame, tokens: Tensor) -> Perplexity:
+    losses = tuple(frame["nll"])
+    if len(losses) < len(tokens):  # of one that has none
+        losses = losses * len(tokens)
+    return Perplexity(losses, tokens.shape[0] * (tokens.shape[1] - 1))
 
 
 @torch.no_grad()
-def windowed_perplexity(model: PreTrainedModel, tokens: Tensor, recent: int) -> Perplexity:
-    """With every query seeing the newest `recent` tokens only, its own among them."""
-    slots = torch.arange(tokens.shape[1], device=model.device)
+def losses(
+    model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
+) -> Perplexity:
+    """Return how well a model predicts tokens when it is called with some keywords, window by one."""
+    found = []
+    for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
+        logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
+        found.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
+    return Perplexity(tuple(found), tokens.shape[0] * (tokens.shape[1] - 1))
+
+
+def seen_beside_sinks(tokens: int, recent: int, sinks: int = SINKS) -> Tensor:
+    """Return which tokens every query sees of the first ones and the newest, (1, 1, n, n).
+
+    The newest are those before it and itself.
+    """
+    slots = torch.arange(tokens)
     distance = slots.unsqueeze(1) - slots
-    seen = ((distance >= 0) & (distance < recent)).view(1, 1, *distance.shape)
-    losses = []
-    for sequence in tokens.to(model.device).split(1):
-        logits = model(input_ids=sequence, attention_mask=seen, use_cache=False).logits[0, :-1]
-        losses.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
-    return Perplexity(tuple(losses), tokens.shape[0] * (tokens.shape[1] - 1))
+    seen = (distance >= 0) & ((distance < recent) | (slots < sinks))
+    return seen.view(1, 1, tokens, tokens)
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:
@@ -286,93 +690,6 @@ def attention_work(plan: CompressionPlan, query_heads: int) -> float:
         else:
             work += query_heads * d + heads * d * layer.key.rank * layer.key.grouping.width
     return work / full
-
-
-# Report
-
-
-def draw(results: pd.DataFrame, name: str) -> Figure:
-    figure = Figure(figsize=(7.0, 4.6), layout="constrained")
-    axes = figure.subplots()
-    names = [c for c in NAMES if c in set(results["composition"])]
-    for index, composition in enumerate(names):
-        line = results[results["composition"] == composition].sort_values("bytes_per_token")
-        recipe = composition in RECIPES
-        axes.errorbar(
-            line["bytes_per_token"],
-            line["added_nll"],
-            line["standard_error"],
-            fmt="o-" if recipe else "s--",
-            ms=5 if recipe else 3,
-            lw=1.8 if recipe else 0.9,
-            color=PALETTE[index % len(PALETTE)],
-            alpha=1.0 if recipe else 0.7,
-            label=composition,
-        )
-    axes.set_yscale("symlog", linthresh=0.01)
-    axes.set_xlim(0, 1.05 * results["bytes_per_token"].max())
-    axes.set_xlabel(f"bytes per token of {results['length'].iloc[0]}, 16-bit numbers", fontsize=9)
-    axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
-    axes.grid(visible=True, alpha=0.2)
-    axes.tick_params(labelsize=8)
-    full = float((results["bytes_per_token"] / results["ratio"]).mean())
-    above = axes.secondary_xaxis("top", functions=(partial(mul, 1 / full), partial(mul, full)))
-    above.set_xlabel("achieved ratio", fontsize=9)
-    above.tick_params(labelsize=8)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
-    figure.suptitle(f"{name}: added NLL against cache size", fontsize=10)
-    return figure
-
-
-def summary(results: pd.DataFrame, name: str) -> list[str]:
-    first = results.iloc[0]
-    ratios = sorted(results["requested_ratio"].unique())
-    lines = [
-        f"# Added NLL against cache size on {name}",
-        "",
-        f"Added NLL, nats per token (standard error), on held-out text through the cache; "
-        f"uncompressed {first['uncompressed_nll']:.4f}. {first['sequences']} calibration sequences "
-        f"of {first['length']} tokens, keys {first['rotary']}-rotation, seed {first['seed']}. "
-        "Ratios are achieved at this length, the newest tokens that are kept exact counted at full "
-        "size; a longer text takes less.",
-        "",
-        "| composition | " + " | ".join(f"ratio {ratio:g}" for ratio in ratios) + " |",
-        "|---|" + "---|" * len(ratios),
-    ]
-    for composition, part in results.groupby("composition", sort=False):
-        cells = []
-        for ratio in ratios:
-            at = part[part["requested_ratio"] == ratio]
-            cells.append(
-                f"{at['added_nll'].iloc[0]:.3f} ({at['standard_error'].iloc[0]:.3f})"
-                if len(at)
-                else "-"
-            )
-        lines.append(f"| {composition} | " + " | ".join(cells) + " |")
-    at = results[results["requested_ratio"] == 0.5]
-    lines += [
-        "",
-        "At ratio 0.5: what is achieved, the newest tokens kept exact, multiplications of a decode "
-        "step per cached token against the uncompressed cache, bytes of the bases (once, 16-bit), "
-        f"and seconds of calibration ({common.counted(first['threads'], 'thread')}):",
-        "",
-        "| composition | ratio | long-run ratio | recent | attention work | bases, KiB | seconds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for _, row in at.iterrows():
-        lines.append(
-            f"| {row['composition']} | {row['ratio']:.3f} | {row['long_run_ratio']:.3f} | "
-            f"{row['recent']} | {row['attention_work']:.2f} | {row['basis_bytes'] / 1024:.0f} | "
-            f"{row['seconds']:.0f} |"
-        )
-    lines += [
-        "",
-        "Compositions:",
-        "",
-        *(f"- `{n}`: {said}" for n, (_, said) in COMPOSITIONS.items()),
-        f"- `{FORGET}`: {FORGETTING}",
-    ]
-    return lines
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pandas as pd
@@ -41,11 +42,11 @@ about compression."""
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a batch, padded on the left, and what the stock cache holds of them.
+    """Prompts of a batch, of one length, and what the stock cache holds of them.
 
     Parameters
     ----------
-    ids, mask : Tensor
+    ids : Tensor
         (B, n), int64.
     stock : DynamicCache
         Of all tokens but the last of each prompt. It is read by all who hold these prompts: copy it
@@ -53,7 +54,6 @@ class Prompts:
     """
 
     ids: Tensor
-    mask: Tensor
     stock: DynamicCache
 
 
@@ -85,7 +85,8 @@ def retrieval(
         Whether the tokens of a prompt see each other as they are, and only the answer reads the
         compressed cache, or everything reads what the cache stores. As `compressed` has it.
     batch_size : int
-        Prompts at a time.
+        Prompts at a time, at most: those of one length run together, so that no cache needs to
+        take padding.
 
     Returns
     -------
@@ -134,12 +135,10 @@ def retrieval_through(
     """
     _check(model, questions)
     rows: list[dict[str, Any]] = []
-    order = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     with tqdm(total=len(questions), desc="questions", disable=None, leave=False) as bar:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
+        for chosen in _batches(questions, batch_size):
             batch = [questions[i] for i in chosen]
-            prompts = _prefilled(model, tokenizer, batch)
+            prompts = _prefilled(model, batch)
             for name, hold in caches.items():
                 with hold(model, prompts) as new_cache:
                     scores = _scores(model, tokenizer, batch, prompts, new_cache())
@@ -183,10 +182,10 @@ def through_plan(
     """
     with compressed(model, plan) as new_cache:
         if prefill == "exact":
-            yield lambda: new_cache(prompts.stock, places(prompts.mask)[:, :-1])
+            yield lambda: new_cache(prompts.stock)
         else:
             read = new_cache()
-            _read(model, prompts.ids[:, :-1], prompts.mask[:, :-1], read)
+            model(input_ids=prompts.ids[:, :-1], past_key_values=read, logits_to_keep=1)
             yield lambda: copy.deepcopy(read)
 
 
@@ -235,43 +234,21 @@ def _check(model: PreTrainedModel, questions: Sequence[Question]) -> None:
         )
 
 
-def _prefilled(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
-) -> Prompts:
+def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[int]]:
+    """Yield the places of questions whose prompts have one length."""
+    by_length = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
+    for _, group in groupby(by_length, key=lambda i: len(questions[i].prompt)):
+        places = list(group)
+        for start in range(0, len(places), batch_size):
+            yield places[start : start + batch_size]
+
+
+def _prefilled(model: PreTrainedModel, batch: Sequence[Question]) -> Prompts:
     """Return the prompts of some questions, read by the model as it is."""
-    length = max(len(question.prompt) for question in batch)
-    ids = torch.full((len(batch), length), _padding(tokenizer))
-    mask = torch.zeros_like(ids)
-    for row, question in enumerate(batch):
-        ids[row, length - len(question.prompt) :] = torch.tensor(question.prompt)
-        mask[row, length - len(question.prompt) :] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids = torch.tensor([question.prompt for question in batch], device=model.device)
     stock = DynamicCache(config=model.config)
-    _read(model, ids[:, :-1], mask[:, :-1], stock)
-    return Prompts(ids, mask, stock)
-
-
-def _read(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Cache) -> Tensor:
-    """Let a model read tokens (B, m) after those in a cache; mask (B, n) is of all of them.
-
-    Returns
-    -------
-    Tensor
-        Logits, (B, m, vocabulary).
-    """
-    # A mask of nothing but ones hinders what takes no padding.
-    given = None if bool(mask.all()) else mask
-    return model(
-        input_ids=ids,
-        attention_mask=given,
-        position_ids=places(mask)[:, -ids.shape[1] :],
-        past_key_values=cache,
-    ).logits
-
-
-def places(mask: Tensor) -> Tensor:
-    """Return where `generate` places the tokens that a mask (B, n) shows: (B, n), int64."""
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+    model(input_ids=ids[:, :-1], past_key_values=stock, logits_to_keep=1)
+    return Prompts(ids, stock)
 
 
 def _scores(
@@ -285,7 +262,7 @@ def _scores(
     written = _Written(tokenizer, batch, prompts.ids.shape[1])
     output = model.generate(
         input_ids=prompts.ids,
-        attention_mask=prompts.mask,
+        attention_mask=torch.ones_like(prompts.ids),
         past_key_values=cache,
         max_new_tokens=max(question.new_tokens for question in batch),
         do_sample=False,
@@ -334,16 +311,12 @@ def _losses(
         wanted[row, : len(question.continuation)] = torch.tensor(question.continuation)
     wanted = wanted.to(prompts.ids.device)
     ids = torch.cat([prompts.ids[:, -1:], wanted[:, :-1].clamp(min=0)], dim=1)
-    seen = torch.cat([prompts.mask, torch.ones_like(ids[:, 1:])], dim=1)
-    logits = _read(model, ids, seen, cache)
+    logits = model(input_ids=ids, past_key_values=cache).logits
     losses = cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
     by_question = losses.view_as(wanted).double().sum(dim=1) / (wanted >= 0).sum(dim=1)
     return [value if math.isfinite(value) else math.inf for value in by_question.tolist()]
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return a token that nobody looks at."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    """Return a token for the rows that have ended."""
+    return 0 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)

@@ -34,7 +34,7 @@ def plan(model: Model) -> CompressionPlan:
 
 @pytest.fixture(scope="module")
 def asked(model: Model) -> list[Question]:
-    """Of several lengths, so that a batch is padded."""
+    """Of several lengths, which do not run together."""
     text = open_text("pydoc-topics")
     return [
         question
@@ -127,7 +127,7 @@ def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> 
         )
     finally:
         hook.remove()
-    assert sum(length > 90 for length in calls) == 1
+    assert sum(length > 90 for length in calls) == len({len(q.prompt) for q in asked}) < 6
     parts = [part.drop(columns="cache") for _, part in found.groupby("cache")]
     pd.testing.assert_frame_equal(*(part.reset_index(drop=True) for part in parts))
     assert len(parts[0]) == len(asked)

@@ -1,0 +1,175 @@
+"""What people would use instead of a plan: eight-bit floats, and caches that drop tokens.
+
+Integers of every width are plans of full rank (`full_rank_plan`, `quantize`). Each cache here holds
+the small tensors it says it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from manifoldkv.evaluation.retrieval import Prompts
+
+SINKS = 4
+"""First tokens that StreamingLLM keeps (Xiao et al., 2024)."""
+OBSERVED, POOLED = 32, 5
+"""Last tokens of a prompt whose attention decides, and places over which it is averaged (SnapKV, Li
+et al., 2024)."""
+FLOAT8 = torch.float8_e4m3fn
+
+
+class Float8Layer(DynamicLayer):
+    """Keys and values in the format e4m3, without a scale: what engines call an fp8 cache."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states.to(FLOAT8), value_states.to(FLOAT8))
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+
+class DroppingLayer(DynamicLayer):
+    """A layer that holds fewer tokens than it has seen.
+
+    Parameters
+    ----------
+    seen : int
+        Tokens that the model has read.
+    keys, values : Tensor
+        What is left of them, (B, H_kv, kept, d).
+    """
+
+    def __init__(self, seen: int, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self._seen = seen
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys.contiguous(), values.contiguous()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._seen += key_states.shape[2]
+        return super().update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # As if those held were the newest: all of them are seen by whatever comes.
+        kept = self.keys.shape[2]
+        return kept + query_length, self._seen - kept
+
+
+@contextmanager
+def in_float8(model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+    """Hold prompts in eight-bit floats."""
+
+    def new_cache() -> Cache:
+        cache = float8_cache(model)
+        for index, layer in enumerate(prompts.stock.layers):
+            cache.update(layer.keys, layer.values, index)
+        return cache
+
+    yield new_cache
+
+
+def float8_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache of eight-bit floats."""
+    count = model.config.get_text_config().num_hidden_layers
+    return Cache(layers=[Float8Layer() for _ in range(count)])
+
+
+@dataclass(frozen=True)
+class SinksAndRecent:
+    """Holds the first tokens of a prompt and its newest, as many as a share of it allows.
+
+    Parameters
+    ----------
+    ratio : float
+        Share of the tokens that is kept.
+    """
+
+    ratio: float
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+        tokens = prompts.stock.get_seq_length()
+        slots = torch.arange(tokens)
+        kept = slots[(slots < SINKS) | (slots >= tokens - recent_tokens(tokens, self.ratio))]
+        yield lambda: Cache(
+            layers=[
+                DroppingLayer(tokens, layer.keys[:, :, kept], layer.values[:, :, kept])
+                for layer in prompts.stock.layers
+            ]
+        )
+
+
+def recent_tokens(tokens: int, ratio: float) -> int:
+    """Return how many of the newest tokens may stay beside the first ones."""
+    return max(1, int(ratio * tokens) - SINKS)
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Holds the tokens of a prompt that its last ones attend to, of every head its own.
+
+    Attention of the last `OBSERVED` tokens is summed over them and over the query heads of a KV
+    head, averaged over `POOLED` places, and the largest are kept, beside those last tokens.
+
+    Parameters
+    ----------
+    ratio : float
+        Share of the tokens that is kept.
+    """
+
+    ratio: float
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+        tokens = prompts.stock.get_seq_length()
+        count = max(OBSERVED + 1, int(self.ratio * tokens)) - OBSERVED
+        layers = []
+        for layer, weights in zip(prompts.stock.layers, _observed(model, prompts), strict=True):
+            by_head = weights.unflatten(1, (layer.keys.shape[1], -1)).sum(dim=(2, 3))
+            past = avg_pool1d(
+                by_head[..., :-OBSERVED], POOLED, stride=1, padding=POOLED // 2
+            )  # (B, H_kv, n - OBSERVED)
+            best = past.topk(min(count, past.shape[-1]), dim=-1).indices.sort(dim=-1).values
+            last = torch.arange(tokens - OBSERVED, tokens).expand(*best.shape[:2], -1)
+            kept = torch.cat([best, last], dim=-1).unsqueeze(-1)
+            kept = kept.expand(-1, -1, -1, layer.keys.shape[3])  # (B, H_kv, kept, d)
+            layers.append((layer.keys.gather(2, kept), layer.values.gather(2, kept)))
+        yield lambda: Cache(layers=[DroppingLayer(tokens, *kept) for kept in layers])
+
+
+def _observed(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
+    """Return the attention weights of the last tokens in the cache: (B, H_q, OBSERVED, n)."""
+    cache = copy.deepcopy(prompts.stock)
+    cache.crop(-OBSERVED)
+    usual = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the only one that gives weights
+    try:
+        output = model(
+            input_ids=prompts.ids[:, -1 - OBSERVED : -1],
+            past_key_values=cache,
+            output_attentions=True,
+            logits_to_keep=1,
+        )
+    finally:
+        model.set_attn_implementation(usual)
+    return list(output.attentions)
+
+
+def kept_bytes(model: PreTrainedModel, prompts: DynamicCache | Cache) -> int:
+    """Return the bytes of keys and values that a cache holds."""
+    return sum(x.nbytes for layer in prompts.layers for x in (layer.keys, layer.values))
