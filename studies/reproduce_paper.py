@@ -69,8 +69,14 @@ from manifoldkv import (
     quantize,
     sample_tokens,
 )
-from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
+from manifoldkv.diagnostics import LayerErrors
+from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.evaluation.zero_shot import (
+    ManifoldKVLM,
+    local_task,
+    write_continuation_task,
+    zero_shot,
+)
 from manifoldkv.figures import table_of_results
 from manifoldkv.pipeline.rounding import Rotation
 from manifoldkv.ranks import Ranks
@@ -194,8 +200,10 @@ class Study:
         windows = [len(tokens) for tokens in self.corpora.values()]
         self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length, windows)}"
         self.plans_folder = out / "steps" / "plans"
-        self.checkpoints = Checkpoints(
-            out / "steps", {"model": digest_of_model(self.model)}, force=given.force
+        self.checkpoints = (
+            common.stored_in(out, given)
+            .keyed(model=digest_of_model(self.model))
+            .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
         )
 
     def _tokens(
@@ -324,7 +332,7 @@ class Study:
             sequences=self.protocol.search_sequences,
             budgets=self.protocol.error_budgets,
         )
-        frame = checkpoints.made_by(ReleaseSearch).frame("release", compute)
+        frame = checkpoints.frame("release", compute)
         rows = frame[frame["budget"] == budget].sort_values("layer")
         return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
 
