@@ -25,7 +25,7 @@ from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.pipeline.rounding import ROTATIONS
 from manifoldkv.plan.quantization import Layout
-from manifoldkv.runs.checkpoints import digest_of_tokens
+from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 
 BITS = (8, 4, 3, 2)
 LAYOUTS: tuple[Layout, ...] = ("static", "kivi")
@@ -80,8 +80,11 @@ def measure(given: argparse.Namespace, recipe: str, out: Path) -> pd.DataFrame:
         rotary=given.rotary,
         folder=out / "steps" / "plan",
     )
-    checkpoints = common.stored_in(out, given).keyed(
-        held_out=digest_of_tokens(held_out), calibration=digest_of_tokens(calibration)
+    checkpoints = common.stored_in(out, given).made_by(quantize, Perplexity)
+    checkpoints = checkpoints.keyed(
+        weights=digest_of_model(model),
+        held_out=digest_of_tokens(held_out),
+        calibration=digest_of_tokens(calibration),
     )
 
     def measured(settings: tuple[str, int, str] | None, plan: object) -> Perplexity:

@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,33 @@ from typing import Any
 import common
 import pandas as pd
 import torch
+from paper import figures
+from paper.protocol import EIGEN, GROUPED, PROTOCOLS, SAME_RANKS, SERIES, STIEF, Protocol
+from paper.published import (
+    C4,
+    PAPER_CORPORA,
+    PAPER_LENGTH,
+    PAPER_WEIGHTS,
+    PAPER_WINDOWS,
+    WIKITEXT,
+    mismatches,
+)
+from paper.search import ReleaseSearch
+from paper.tables import (
+    bases_at_the_same_ranks,
+    of_methods,
+    rules_with_the_same_bases,
+    write_tables,
+)
 from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import (
     KQSVD,
-    Basis,
     ClosedForm,
     CompressionPlan,
     EigenAttention,
     GivenRanks,
-    HeadGrouping,
-    LayerActivations,
     LayerOutput,
     ManifoldKVError,
     Optimal,
@@ -51,165 +65,32 @@ from manifoldkv import (
     capture,
     compress,
     diagnose,
-    layer_errors,
     open_text,
     quantize,
     sample_tokens,
 )
-from manifoldkv import figures as draw
-from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task, zero_shot
-from manifoldkv.figures import save_figure
-from manifoldkv.objectives.eigen_attention import singular_values
+from manifoldkv.diagnostics import LayerErrors
+from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.evaluation.zero_shot import (
+    ManifoldKVLM,
+    local_task,
+    write_continuation_task,
+    zero_shot,
+)
+from manifoldkv.figures import table_of_results
 from manifoldkv.pipeline.rounding import Rotation
-from manifoldkv.ranks import PAPER_CANDIDATES, Ranks
-from manifoldkv.ranks.threshold import threshold_search
+from manifoldkv.ranks import Ranks
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
-STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
-"""The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
-oblique basis."""
-SERIES = {EIGEN: "release", STIEF: "sequential", GROUPED: "optimal"}
-"""How a method's ranks are chosen where methods are compared as they are published."""
-SAME_RANKS = "same ranks"
-"""The rule of plans that have the ranks which the sequential rule chose for the paper's bases."""
-PAPER_WEIGHTS = {"Meta-Llama-3-8B": "Llama3-8B", "Qwen3-8B": "Qwen3-8B"}
-"""Names on the Hub of the models the paper measured."""
-WIKITEXT, C4 = "wikitext:wikitext-2-raw-v1", "allenai/c4:en:validation"
-PAPER_CORPORA = {"WikiText": f"{WIKITEXT}:test", "C4": C4}
-PAPER_WINDOWS, PAPER_LENGTH = 140, 2048
-"""The whole test set of WikiText-2 in the paper's windows, but for a rest."""
 HELD_OUT: Split = "held-out"
-MISMATCH = 0.05
-"""Relative difference from the paper's uncompressed perplexity that is reported."""
 BITS = (8, 4, 3, 2)
 ROTATIONS: tuple[Rotation, ...] = ("none", "hadamard")
 """Of latents before they are rounded: the paper has none."""
 QUANTIZED_RATIO = 0.6
 TASKS = ("hellaswag", "piqa", "mmlu")
 CONTINUATION = "docstring-continuation"
-
-
-_OVER_WINDOWS = (
-    "Bands are the range over seeds, or with one seed standard errors over windows of the "
-    "difference from the uncompressed model."
-)
-FIGURES: dict[str, tuple[Any, str, str]] = {
-    "accuracy": (
-        draw.accuracy,
-        "zero-shot accuracy against the achieved cache ratio",
-        "EigenAttention by its own search, the paper's method with sequential ranks, grouped "
-        "kq-svd with optimal ones. Bands are standard errors over items.",
-    ),
-    "ppl": (draw.perplexities, "perplexity against the achieved cache ratio", _OVER_WINDOWS),
-    "policy_uniform": (
-        draw.policies,
-        "perplexity of the paper's bases by rank rule",
-        _OVER_WINDOWS,
-    ),
-    "quantization": (
-        draw.quantization,
-        "perplexity of integer latents against bytes",
-        "Of the plans whose ratio is nearest to 0.6, in the paper's layout; dashed where latents "
-        "are rotated by Hadamard matrices before they are rounded, which the paper does not do. "
-        + _OVER_WINDOWS,
-    ),
-    "bases_comparison": (
-        draw.bases_comparison,
-        "errors of each layer by itself, rank head_dim / 2",
-        "On the windows of the first corpus; bands are the range over seeds.",
-    ),
-    "ranks": (
-        draw.rank_profile,
-        "ranks that the sequential rule chose for the paper's bases",
-        "Means over the ratios asked for; bands are their range.",
-    ),
-}
-"""How each figure of the paper is drawn, its title, and what else its caption says."""
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How much of everything; None is all there is.
-
-    Parameters
-    ----------
-    sequences, length : int
-        Calibration data.
-    epochs : int
-        Of the predictor, at most.
-    ratios : tuple of float
-        Asked for.
-    error_budgets : tuple of float
-        Of EigenAttention's search, which knows no ratio.
-    candidates : tuple of float
-        Ranks that are trained, as shares of head_dim.
-    windows, second_windows : int or None
-        Held-out windows of both corpora.
-    surface_sequences, surface_rows : int or None
-        What the sequential and the threshold rule measure errors on.
-    search_sequences : int or None
-        What EigenAttention's own search measures errors on.
-    items : int or None
-        Of each task.
-    """
-
-    sequences: int = 32
-    length: int = 512
-    epochs: int = 8
-    ratios: tuple[float, ...] = (0.9, 0.8, 0.7, 0.6, 0.5)
-    error_budgets: tuple[float, ...] = (0.02, 0.04, 0.07, 0.11, 0.16, 0.25)
-    candidates: tuple[float, ...] = (0.25, 0.375, *PAPER_CANDIDATES)
-    windows: int | None = 24
-    second_windows: int | None = 24
-    surface_sequences: int | None = 16
-    surface_rows: int | None = 64
-    search_sequences: int | None = 8
-    items: int | None = 200
-
-    def caption(self, length: int, windows: Sequence[int]) -> str:
-        """Return what was measured on how much, in a sentence."""
-        items = "all" if self.items is None else f"the first {self.items}"
-        surface = f"{_of(self.surface_sequences, self.sequences)} sequences"
-        rows = "" if self.surface_rows is None else f" × {self.surface_rows} query rows"
-        return (
-            f"calibrated on {self.sequences} × {length} tokens, predictor capped at {self.epochs} "
-            f"epochs, {len(self.candidates)} candidate ranks; surfaces of the sequential and the "
-            f"threshold rule on {surface}{rows}, EigenAttention's search on "
-            f"{_of(self.search_sequences, self.sequences)}, divergences of the optimal rule on "
-            f"{Optimal().sequences}; perplexity on "
-            f"{' and '.join(map(str, windows))} held-out windows of {length} tokens; {items} items "
-            "per task"
-        )
-
-
-def _of(count: int | None, total: int) -> str:
-    return f"all {total}" if count is None else str(min(count, total))
-
-
-PROTOCOLS = {
-    "default": Protocol(),
-    "paper": Protocol(
-        512,
-        2048,
-        50,
-        candidates=PAPER_CANDIDATES,
-        windows=None,
-        second_windows=256,
-        surface_sequences=None,
-        surface_rows=None,
-        search_sequences=None,
-        items=None,
-    ),
-    "quick": Protocol(
-        *(4, 96, 1, (0.8, 0.5), (0.05, 0.2), (0.5, 0.75, 1.0)),
-        windows=4,
-        second_windows=4,
-        items=8,
-    ),
-}
 
 
 def main() -> int:
@@ -319,8 +200,10 @@ class Study:
         windows = [len(tokens) for tokens in self.corpora.values()]
         self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length, windows)}"
         self.plans_folder = out / "steps" / "plans"
-        self.checkpoints = Checkpoints(
-            out / "steps", {"model": digest_of_model(self.model)}, force=given.force
+        self.checkpoints = (
+            common.stored_in(out, given)
+            .keyed(model=digest_of_model(self.model))
+            .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
         )
 
     def _tokens(
@@ -358,7 +241,7 @@ class Study:
             ],
             ignore_index=True,
         )
-        main_series = _part(evaluations, SERIES)
+        main_series = of_methods(evaluations, SERIES)
         of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
         frames = {
             "accuracy": main_series,
@@ -369,23 +252,12 @@ class Study:
             "ranks": self.profile(plans),
         }
         for stem, frame in frames.items():
-            self.save(stem, frame)
+            figures.save(stem, frame, self.name, self.out)
         return {
-            "table1": draw.table_of_results(main_series),
-            "table2": self.bases_at_the_same_ranks(evaluations),
-            "table3": self.rules_with_the_same_bases(evaluations),
+            "table1": table_of_results(main_series),
+            "table2": bases_at_the_same_ranks(evaluations),
+            "table3": rules_with_the_same_bases(evaluations),
         }
-
-    def save(self, stem: str, frame: pd.DataFrame) -> None:
-        path = self.out / self.file(stem)
-        frame.to_csv(path.with_suffix(".csv"), index=False)
-        figure, title, _ = FIGURES[stem]
-        save_figure(figure(frame, title=f"{self.name}: {title}"), path)
-
-    def file(self, stem: str) -> str:
-        """Return the paper's label of a figure: of the diagnostics, only Qwen's has the name."""
-        plain = (stem, self.name) == ("bases_comparison", "llama")
-        return stem if plain else f"{stem}_{self.name}"
 
     # Plans
 
@@ -460,7 +332,7 @@ class Study:
             sequences=self.protocol.search_sequences,
             budgets=self.protocol.error_budgets,
         )
-        frame = checkpoints.made_by(ReleaseSearch).frame("release", compute)
+        frame = checkpoints.frame("release", compute)
         rows = frame[frame["budget"] == budget].sort_values("layer")
         return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
 
@@ -577,106 +449,18 @@ class Study:
             ]
         )
 
-    # Tables
-
-    def bases_at_the_same_ranks(self, evaluations: pd.DataFrame) -> pd.DataFrame:
-        """Return what bases cost at the ranks of the paper's sequential rule."""
-        part = _part(evaluations, {EIGEN: SAME_RANKS, STIEF: "sequential", GROUPED: SAME_RANKS})
-        return _wide(part[part["method"] != "uncompressed"], "method")
-
-    def rules_with_the_same_bases(self, evaluations: pd.DataFrame) -> pd.DataFrame:
-        """Return what rank rules cost with EigenAttention's bases, and with the paper's."""
-        part = evaluations[evaluations["method"].isin([EIGEN, STIEF])]
-        return _wide(part[~part["policy"].isin([SAME_RANKS, "release"])], "policy")
-
-
-class ReleaseSearch:
-    """EigenAttention's search in one layer: its own bases, thresholds and errors.
-
-    Parameters
-    ----------
-    fit : LayerActivations
-        What bases and singular values are made of.
-    measured : LayerActivations
-        What errors are measured on.
-    """
-
-    def __init__(self, fit: LayerActivations, measured: LayerActivations) -> None:
-        self._measured = measured
-        shared, apart = HeadGrouping("shared", fit.kv_heads), HeadGrouping(1, fit.kv_heads)
-        self._spectra = (singular_values(fit, "key", shared), singular_values(fit, "value", apart))
-        self._full = tuple(
-            EigenAttention().problem(fit, site, grouping).closed_form(fit.head_dim)  # type: ignore[arg-type]
-            for site, grouping in (("key", shared), ("value", apart))
-        )
-        self._errors: dict[Ranks, float] = {}
-
-    def ranks(self, error_budget: float) -> Ranks:
-        """Return the ranks at an error budget."""
-        return threshold_search(*self._spectra, self._error, error_budget)
-
-    def _error(self, key: int, value: int) -> float:
-        if (key, value) not in self._errors:
-            bases = [_leading(b, rank) for b, rank in zip(self._full, (key, value), strict=True)]
-            found = layer_errors(self._measured, *bases).layer_output_error
-            self._errors[key, value] = found
-        return self._errors[key, value]
-
-
-def _leading(basis: Basis, rank: int) -> Basis:
-    """Return the leading part of an eigenbasis."""
-    down = basis.down[..., :rank].contiguous()
-    return Basis(down, down, basis.grouping)
-
 
 def _ranks_of(plan: CompressionPlan) -> list[Ranks]:
     return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
 
 
-def _part(evaluations: pd.DataFrame, policies: dict[str, str]) -> pd.DataFrame:
-    """Return the rows of some methods, each under one rule, and of the uncompressed model."""
-    wanted = evaluations["method"].map(policies | {"uncompressed": "none"})
-    return evaluations[evaluations["policy"] == wanted]
-
-
-def _wide(part: pd.DataFrame, of: str) -> pd.DataFrame:
-    """Return added NLL ± standard error (achieved ratio), a column for every requested ratio."""
-    part = part[part["measure"] == "perplexity"]
-    keys = ["model", "of", "method", "policy", "requested_ratio"]
-    means = part.groupby(keys, sort=False)[["added_nll", "added_nll_error", "ratio"]].mean()
-    means["cell"] = [
-        f"{row.added_nll:.3f} ± {row.added_nll_error:.3f} ({row.ratio:.3f})"
-        for row in means.itertuples()
-    ]
-    wide = means.reset_index().pivot_table("cell", keys[:-1], keys[-1], aggfunc="first", sort=False)
-    wide = wide[sorted(wide.columns, reverse=True)].rename(columns="ratio {:g}".format)
-    names = {"of": "corpus", "method": "bases", "policy": "ranks"}
-    wide = wide.reset_index().rename(columns=names).rename_axis(columns=None)
-    first = ["model", "corpus", "bases"]
-    if of == "method":
-        return wide.drop(columns="ranks").sort_values(first[:2], kind="stable")
-    return wide.sort_values(first, kind="stable")
-
-
-def mismatches(model: str, measured: dict[str, float]) -> list[str]:
-    """Return what is to be said if an uncompressed model is not the one the paper measured.
-
-    Parameters
-    ----------
-    model : str
-        As in paper_results.csv.
-    measured : dict
-        Corpus to perplexity.
-    """
-    rows = pd.read_csv(common.HERE / "paper_results.csv")
-    theirs = rows[(rows["model"] == model) & rows["requested_ratio"].isna()].iloc[0]
-    return [
-        f"{model} uncompressed has a perplexity of {ours:.2f} on {corpus} in windows of "
-        f"{PAPER_LENGTH} tokens, the paper's row says {theirs[corpus]:.2f}: weights, text or "
-        "sampler differ, and so will all that follows"
-        for corpus, ours in measured.items()
-        if abs(ours / theirs[corpus] - 1) > MISMATCH
-    ]
+def write_captions(studies: list[Study], out: Path) -> None:
+    """Write what every figure shows, and on how much it was measured."""
+    lines = ["# Captions", ""]
+    for study in studies:
+        lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
+        lines += [*figures.captions(study.name), ""]
+    (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
@@ -696,73 +480,6 @@ def _title(text: str) -> str:
     known = {WIKITEXT: "WikiText-2", C4: "C4"}
     substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
     return (known | substitutes).get(text, Path(text).name)
-
-
-def write_tables(tables: list[dict[str, pd.DataFrame]], out: Path, captions: list[str]) -> None:
-    """Write the three tables over all models as CSV and Markdown, the first as LaTeX too."""
-    notes = "\n".join(f"- {caption}" for caption in captions)
-    theirs = pd.read_csv(common.HERE / "paper_results.csv")
-    theirs.insert(1, "method", "layer-output (the paper's number)")
-    theirs.loc[theirs["requested_ratio"].isna(), "method"] = "uncompressed (the paper's number)"
-    rows = pd.concat([*(table["table1"] for table in tables), theirs], ignore_index=True)
-    shown = with_errors(rows)
-    (out / "table1.tex").write_text(shown.to_latex(index=False, escape=True), encoding="utf-8")
-    written = {
-        "table1": (
-            rows,
-            shown,
-            "Perplexities (lower is better) and accuracies, ± standard errors over windows (of the "
-            "difference from the uncompressed model) or items; means over seeds. EigenAttention's "
-            "ranks are those of its own search, which knows no ratio. The paper's rows are of "
-            "other models and other texts than ours.",
-        ),
-    }
-    for name, caption in (
-        ("table2", "Bases at the same ranks, those of the sequential rule for the paper's bases"),
-        ("table3", "Rank rules with the same bases"),
-    ):
-        frame = pd.concat([table[name] for table in tables], ignore_index=True)
-        text = (
-            f"{caption}: added NLL, nats per token, ± standard errors over windows (achieved "
-            "ratio)."
-        )
-        written[name] = (frame, frame, text)
-    for name, (frame, readable, caption) in written.items():
-        frame.to_csv(out / f"{name}.csv", index=False)
-        text = (
-            f"# Table {name[-1]}\n\n{caption}\n\n{readable.to_markdown(index=False)}\n\n"
-            f"Ours:\n\n{notes}\n"
-        )
-        (out / f"{name}.md").write_text(text, encoding="utf-8")
-
-
-def write_captions(studies: list[Study], out: Path) -> None:
-    """Write what every figure shows, and on how much it was measured."""
-    lines = ["# Captions", ""]
-    for study in studies:
-        lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
-        for stem, (_, title, band) in FIGURES.items():
-            lines.append(f"- `{study.file(stem)}`: {title}. {band}")
-        lines.append("")
-    (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def with_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table for reading: numbers as text, with their standard errors if there are any."""
-    shown = rows[["model", "method"]].copy()
-    for column in rows.columns[2:]:
-        if column.endswith(" SE"):
-            continue
-        errors = rows.get(f"{column} SE", pd.Series(float("nan"), rows.index))
-        shown[column] = [
-            _number(value) + (f" ± {error:.2g}" if error == error else "")
-            for value, error in zip(rows[column], errors, strict=True)
-        ]
-    return shown
-
-
-def _number(value: float) -> str:
-    return "–" if pd.isna(value) else f"{value:.3f}" if value < 2 else f"{value:.2f}"
 
 
 if __name__ == "__main__":

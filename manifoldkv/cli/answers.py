@@ -28,10 +28,11 @@ def show(answer: Answer, as_json: bool) -> None:
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes in its largest fitting unit."""
+    """Return a number of bytes in its largest fitting unit, never as 1024 of a smaller one."""
     for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        rounded = f"{nbytes:.0f}" if unit == "B" else f"{nbytes:.1f}"
+        if float(rounded) < 1024:
+            return f"{rounded} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
 

@@ -79,9 +79,7 @@ def compress(
         int | None, typer.Option(help="Also round latents to integers of so many: 8, 4, 3 or 2.")
     ] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Calibration windows (64).")] = None,
-    length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens in a window (512, or all the model takes).")
-    ] = None,
+    length: LengthOption = None,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     threads: Annotated[
         int | None, typer.Option(help="The same seed gives the same plan on as many.")

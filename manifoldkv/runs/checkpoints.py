@@ -61,15 +61,15 @@ class Checkpoints:
         found._computed = self._computed
         return found
 
-    def made_by(self, *classes: type) -> Checkpoints:
-        """Return the same checkpoints for what the code of some classes makes.
+    def made_by(self, *parts: Callable[..., Any]) -> Checkpoints:
+        """Return the same checkpoints for what the code of some classes and functions makes.
 
         Raises
         ------
         OutputError
-            If there is a folder, and the source of a class cannot be read (`digest_of_code`).
+            If there is a folder, and the source of one cannot be read (`digest_of_code`).
         """
-        return self if self.folder is None else self.keyed(code=digest_of_code(*classes))
+        return self if self.folder is None else self.keyed(code=digest_of_code(*parts))
 
     def frame(self, name: str, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
         """Return a table: read if it is stored, else computed and stored."""

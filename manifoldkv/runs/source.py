@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from manifoldkv.errors import OutputError
 
@@ -23,28 +25,30 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-def digest_of_code(*classes: type) -> str:
-    """Return the SHA-256 of the code that some classes run.
+def digest_of_code(*parts: Callable[..., Any]) -> str:
+    """Return the SHA-256 of the code that some classes and functions run.
 
     That is the source of the modules they come from and of all modules these refer to; of an
     installed package the version stands for its source.
 
     Parameters
     ----------
-    classes : type
-        Of objectives, solvers and rank rules, and of what calls them.
+    parts : class or function
+        Classes of objectives, solvers and rank rules, and what calls them.
 
     Raises
     ------
     OutputError
-        If the source of a class cannot be read: nothing that it computes can be stored.
+        If the source of one cannot be read: nothing that it computes can be stored.
     """
     described = versions()
-    for cls in dict.fromkeys(base for each in classes for base in each.__mro__):
-        module = sys.modules[cls.__module__]
-        if cls.__module__ == "__main__" and not hasattr(module, "__file__"):
+    for part in dict.fromkeys(
+        found for each in parts for found in getattr(each, "__mro__", [each])
+    ):
+        module = sys.modules[part.__module__]
+        if part.__module__ == "__main__" and not hasattr(module, "__file__"):
             raise OutputError(
-                f"the source of {cls.__qualname__} cannot be read, so that a later run could not "
+                f"the source of {part.__qualname__} cannot be read, so that a later run could not "
                 "tell whether it has changed: define it in a file, or store no checkpoints"
             )
         _describe(module, described)

@@ -1,8 +1,7 @@
 """Caches that are copied and kept; models that are copied, saved and converted in a block."""
 
 import copy
-import io
-import pickle
+import pickle  # a cache of one's own is kept so; the package itself reads nothing that is pickled
 from pathlib import Path
 
 import pytest
@@ -78,12 +77,9 @@ class TestCopiesOfACache:
         with compressed(model, CompressionPlan.load(tmp_path)) as new_cache:
             cache = new_cache()
             prefilled(model, cache, text[:, :PREFIX])
-        buffer = io.BytesIO()
-        torch.save(cache, buffer)
-        buffer.seek(0)
-        kept = [pickle.loads(pickle.dumps(cache)), torch.load(buffer, weights_only=False)]
+        kept = pickle.loads(pickle.dumps(cache))
         with compressed(model, CompressionPlan.load(tmp_path)):
-            for again in (*kept, cache):
+            for again in (kept, cache):
                 assert_equal(prefilled(model, again, text[:, PREFIX:]), expected[:, PREFIX:])
 
     def test_bases_are_no_part_of_it(self, kind: str, rotary: str) -> None:

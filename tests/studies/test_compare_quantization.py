@@ -1,10 +1,15 @@
 """compare_quantization as a user runs it."""
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
+import compare_quantization
 import pandas as pd
 import pytest
 
+from manifoldkv import ManifoldKVError
+from manifoldkv.runs import checkpoints
 from tests.drawings import assert_written, lines_of
 from tests.studies.running import Done, run_here
 
@@ -18,12 +23,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compare_quantization")
 
 
+SMALL = ("--text", "pydoc-topics", "--sequences", 2, "--sequence-length", 160, "--rotary", "post")
+
+
 @pytest.fixture(scope="module")
 def run(out: Path) -> Done:
-    done = study(
-        *("--text", "pydoc-topics", "--sequences", 2, "--sequence-length", 160),
-        *("--rotary", "post", "--out", out),
-    )
+    done = study(*SMALL, "--out", out)
     assert done.code == 0, done.err
     return done
 
@@ -71,6 +76,29 @@ def test_the_summary_says_what_was_run(run: Done, out: Path) -> None:
         in text
     )
     assert "Command: `python studies/compare_quantization.py --text pydoc-topics" in text
+
+
+@pytest.mark.parametrize("changed", ["nothing", "weights", "Perplexity", "quantize"])
+def test_what_other_weights_or_other_code_measured_is_not_taken(
+    changed: str, run: Done, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = checkpoints.digest_of_code
+    if changed == "weights":
+        monkeypatch.setattr(compare_quantization, "digest_of_model", lambda model: "others")
+
+    @wraps(stock)
+    def edited(*parts: Callable[..., object]) -> str:
+        names = [part.__name__ for part in parts]
+        return "edited" if changed in names else stock(*parts)
+
+    def again(*ignored: object) -> None:
+        raise ManifoldKVError("measured again")
+
+    monkeypatch.setattr(checkpoints, "digest_of_code", edited)
+    monkeypatch.setattr(compare_quantization, "perplexity", again)
+    done = study(*SMALL, "--out", out)
+    assert done.code == (0 if changed == "nothing" else 2)
+    assert changed == "nothing" or "measured again" in done.last_line
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

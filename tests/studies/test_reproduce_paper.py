@@ -1,11 +1,17 @@
 """reproduce_paper as a user runs it, small."""
 
+from functools import wraps
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import reproduce_paper
+from paper.search import ReleaseSearch
 
+from manifoldkv.diagnostics import LayerErrors
+from manifoldkv.evaluation import Perplexity
+from manifoldkv.evaluation.zero_shot import ManifoldKVLM
+from manifoldkv.runs import checkpoints
 from manifoldkv.solvers import Predictor
 from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import Done, run_here
@@ -133,6 +139,26 @@ def test_a_repeated_run_measures_nothing_and_draws_the_same(
     done = study("--quick", "--model", "reference-qwen3", "--out", out)
     assert done.code == 0, done.err[-3000:]
     assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("changed", [None, ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors])
+def test_what_other_code_measured_is_not_taken(
+    changed: type | None, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = checkpoints.digest_of_code
+
+    @wraps(stock)  # or the digest would see this function where that one was
+    def edited(*parts: type) -> str:
+        return "edited" if changed in parts else stock(*parts)
+
+    def again(*ignored: object, **also_ignored: object) -> None:
+        raise reproduce_paper.ManifoldKVError("measured again")
+
+    monkeypatch.setattr(checkpoints, "digest_of_code", edited)
+    monkeypatch.setattr(reproduce_paper, "zero_shot", again)
+    done = study("--quick", "--model", "reference-qwen3", "--out", out)
+    assert done.code == (0 if changed is None else 2)
+    assert changed is None or "measured again" in done.last_line
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Laws every objective, every solver and every rank rule obeys, as test classes to inherit.
+
+    from manifoldkv.testing import ObjectiveConformance
+
+    class TestMine(ObjectiveConformance):
+        objective = MyObjective()
+
+pytest collects the inherited tests. They run on tiny random models in float64, in seconds.
+"""
+
+from manifoldkv.testing.checks import assert_describable, assert_orthonormal
+from manifoldkv.testing.objectives import ObjectiveConformance
+from manifoldkv.testing.ranks import RankRuleConformance
+from manifoldkv.testing.solvers import SolverConformance
+from manifoldkv.testing.tiny import (
+    HEAD_DIM,
+    KV_HEADS,
+    SHAPE,
+    random_basis,
+    tiny_activations,
+    tiny_tokens,
+)
+
+__all__ = [
+    "HEAD_DIM",
+    "KV_HEADS",
+    "SHAPE",
+    "ObjectiveConformance",
+    "RankRuleConformance",
+    "SolverConformance",
+    "assert_describable",
+    "assert_orthonormal",
+    "random_basis",
+    "tiny_activations",
+    "tiny_tokens",
+]

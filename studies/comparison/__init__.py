@@ -1,0 +1,1 @@
+"""What `frontier` compares, and how it is shown."""

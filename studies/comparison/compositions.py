@@ -1,0 +1,394 @@
+"""Ways to make a cache smaller: recipes, their parts, and what people would use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from comparison.rivals import (
+    SINKS,
+    SinksAndRecent,
+    SnapKV,
+    float8_cache,
+    in_float8,
+    recent_tokens,
+)
+from manifoldkv import (
+    RECIPES,
+    CompressionPlan,
+    Optimal,
+    Quantization,
+    Recipe,
+    Uniform,
+    compress,
+    full_rank_plan,
+    quantize,
+)
+from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.evaluation.retrieval import Holder, through_plan
+from manifoldkv.models.support import attention_of, decoder_layers
+
+@torch.no_grad()
+def losses(
+    model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
+) -> Perplexity:
+    """Return how well a model predicts tokens when it is called with some keywords, window by one."""
+    found = []
+    for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
+        logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
+        found.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
+    return Perplexity(tuple(found), tokens.shape[0] * (tokens.shape[1] - 1))
+
+
+def seen_beside_sinks(tokens: int, recent: int, sinks: int = SINKS) -> Tensor:
+    """Return which tokens every query sees of the first ones and the newest, (1, 1, n, n).
+
+    The newest are those before it and itself.
+    """
+    slots = torch.arange(tokens)
+    distance = slots.unsqueeze(1) - slots
+    seen = (distance >= 0) & ((distance < recent) | (slots < sinks))
+    return seen.view(1, 1, tokens, tokens)
+
+
+def attention_work(plan: CompressionPlan, query_heads: int) -> float:
+    """Multiplications per cached token of a decode step, against the uncompressed cache.
+
+    Scores and mixtures on latents of g concatenated heads are g·r long. Keys stored before rotation
+    are expanded instead, every KV head of every token once a step, and scored at head_dim.
+    """
+    work = full = 0
+    for layer in plan.layers:
+        d, heads = layer.key.head_dim, layer.key.grouping.heads
+        full += 2 * query_heads * d
+        work += query_heads * layer.value.rank * layer.value.grouping.width
+        if plan.rotary == "post":
+            work += query_heads * layer.key.rank * layer.key.grouping.width
+        else:
+            work += query_heads * d + heads * d * layer.key.rank * layer.key.grouping.width
+    return work / full
+
+
+BITS = (8, 4, 3, 2)
+ROUNDED_BITS = 4
+"""Of latents in the compositions of rank and bits."""
+CALIBRATION_OF_BITS = 8
+"""Calibration sequences that ranges of integers are found on."""
+
+
+class Composition(Protocol):
+    """Something that makes caches, at a ratio that is asked for."""
+
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        """Return the ratios it is measured at, given those asked for."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what its caches depend on, beside ratio, model and text."""
+        ...
+
+    def point(self, at: Setting, ratio: float) -> Point:
+        """Return what it makes at a ratio."""
+        ...
+
+
+class Point(Protocol):
+    """A way to hold tokens, made for a ratio."""
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of a cache of so many tokens."""
+        ...
+
+    def perplexity(self, tokens: Tensor) -> Perplexity | None:
+        """Return the loss through the cache, or None where that means nothing."""
+        ...
+
+    @property
+    def holder(self) -> Holder:
+        """Return how prompts are held."""
+        ...
+
+    def facts(self) -> dict[str, float]:
+        """Return what else is known of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every composition is given.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Measured.
+    calibration : Tensor
+        (sequences, length)
+    window : int
+        Tokens for which ratios are kept.
+    rotary : {"pre", "post"}
+        Of keys in plans.
+    seed : int
+        Of solvers.
+    folder : Path
+        Of what plans are made of.
+    """
+
+    model: PreTrainedModel
+    calibration: Tensor
+    window: int
+    rotary: Any
+    seed: int
+    folder: Path
+
+    @property
+    def stock_bytes_per_token(self) -> int:
+        """Return the bytes of a token in the stock cache, in 16-bit numbers."""
+        attention = attention_of(decoder_layers(self.model)[0])
+        heads = self.model.config.get_text_config().num_key_value_heads
+        return 2 * len(decoder_layers(self.model)) * heads * int(attention.head_dim) * 2
+
+    def compressed(self, recipe: Recipe, ratio: float) -> CompressionPlan:
+        """Return the plan of a recipe."""
+        return compress(
+            self.model,
+            self.calibration,
+            ratio=ratio,
+            recipe=recipe,
+            rotary=self.rotary,
+            seed=self.seed,
+            context=self.window,
+            folder=self.folder,
+        )
+
+    def rounded(self, plan: CompressionPlan, quantization: Quantization) -> CompressionPlan:
+        """Return a plan with integer latents."""
+        return quantize(plan, self.model, self.calibration[:CALIBRATION_OF_BITS], quantization)
+
+
+class PlanPoint:
+    """A plan, made when it is needed."""
+
+    def __init__(self, at: Setting, make: Callable[[], CompressionPlan]) -> None:
+        self._at = at
+        self._make = make
+
+    @cached_property
+    def plan(self) -> CompressionPlan:
+        return self._make()
+
+    def nbytes(self, tokens: int) -> int:
+        return self.plan.nbytes(tokens)
+
+    def perplexity(self, tokens: Tensor) -> Perplexity:
+        return perplexity(self._at.model, tokens, self.plan)
+
+    @property
+    def holder(self) -> Holder:
+        return partial(through_plan, plan=self.plan)
+
+    def facts(self) -> dict[str, float]:
+        attention = attention_of(decoder_layers(self._at.model)[0])
+        query_heads = int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
+        return {
+            "basis_bytes": self.plan.basis_nbytes(),
+            "recent": self.plan.recent,
+            "attention_work": attention_work(self.plan, query_heads),
+        }
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A recipe, its latents in 16 bits or rounded to fewer."""
+
+    recipe: Recipe
+    said: str
+    bits: int | None = None
+    only_at: tuple[float, ...] = ()
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [ratio for ratio in asked if not self.only_at or ratio in self.only_at]
+
+    def describe(self) -> dict[str, Any]:
+        return {"recipe": self.recipe.describe(), "bits": self.bits}
+
+    def point(self, at: Setting, ratio: float) -> PlanPoint:
+        if self.bits is None:
+            return PlanPoint(at, partial(at.compressed, self.recipe, ratio))
+        return PlanPoint(at, partial(self._rounded, at, ratio, self.bits))
+
+    def _rounded(self, at: Setting, ratio: float, bits: int) -> CompressionPlan:
+        """Return the plan with the largest ranks whose integers stay within the ratio."""
+        of_ranks = min(1.0, ratio * 16 / bits)
+        while True:
+            plan = at.rounded(at.compressed(self.recipe, of_ranks), Quantization(bits))
+            taken = plan.nbytes(at.window) / (at.window * at.stock_bytes_per_token)
+            if taken <= ratio:
+                return plan
+            of_ranks *= 0.995 * ratio / taken
+
+
+@dataclass(frozen=True)
+class Integers:
+    """No rank is cut; every element is an integer."""
+
+    layout: Any
+    said: str
+    all_bits: tuple[int, ...] = BITS
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [bits / 16 for bits in self.all_bits]
+
+    def describe(self) -> dict[str, Any]:
+        return {"integers": self.layout}
+
+    def point(self, at: Setting, ratio: float) -> PlanPoint:
+        quantization = Quantization(round(16 * ratio), self.layout)
+        return PlanPoint(at, lambda: at.rounded(full_rank_plan(at.model), quantization))
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Eight-bit floats."""
+
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return [0.5]
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": "fp8"}
+
+    def point(self, at: Setting, ratio: float) -> _Float8Point:
+        return _Float8Point(at)
+
+
+@dataclass(frozen=True)
+class _Float8Point:
+    at: Setting
+
+    def nbytes(self, tokens: int) -> int:
+        return tokens * self.at.stock_bytes_per_token // 2
+
+    def perplexity(self, tokens: Tensor) -> Perplexity:
+        return losses(
+            self.at.model, tokens, lambda: {"past_key_values": float8_cache(self.at.model)}
+        )
+
+    @property
+    def holder(self) -> Holder:
+        return in_float8
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """Tokens are kept whole, or not at all."""
+
+    name: str
+    said: str
+
+    def ratios(self, asked: list[float]) -> list[float]:
+        return asked
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": self.name}
+
+    def point(self, at: Setting, ratio: float) -> _DroppingPoint:
+        return _DroppingPoint(at, self.name, ratio)
+
+
+@dataclass(frozen=True)
+class _DroppingPoint:
+    at: Setting
+    name: str
+    ratio: float
+
+    def nbytes(self, tokens: int) -> int:
+        return max(SINKS + 1, int(self.ratio * tokens)) * self.at.stock_bytes_per_token
+
+    def perplexity(self, tokens: Tensor) -> Perplexity | None:
+        if self.name == "snapkv":  # it chooses once, after a prompt
+            return None
+        seen = seen_beside_sinks(tokens.shape[1], recent_tokens(tokens.shape[1], self.ratio))
+        return losses(self.at.model, tokens, lambda: {"attention_mask": seen})
+
+    @property
+    def holder(self) -> Holder:
+        return SnapKV(self.ratio) if self.name == "snapkv" else SinksAndRecent(self.ratio)
+
+    def facts(self) -> dict[str, float]:
+        return {"basis_bytes": 0}
+
+
+BEST = RECIPES["best"]
+FAST_UNIFORM = replace(RECIPES["fast"], ranks=Uniform())
+GROUPED = replace(BEST, ranks=Uniform(), recent_share=0.0, tuning_steps=0)
+COMPOSITIONS: dict[str, Composition] = {
+    "eigen-attention": Ranks(RECIPES["eigen-attention"], "the recipe"),
+    "paper": Ranks(RECIPES["paper"], "the recipe, with the paper's solver", only_at=(0.5,)),
+    "fast": Ranks(RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
+    "fast-uniform": Ranks(FAST_UNIFORM, "fast, the same ranks in every layer"),
+    "best": Ranks(BEST, "the recipe"),
+    "best-latents-only": Ranks(
+        replace(BEST, recent_share=0.0), "best, no token kept exact", only_at=(0.5,)
+    ),
+    "grouped-orthonormal": Ranks(
+        replace(RECIPES["eigen-attention"], key_grouping="all", value_grouping="all"),
+        "eigen-attention, all heads in one basis",
+    ),
+    "grouped": Ranks(GROUPED, "kq-svd (oblique), all heads in one basis"),
+    "grouped-recent": Ranks(
+        replace(GROUPED, recent_share=BEST.recent_share),
+        "and the newest tokens exact, a quarter of the bytes",
+    ),
+    "grouped-optimal": Ranks(replace(GROUPED, ranks=Optimal()), "grouped with optimal ranks"),
+    "grouped-optimal-recent": Ranks(
+        replace(BEST, tuning_steps=0), "and the newest tokens exact: best without tuning"
+    ),
+    "grouped-4-bit": Ranks(GROUPED, "grouped, latents of 4 bits", bits=ROUNDED_BITS),
+    "grouped-layer-output": Ranks(
+        replace(FAST_UNIFORM, key_grouping="all", value_grouping="all"),
+        "fast (layer-output, orthonormal), all heads in one basis",
+    ),
+    "fast-optimal-tuned": Ranks(
+        replace(RECIPES["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
+        "fast in the paper's head sharing, optimal ranks, tuned",
+        only_at=(0.5,),
+    ),
+    "eigen-attention-recent": Ranks(
+        replace(RECIPES["eigen-attention"], recent_share=BEST.recent_share),
+        "eigen-attention, the newest tokens exact",
+    ),
+    "integers": Integers(
+        "token",
+        "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
+        "per token and head",
+    ),
+    "kivi": Integers(
+        "kivi", "the same in KIVI's layout, the newest 64 tokens exact", all_bits=(4, 2)
+    ),
+    "fp8": Float8("keys and values in the format e4m3, no scale"),
+    "sinks-recent": Dropping(
+        "sinks-recent", f"the first {SINKS} tokens and the newest, others dropped (StreamingLLM)"
+    ),
+    "snapkv": Dropping(
+        "snapkv", "the tokens that the end of the prompt attends to, others dropped (SnapKV)"
+    ),
+}
+USUAL = (
+    *("eigen-attention", "fast-uniform", "best", "grouped", "grouped-recent", "grouped-4-bit"),
+    *("integers", "kivi", "fp8", "sinks-recent", "snapkv"),
+)

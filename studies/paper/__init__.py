@@ -1,0 +1,1 @@
+"""The parts of `studies/reproduce_paper.py`, which measures and calls them."""

@@ -1,0 +1,69 @@
+"""The figures of one model, their names and their captions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from manifoldkv import figures as draw
+from manifoldkv.figures import save_figure
+
+_OVER_WINDOWS = (
+    "Bands are the range over seeds, or with one seed standard errors over windows of the "
+    "difference from the uncompressed model."
+)
+FIGURES: dict[str, tuple[Any, str, str]] = {
+    "accuracy": (
+        draw.accuracy,
+        "zero-shot accuracy against the achieved cache ratio",
+        "EigenAttention by its own search, the paper's method with sequential ranks, grouped "
+        "kq-svd with optimal ones. Bands are standard errors over items.",
+    ),
+    "ppl": (draw.perplexities, "perplexity against the achieved cache ratio", _OVER_WINDOWS),
+    "policy_uniform": (
+        draw.policies,
+        "perplexity of the paper's bases by rank rule",
+        _OVER_WINDOWS,
+    ),
+    "quantization": (
+        draw.quantization,
+        "perplexity of integer latents against bytes",
+        "Of the plans whose ratio is nearest to 0.6, in the paper's layout; dashed where latents "
+        "are rotated by Hadamard matrices before they are rounded, which the paper does not do. "
+        + _OVER_WINDOWS,
+    ),
+    "bases_comparison": (
+        draw.bases_comparison,
+        "errors of each layer by itself, rank head_dim / 2",
+        "On the windows of the first corpus; bands are the range over seeds.",
+    ),
+    "ranks": (
+        draw.rank_profile,
+        "ranks that the sequential rule chose for the paper's bases",
+        "Means over the ratios asked for; bands are their range.",
+    ),
+}
+"""How each figure of the paper is drawn, its title, and what else its caption says."""
+
+
+def save(stem: str, frame: pd.DataFrame, model: str, out: Path) -> None:
+    """Draw a figure of a model into a folder, beside the CSV that it is drawn from."""
+    path = out / label(stem, model)
+    frame.to_csv(path.with_suffix(".csv"), index=False)
+    figure, title, _ = FIGURES[stem]
+    save_figure(figure(frame, title=f"{model}: {title}"), path)
+
+
+def label(stem: str, model: str) -> str:
+    """Return the paper's label of a figure: of the diagnostics, only Qwen's has the name."""
+    plain = (stem, model) == ("bases_comparison", "llama")
+    return stem if plain else f"{stem}_{model}"
+
+
+def captions(model: str) -> list[str]:
+    """Return a line for every figure of a model: what it shows."""
+    return [
+        f"- `{label(stem, model)}`: {title}. {band}" for stem, (_, title, band) in FIGURES.items()
+    ]
