@@ -7,10 +7,10 @@
 
 Compositions are recipes, recipes with a part taken out or put in, and what people would use instead
 of a plan. Every plan is made for every ratio from the same calibration text. Measured are the loss
-on held-out text, every token read through what the cache holds, and questions whose prompts are read
-as they are, the answer decoded from what the cache holds. Bytes are all that the cache holds at the
-window's length; bases come once and are named beside. Written into --out: results.csv (a row for
-each measurement of each plan), summary.md and two figures. What is measured is stored in
+on held-out text, every token read through what the cache holds, and questions whose prompts are
+read as they are, the answer decoded from what the cache holds. Bytes are all that the cache holds
+at the window's length; bases come once and are named beside. Written into --out: results.csv (a row
+for each measurement of each plan), summary.md and two figures. What is measured is stored in
 --out/steps: an interrupted run goes on where it was, a repeated one draws at once.
 """
 
@@ -20,35 +20,21 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import common
 import pandas as pd
-import torch
-from frontier_report import draw, summary
-from rivals import SINKS, SinksAndRecent, SnapKV, float8_cache, in_float8, recent_tokens
+from comparison.compositions import COMPOSITIONS, USUAL, Point, Setting
+from comparison.report import draw, summary
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from manifoldkv import (
-    RECIPES,
-    CompressionPlan,
-    Optimal,
-    Quantization,
     RankError,
-    Recipe,
-    Uniform,
     UnknownNameError,
-    compress,
-    full_rank_plan,
     open_text,
-    quantize,
     sample_tokens,
 )
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
@@ -58,14 +44,16 @@ from manifoldkv.evaluation.retrieval import (
     retrieval,
     retrieval_through,
     summarize,
-    through_plan,
 )
 from manifoldkv.figures import save_figure
-from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length
 
+PROMPT_TOKENS = 8192
+"""Of a batch of questions, whose keys and values are held at a time."""
+Asked = tuple[str, float, Point, pd.DataFrame]
+"""A composition's name, the ratio, what it made, and the bytes of that."""
 RATIOS = tuple(1 / times for times in (2, 3, 4, 6, 8, 12, 16))
 
 
@@ -93,7 +81,7 @@ def main() -> int:
         type=float,
         nargs="+",
         default=RATIOS,
-        help="of plans and of what drops tokens (a half to a sixteenth: 2, 3, 4, 6, 8, 12, 16 times)",
+        help="of plans and of what drops tokens (2, 3, 4, 6, 8, 12 and 16 times smaller)",
     )
     add("--sequences", type=int, default=64, help="for calibration (%(default)s)")
     add("--sequence-length", type=int, default=512, help="of these (%(default)s)")
@@ -194,13 +182,13 @@ class Frontier:
         stock_answers = {task: self.stock_answers(task) for task in self.tasks}
         points = self.points()
         rows = [
-            self.text_rows(*point, made, stock_losses)
-            for *point, made in tqdm(points, desc="texts", disable=None)
+            self.text_rows(point, stock_losses)
+            for point in tqdm(points, desc="texts", disable=None)
         ]
         rows += self.task_rows(points, stock_answers)
         return pd.concat(rows, ignore_index=True).assign(**self.common)
 
-    def points(self) -> list[tuple[str, float, Point, pd.DataFrame]]:
+    def points(self) -> list[Asked]:
         """Return what every composition makes at every ratio that it reaches, with its bytes."""
         found = []
         asked = [
@@ -222,7 +210,9 @@ class Frontier:
 
     def stored(self, name: str, ratio: float) -> Any:
         """Return the checkpoints of a composition at a ratio."""
-        return self.checkpoints.keyed(composition=COMPOSITIONS[name].describe(), asked=ratio)
+        known = COMPOSITIONS[name]
+        stored = self.checkpoints.keyed(composition=known.describe(), asked=ratio)
+        return stored.made_by(type(known), retrieval_through, *known.made_by())
 
     def made(self, point: Point) -> pd.DataFrame:
         start = time.perf_counter()
@@ -241,9 +231,11 @@ class Frontier:
     def stock_loss(self, text: str) -> Perplexity:
         tokens = self.texts[text]
         stored = self.measured.keyed(tokens=digest_of_tokens(tokens))
-        return read_losses(
-            stored.frame("stock-text", lambda: write_losses(perplexity(self.model, tokens))), tokens
-        )
+
+        def compute() -> pd.DataFrame:
+            return pd.DataFrame({"nll": perplexity(self.model, tokens).by_sequence})
+
+        return read_losses(stored.frame("stock-text", compute), tokens)
 
     def stock_answers(self, task: str) -> pd.DataFrame:
         stored = self.measured.keyed(questions=repr(self.tasks[task]))
@@ -256,22 +248,14 @@ class Frontier:
 
     @property
     def batch_size(self) -> int:
-        return max(1, CONTEXTS * 4096 // self.given.task_length)
+        return max(1, PROMPT_TOKENS // self.given.task_length)
 
-    def text_rows(
-        self,
-        name: str,
-        ratio: float,
-        point: Point,
-        made: pd.DataFrame,
-        stock: dict[str, Perplexity],
-    ) -> pd.DataFrame:
+    def text_rows(self, asked: Asked, stock: dict[str, Perplexity]) -> pd.DataFrame:
+        name, ratio, point, made = asked
         rows = []
         for text, tokens in self.texts.items():
             stored = self.stored(name, ratio).keyed(tokens=digest_of_tokens(tokens))
-            frame = stored.frame(
-                "text", lambda tokens=tokens: write_losses(point.perplexity(tokens))
-            )
+            frame = stored.frame("text", partial(written_losses, point, tokens))
             compared = Comparison(stock[text], read_losses(frame, tokens))
             rows.append(
                 {
@@ -285,9 +269,7 @@ class Frontier:
             )
         return described(name, ratio, made, pd.DataFrame(rows))
 
-    def task_rows(
-        self, points: list[tuple[str, float, Point, pd.DataFrame]], stock: dict[str, pd.DataFrame]
-    ) -> list[pd.DataFrame]:
+    def task_rows(self, points: list[Asked], stock: dict[str, pd.DataFrame]) -> list[pd.DataFrame]:
         """Ask the questions of every task from all points at once: a prompt is read once."""
         rows = []
         for task in tqdm(self.tasks, desc="tasks", disable=None):
@@ -300,31 +282,32 @@ class Frontier:
                 for place, (_, _, point, _) in enumerate(points)
                 if not stores[place].has_frame("task")
             }
-            found: dict[str, pd.DataFrame] = {}
-            if missing:
-                answers = retrieval_through(
-                    self.model,
-                    self.tokenizer,
-                    self.tasks[task],
-                    missing,
-                    batch_size=self.batch_size,
-                )
-                for place, part in answers.groupby("cache"):
-                    found[str(place)] = part.drop(columns="cache").reset_index(drop=True)
+            found = self.answers(task, missing) if missing else {}
             for place, (name, ratio, _, made) in enumerate(points):
-                frame = stores[place].frame("task", lambda place=place: found[str(place)])
+                frame = stores[place].frame("task", partial(found.get, str(place)))
                 row = summarize(frame, stock[task]).rename(columns={"task": "measured_on"})
                 rows.append(described(name, ratio, made, row.assign(kind="task")))
         return rows
 
+    def answers(self, task: str, caches: dict[str, Holder]) -> dict[str, pd.DataFrame]:
+        """Return how the questions of a task are answered from caches, by the names of these."""
+        answers = retrieval_through(
+            self.model, self.tokenizer, self.tasks[task], caches, batch_size=self.batch_size
+        )
+        return {
+            str(name): part.drop(columns="cache").reset_index(drop=True)
+            for name, part in answers.groupby("cache")
+        }
+
 
 def described(name: str, ratio: float, made: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows with what is known of the point that they were measured of."""
-    known = made.iloc[0].to_dict()
+    known = {str(column): value for column, value in made.iloc[0].items()}
     return rows.assign(composition=name, requested_ratio=ratio, **known)
 
 
-def write_losses(found: Perplexity | None) -> pd.DataFrame:
+def written_losses(point: Point, tokens: Tensor) -> pd.DataFrame:
+    found = point.perplexity(tokens)
     return pd.DataFrame({"nll": [math.nan] if found is None else found.by_sequence})
 
 

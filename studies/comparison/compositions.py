@@ -37,11 +37,12 @@ from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
 from manifoldkv.models.support import attention_of, decoder_layers
 
+
 @torch.no_grad()
 def losses(
     model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
 ) -> Perplexity:
-    """Return how well a model predicts tokens when it is called with some keywords, window by one."""
+    """Return how well a model predicts windows of tokens when it is called with some keywords."""
     found = []
     for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
         logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
@@ -88,14 +89,21 @@ CALIBRATION_OF_BITS = 8
 class Composition(Protocol):
     """Something that makes caches, at a ratio that is asked for."""
 
-    said: str
+    @property
+    def said(self) -> str:
+        """Return what it does, in a line."""
+        ...
 
-    def ratios(self, asked: list[float]) -> list[float]:
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         """Return the ratios it is measured at, given those asked for."""
         ...
 
     def describe(self) -> dict[str, Any]:
         """Return what its caches depend on, beside ratio, model and text."""
+        ...
+
+    def made_by(self) -> tuple[type, ...]:
+        """Return the classes whose code makes its plans, beside its own."""
         ...
 
     def point(self, at: Setting, ratio: float) -> Point:
@@ -216,11 +224,14 @@ class Ranks:
     bits: int | None = None
     only_at: tuple[float, ...] = ()
 
-    def ratios(self, asked: list[float]) -> list[float]:
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return [ratio for ratio in asked if not self.only_at or ratio in self.only_at]
 
     def describe(self) -> dict[str, Any]:
         return {"recipe": self.recipe.describe(), "bits": self.bits}
+
+    def made_by(self) -> tuple[type, ...]:
+        return type(self.recipe.objective), type(self.recipe.solver), type(self.recipe.ranks)
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
         if self.bits is None:
@@ -246,11 +257,14 @@ class Integers:
     said: str
     all_bits: tuple[int, ...] = BITS
 
-    def ratios(self, asked: list[float]) -> list[float]:
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return [bits / 16 for bits in self.all_bits]
 
     def describe(self) -> dict[str, Any]:
         return {"integers": self.layout}
+
+    def made_by(self) -> tuple[type, ...]:
+        return ()
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
         quantization = Quantization(round(16 * ratio), self.layout)
@@ -263,11 +277,14 @@ class Float8:
 
     said: str
 
-    def ratios(self, asked: list[float]) -> list[float]:
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return [0.5]
 
     def describe(self) -> dict[str, Any]:
         return {"rival": "fp8"}
+
+    def made_by(self) -> tuple[type, ...]:
+        return ()
 
     def point(self, at: Setting, ratio: float) -> _Float8Point:
         return _Float8Point(at)
@@ -300,11 +317,14 @@ class Dropping:
     name: str
     said: str
 
-    def ratios(self, asked: list[float]) -> list[float]:
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return asked
 
     def describe(self) -> dict[str, Any]:
         return {"rival": self.name}
+
+    def made_by(self) -> tuple[type, ...]:
+        return ()
 
     def point(self, at: Setting, ratio: float) -> _DroppingPoint:
         return _DroppingPoint(at, self.name, ratio)

@@ -119,8 +119,8 @@ def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]
         "",
         f"{first['sequences']} calibration sequences of {first['length']} tokens of "
         f"{common.short(first['calibration'])}, keys of plans {first['rotary']}-rotation, seed "
-        f"{first['seed']}. Sizes are those of {first['window']} tokens, with scales, offsets and all "
-        "that is kept exact, against a cache in 16 bits; bases come once and are named beside.",
+        f"{first['seed']}. Sizes are those of {first['window']} tokens, with scales, offsets and "
+        "all that is kept exact, against a cache in 16 bits; bases come once and are named beside.",
     ]
     for kind in ("text", "task"):
         for title, part in results[results["kind"] == kind].groupby("measured_on", sort=False):
@@ -142,9 +142,9 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
     return [
         f"## {title}",
         "",
-        f"Share of answers found (standard error), and nats per token added to the answer, of "
-        f"{first['items']} questions after {first['task_length']} tokens, prompts read as they are; "
-        f"uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
+        "Share of answers found (standard error), and nats per token added to the answer, of "
+        f"{first['items']} questions after {first['task_length']} tokens, prompts read as they "
+        f"are; uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
         "",
     ]
 
