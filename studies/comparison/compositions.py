@@ -225,7 +225,9 @@ class Ranks:
     only_at: tuple[float, ...] = ()
 
     def ratios(self, asked: Sequence[float]) -> Sequence[float]:
-        return [ratio for ratio in asked if not self.only_at or ratio in self.only_at]
+        reached = 1 if self.bits is None else self.bits / 16
+        chosen = self.only_at or asked
+        return [ratio for ratio in asked if ratio <= reached and ratio in chosen]
 
     def describe(self) -> dict[str, Any]:
         return {"recipe": self.recipe.describe(), "bits": self.bits}
