@@ -8,14 +8,13 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
@@ -296,12 +295,6 @@ class CompressionPlan(OnHub):
                 for index, layer in enumerate(self.layers)
             ),
         )
-
-
-def check_rotary(rotary: Rotary) -> None:
-    """Raise `PlanError` unless keys can be stored so."""
-    if rotary not in get_args(Rotary):
-        raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
 
 def config_hash(config: PretrainedConfig) -> str:
