@@ -303,7 +303,8 @@ class CachedAttention:
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        return self._value.finish(mixed, self._up_project_values)
+        total = weights[..., : seen.latents].sum(dim=-1, keepdim=True)
+        return self._value.finish(mixed, self._up_project_values, total)
 
 
 def _tile_tokens(x: Tensor) -> int:

@@ -78,7 +78,7 @@ class MixedWidthStore(Store):
                 if bits & plane:
                     parts.append(pack((run >> shift) & (2**plane - 1), plane))
                     shift += plane
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1) if parts else codes
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         """Return the codes that `_packed` was given."""

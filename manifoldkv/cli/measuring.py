@@ -117,11 +117,11 @@ def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTask
         f"{'as they are' if asked.prefill == 'exact' else 'through the cache'}",
         f"  {'task':16} {'uncompressed':>12} {'compressed':>16} {'added nats':>18}",
     ]
-    for row in table.itertuples():
-        scores = f"{row.stock_score:12.2f} {row.score:8.2f}{_error(row.score_error, 2)}"
-        losses = f"{row.added_nll:10.3f}{_error(row.nll_error, 3)}"
-        fails = "" if row.counted else "  (the uncompressed model fails it)"
-        lines.append(f"  {row.task:16} {scores} {losses}{fails}")
+    for _, row in table.iterrows():
+        scores = f"{row['stock_score']:12.2f} {row['score']:8.2f}{_error(row['score_error'], 2)}"
+        losses = f"{row['added_nll']:10.3f}{_error(row['nll_error'], 3)}"
+        fails = "" if row["counted"] else "  (the uncompressed model fails it)"
+        lines.append(f"  {row['task']:16} {scores} {losses}{fails}")
     return Answer(facts, lines)
 
 

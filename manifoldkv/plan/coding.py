@@ -74,6 +74,16 @@ class Coding:
     def __hash__(self) -> int:
         return hash(tuple(self.bits.tolist()))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields by their names, those that are there."""
+        named = {
+            "bits": self.bits,
+            "step": self.step,
+            "mean": self.mean,
+            "deviation": self.deviation,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Return bits and number of neighbouring latents of the same bits, 0 bits left out."""

@@ -35,6 +35,8 @@ GAUSSIAN_STEPS = {
 """Best step of a uniform quantiser of b bits for a Gaussian of variance one (Max, 1960)."""
 ROUNDING = 1e-12
 """Of costs, relative to that at 0 bits."""
+TINY = torch.finfo(torch.float32).tiny
+"""The least scale of a coordinate, which a step must be larger than."""
 FACTORS = torch.linspace(0.6, 3.0, 25, dtype=torch.float64)
 """Of these steps, that are tried: heavy tails want wider ones."""
 
@@ -75,7 +77,9 @@ def quantized(x: Tensor, step: Tensor, bits: int) -> Tensor:
     return ((x / step).floor().clamp(-half, half - 1) + 0.5) * step
 
 
-def fit_quantizers(samples: Tensor, widths: Sequence[int] = WIDTHS) -> FittedQuantizers:
+def fit_quantizers(
+    samples: Tensor, widths: Sequence[int] = WIDTHS, norms: Tensor | None = None
+) -> FittedQuantizers:
     """Return the steps that leave the least mean squared error of samples.
 
     Parameters
@@ -84,6 +88,9 @@ def fit_quantizers(samples: Tensor, widths: Sequence[int] = WIDTHS) -> FittedQua
         (tokens, coordinates), with means that are subtracted already.
     widths : sequence of int
         Bits, increasing, from 0 to 8.
+    norms : Tensor, optional
+        By which tokens are divided before they are rounded and multiplied afterwards,
+        (tokens, 1): steps are those of what is divided, errors those of the samples.
 
     Raises
     ------
@@ -92,18 +99,28 @@ def fit_quantizers(samples: Tensor, widths: Sequence[int] = WIDTHS) -> FittedQua
     """
     widths = checked_widths(widths)
     samples = samples.double()
-    scale = samples.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    norms = torch.ones(1, 1, dtype=torch.float64) if norms is None else norms.double()
+    divided = samples / norms
+    scale = divided.square().mean(dim=0).sqrt().clamp(min=TINY)
     steps = torch.zeros(samples.shape[1], len(widths), dtype=torch.float64)
     distortion = samples.square().mean(dim=0).unsqueeze(1).repeat(1, len(widths))
+    weights = norms.square() / norms.square().mean()
+    # The best step of one bit; more bits of a step only add codes, so that none of them is worse.
+    previous = (2 * (weights * divided.abs()).mean(dim=0)).clamp(min=TINY)
     for place, bits in enumerate(widths):
         if not bits:
             continue
         tried = scale.unsqueeze(0) * GAUSSIAN_STEPS[bits] * FACTORS.unsqueeze(1)  # (F, f)
+        tried = torch.cat([tried, previous.unsqueeze(0)])
         errors = torch.stack(
-            [(samples - quantized(samples, step, bits)).square().mean(dim=0) for step in tried]
+            [
+                (norms * (divided - quantized(divided, step, bits))).square().mean(dim=0)
+                for step in tried
+            ]
         )
         best = errors.min(dim=0)
-        steps[:, place] = tried.gather(0, best.indices.unsqueeze(0)).squeeze(0)
+        previous = tried.gather(0, best.indices.unsqueeze(0)).squeeze(0)
+        steps[:, place] = previous
         distortion[:, place] = best.values
     return FittedQuantizers(widths, steps, distortion)
 
@@ -114,7 +131,10 @@ def pack_size(widths: Sequence[int]) -> int:
 
 
 def allocate(
-    costs: Sequence[NDArray[np.float64]], widths: Sequence[int], budget: int
+    costs: Sequence[NDArray[np.float64]],
+    widths: Sequence[int],
+    budget: int,
+    tokens: Sequence[int] | None = None,
 ) -> list[NDArray[np.int64]]:
     """Return the bits that cost least in all, within a budget.
 
@@ -131,6 +151,8 @@ def allocate(
         Bits of a latent, increasing, the first of them 0.
     budget : int
         Bytes of all packs together.
+    tokens : sequence of int, optional
+        How many tokens every site caches; one each if omitted.
 
     Returns
     -------
@@ -147,11 +169,12 @@ def allocate(
         raise RankError(f"a budget of {budget} bytes is none")
     bytes_of = np.array(widths) * pack_size(widths) // 8
     every = np.concatenate([np.asarray(cost, dtype=np.float64) for cost in costs])
-    steps = _steps(every, bytes_of)
+    cached = np.repeat([1] * len(costs) if tokens is None else tokens, [len(c) for c in costs])
+    steps = _steps(every, bytes_of, cached)
     chosen = np.zeros(len(every), dtype=np.int64)
     left = budget
     for _, pack, before, after in steps:
-        size = int(bytes_of[after] - bytes_of[before])
+        size = int((bytes_of[after] - bytes_of[before]) * cached[pack])
         if size <= left and chosen[pack] == before:
             chosen[pack] = after
             left -= size
@@ -169,7 +192,7 @@ def checked_widths(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _steps(
-    costs: NDArray[np.float64], bytes_of: NDArray[np.int64]
+    costs: NDArray[np.float64], bytes_of: NDArray[np.int64], cached: NDArray[np.int64]
 ) -> list[tuple[float, int, int, int]]:
     """Return what each widening along the hulls saves per byte, largest first, with its ends."""
     found = []
@@ -177,6 +200,7 @@ def _steps(
         least = np.inf
         for before, after in pairwise(_lower_hull(bytes_of, cost)):
             saved = (cost[before] - cost[after]) / (bytes_of[after] - bytes_of[before])
+            saved /= cached[pack]
             least = min(least, float(saved))  # rounding must not turn the order round
             if least > 0:
                 found.append((-least, pack, before, after))

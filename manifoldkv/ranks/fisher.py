@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary, Site, check_rotary
-from manifoldkv.errors import DivergenceError
+from manifoldkv.errors import DivergenceError, TextError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.call import call_layer
 from manifoldkv.layers.capture import capture
@@ -113,6 +113,7 @@ def fisher_moments(
     *,
     seed: int = 0,
     rotary: Rotary = "pre",
+    first: int = 0,
     folder: str | Path | None = None,
 ) -> list[LayerMoments]:
     """Return, for every layer, the moments of keys and values and their Fisher information.
@@ -124,7 +125,7 @@ def fisher_moments(
     divergence ½ δᵀ F δ nats, to second order. This is the Fisher information and not the empirical
     one, whose y would be the text (Kunstner, Balles and Hennig 2019, Limitations of the empirical
     Fisher approximation, arXiv 1905.12558); theirs is that of weights, this one that of keys and
-    values, averaged over all tokens, the first of a sequence among them. Errors of different tokens
+    values, averaged over all tokens but the `first` of a sequence. Errors of different tokens
     or sites that are independent add up. What an error costs that moves a token to another expert
     is not in it: no gradient sees that.
 
@@ -145,6 +146,9 @@ def fisher_moments(
     rotary : {"pre", "post"}
         Whether keys and their gradients are those before rotation (and after a key norm) or those
         after it.
+    first : int
+        Tokens at the beginning of every sequence that do not count: those that a cache keeps as
+        they are, and whose keys are an order of magnitude larger.
     folder : str or Path, optional
         Where the moments of every layer are stored as soon as they are there. A run that was
         interrupted goes on there when it is started again, and ends in the same moments. Nothing
@@ -155,7 +159,7 @@ def fisher_moments(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     TextError
-        If the tokens are not ids and lengths that the model takes.
+        If the tokens are not ids and lengths that the model takes, or all of them are `first`.
     SeedError
         If the seed is not an integer of 64 bits.
     PlanError
@@ -171,6 +175,8 @@ def fisher_moments(
     check_seed(seed)
     check_rotary(rotary)
     tokens = checked_tokens(model, tokens)
+    if not 0 <= first < tokens.shape[1]:
+        raise TextError(f"of sequences of {tokens.shape[1]} tokens, {first} cannot be left out")
     alone = nullcontext() if folder is None else only_run(Path(folder))
     threads = torch.get_num_threads()
     with alone, on_threads(threads), evaluating(model), torch.no_grad():
@@ -184,12 +190,18 @@ def fisher_moments(
                 threads=threads,
                 seed=seed,
                 rotary=rotary,
+                first=first,
             )
-        return _moments(model, tokens.to(model.device), seed, rotary, checkpoints)
+        return _moments(model, tokens.to(model.device), seed, rotary, first, checkpoints)
 
 
 def _moments(
-    model: PreTrainedModel, tokens: Tensor, seed: int, rotary: Rotary, checkpoints: Checkpoints
+    model: PreTrainedModel,
+    tokens: Tensor,
+    seed: int,
+    rotary: Rotary,
+    first: int,
+    checkpoints: Checkpoints,
 ) -> list[LayerMoments]:
     """Return the moments of all layers: those that are stored, and the others below them."""
     layers = len(decoder_layers(model))
@@ -202,7 +214,7 @@ def _moments(
         else:
             gradient.copy_(stored)
         for layer in follow(reversed(range(below)), below, "layers backwards"):
-            found[layer] = _differentiate_layer(activations.pop(), rotary, gradient)
+            found[layer] = _differentiate_layer(activations.pop(), rotary, first, gradient)
             _write(checkpoints, layer, found[layer], gradient)
     return [found[layer] for layer in range(layers)]
 
@@ -283,7 +295,7 @@ def draw(predicted: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _differentiate_layer(
-    activations: LayerActivations, rotary: Rotary, gradient: Tensor
+    activations: LayerActivations, rotary: Rotary, first: int, gradient: Tensor
 ) -> LayerMoments:
     """Return the moments of a layer, and take a gradient from its outputs to its inputs.
 
@@ -291,7 +303,7 @@ def _differentiate_layer(
     ----------
     activations : LayerActivations
         The layer and what enters it.
-    rotary : {"pre", "post"}
+    rotary, first
         As in `fisher_moments`.
     gradient : Tensor
         With respect to its outputs, (S, n, hidden); afterwards with respect to its inputs.
@@ -309,7 +321,7 @@ def _differentiate_layer(
             )
             gradient[chunk] = into.to(gradient)
             for of_site, x, of_x in zip(sums.values(), sites, gradients, strict=True):
-                of_site.add(x.detach(), of_x)
+                of_site.add(x.detach()[:, :, first:], of_x[:, :, first:])
     found = LayerMoments(*(of_site.moments() for of_site in sums.values()))
     if not all(x.isfinite().all() for site in SITES for x in found.of(site).tensors().values()):
         raise DivergenceError(
