@@ -49,6 +49,7 @@ def random_plan(
     oblique: bool = False,
     quantization: Quantization | None = None,
     recent: int = 0,
+    sinks: int = 0,
 ) -> CompressionPlan:
     config = model.config.get_text_config()
     heads, head_dim = config.num_key_value_heads, attention_of(decoder_layers(model)[0]).head_dim
@@ -77,6 +78,7 @@ def random_plan(
         PROVENANCE,
         quantization,
         recent,
+        sinks,
     )
 
 
@@ -101,18 +103,20 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
     Keys before rotation and values are projected where their linear layer (or norm) puts them out,
     keys after rotation in an attention function that calls the stock one. A plan with recent tokens
     wants every sequence twice, in two halves of the batch: the second half is projected, and each
-    query is given the keys and values of the first half for its recent tokens.
+    query is given the keys and values of the first half for its recent tokens. The first tokens of
+    a plan with sinks are never projected in layers without a window.
     """
     hooks = []
     for layer, planned in zip(decoder_layers(model), plan.layers, strict=True):
-        hooks += _hooks(attention_of(layer), planned, plan.rotary, halves=plan.recent > 0)
+        hooks += _hooks(attention_of(layer), planned, plan)
 
     def projecting(
         module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, **more: Any
     ) -> Any:
         eager = modeling_module(decoder_layers(model)[0]).eager_attention_forward
         if plan.rotary == "post":
-            projected = projected_by_loops(keys, plan.layers[module.layer_idx].key)
+            planned = plan.layers[module.layer_idx]
+            projected = _behind_sinks(keys, planned.key, planned, plan)
             keys = (
                 torch.cat([keys.chunk(2)[0], projected.chunk(2)[1]]) if plan.recent else projected
             )
@@ -144,30 +148,36 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
             hook.remove()
 
 
-def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str, *, halves: bool) -> list[Any]:
-    heads, head_dim = plan.key.grouping.heads, plan.key.head_dim
+def _behind_sinks(x: Tensor, basis: Basis, layer: LayerPlan, plan: CompressionPlan) -> Tensor:
+    """(B, H, n, d) projected, but for the first tokens of a layer without a window."""
+    sinks = 0 if layer.window is not None else plan.sinks
+    return torch.cat([x[:, :, :sinks], projected_by_loops(x[:, :, sinks:], basis)], dim=2)
+
+
+def _hooks(attention: nn.Module, layer: LayerPlan, plan: CompressionPlan) -> list[Any]:
+    heads, head_dim, rotary = layer.key.grouping.heads, layer.key.head_dim, plan.rotary
 
     def project(x: Tensor, basis: Basis) -> Tensor:
-        if not halves:
-            return projected_by_loops(x, basis)
+        if not plan.recent:
+            return _behind_sinks(x, basis, layer, plan)
         first, second = x.chunk(2)
-        return torch.cat([first, projected_by_loops(second, basis)])
+        return torch.cat([first, _behind_sinks(second, basis, layer, plan)])
 
     def by_head(x: Tensor, basis: Basis) -> Tensor:
         split = x.reshape(*x.shape[:2], heads, head_dim).transpose(1, 2)
         return project(split, basis).transpose(1, 2).reshape(x.shape)
 
     def on_keys(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return by_head(output, plan.key)
+        return by_head(output, layer.key)
 
     def on_values(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return by_head(output, plan.value)
+        return by_head(output, layer.value)
 
     def on_fused(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         size = heads * head_dim
         queries, keys, values = output.split([output.shape[-1] - 2 * size, size, size], dim=-1)
-        keys = by_head(keys, plan.key) if rotary == "pre" else keys
-        return torch.cat([queries, keys, by_head(values, plan.value)], dim=-1)
+        keys = by_head(keys, layer.key) if rotary == "pre" else keys
+        return torch.cat([queries, keys, by_head(values, layer.value)], dim=-1)
 
     if hasattr(attention, "qkv_proj"):
         return [attention.qkv_proj.register_forward_hook(on_fused)]
@@ -176,7 +186,7 @@ def _hooks(attention: nn.Module, plan: LayerPlan, rotary: str, *, halves: bool) 
         keys = getattr(attention, "k_norm", attention.k_proj)
         if _heads_first(attention):
             # Gemma 3 norms keys that already lie as (B, H, n, d).
-            hooks.append(keys.register_forward_hook(lambda m, a, out: project(out, plan.key)))
+            hooks.append(keys.register_forward_hook(lambda m, a, out: project(out, layer.key)))
         else:
             hooks.append(keys.register_forward_hook(on_keys))
     return hooks

@@ -198,6 +198,20 @@ def test_inspect_needs_no_model(plan: Path, capsys, monkeypatch) -> None:
     assert [(x["key_rank"], x["value_rank"]) for x in facts["layers"]] == [(16, 16)] * 6
 
 
+def test_inspect_tells_tokens_that_are_kept(
+    plan: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    for recent, sinks, said in (
+        (0, 0, "        keys pre-rotation"),
+        (0, 4, "        the first 4 tokens as they are, keys"),
+        (7, 4, "        the newest 7 tokens as they are, the first 4 tokens as they are, keys"),
+    ):
+        replace(CompressionPlan.load(plan), recent=recent, sinks=sinks).save(tmp_path)
+        assert said in run(capsys, monkeypatch, "inspect", "--plan", tmp_path)[1]
+        facts = json.loads(run(capsys, monkeypatch, "inspect", "--plan", tmp_path, "--json")[1])
+        assert (facts["recent"], facts["sinks"]) == (recent, sinks)
+
+
 def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
     ask = ("bench", "--model", MODEL, "--plan", plan, "--tokens", 40, "--new-tokens", 2)
     code, out, _ = run(capsys, monkeypatch, *ask, "--rounds", 1, "--json")

@@ -55,7 +55,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     plan = random_plan(model, key_rank=4, value_rank=6, oblique=kind == "oblique")
     if kind == "recent":
-        plan = random_plan(model, recent=3, rotary="post")
+        plan = random_plan(model, recent=3, sinks=2, rotary="post")
     if kind in ("static", "token"):
         plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)

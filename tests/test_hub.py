@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -228,6 +229,12 @@ def test_a_folder_is_loaded_from_disk(plan: CompressionPlan, tmp_path: Path) -> 
 def test_what_is_neither_folder_nor_repository(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot load a/b/c"):
         CompressionPlan.from_pretrained("a/b/c")
+
+
+def test_a_card_tells_tokens_that_are_kept(plan: CompressionPlan) -> None:
+    assert "tokens exact" not in plan.card(REPO)
+    card = replace(plan, recent=7, sinks=4).card(REPO)
+    assert ", the newest 7 tokens exact, the first 4 tokens exact;" in card
 
 
 def test_a_card_does_not_name_a_folder(plan: CompressionPlan) -> None:

@@ -17,6 +17,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "oblique": {"oblique": True, "key_grouping": "all", "rotary": "post"},
     "windows": {"value_grouping": "shared"},
+    "exact": {"recent": 3, "sinks": 2},
     "static": {"quantization": Quantization(3, "static", group_size=2)},
     "token": {"quantization": Quantization(3, "token", group_size=2)},
     "kivi": {"quantization": Quantization(2, "kivi")},
@@ -35,6 +36,7 @@ class TestSaveAndLoad:
         loaded = CompressionPlan.load(tmp_path)
         assert loaded.rotary == plan.rotary
         assert loaded.quantization == plan.quantization
+        assert (loaded.recent, loaded.sinks) == (plan.recent, plan.sinks)
         assert loaded.provenance == plan.provenance
         assert loaded.config_hash == plan.config_hash
         for found, expected in zip(loaded.layers, plan.layers, strict=True):
@@ -100,9 +102,12 @@ class TestDamagedFiles:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"format": 2},
+            {"format": 3},
             {"recent": -1},
             {"recent": "4"},
+            {"sinks": -1},
+            {"sinks": 4.0},
+            {"sinks": None},
             {"rotary": "sideways"},
             {"rotary": []},
             {"config_hash": 7},
@@ -258,6 +263,24 @@ class TestNumbers:
         # 2 bit keys of 5: 2 bytes and 4 bytes per feature and 64 tokens; values 1 + 4 bytes.
         expected = 3 * 2 * (2 + 5 * 4 / 64 + 1 + 4)
         assert plan_named("kivi").bytes_per_token() == pytest.approx(expected)
+
+    def test_exact_tokens_by_hand(self) -> None:
+        # 3 newest and 2 first tokens of 16 elements, others of 9, in 3 layers of 2 heads.
+        plan = plan_named("exact")
+        of_head = [16 + 16, 2 * 16 + 2 * 16, 3 * 16 + 2 * 16, 3 * 16 + 7 * 9 + 2 * 16]
+        for tokens, elements in zip((1, 2, 3, 10), of_head, strict=True):
+            assert plan.nbytes(tokens, batch=2, dtype=torch.float32) == 2 * 3 * 2 * elements * 4
+            assert plan.ratio_at(tokens) == pytest.approx(elements / (16 * tokens))
+        assert plan.bytes_per_token() == plan_named("plain").bytes_per_token()
+
+    def test_windows_keep_no_first_tokens(self) -> None:
+        plan = plan_named("windows")  # one of three layers has none
+        kept, without = (replace(plan, sinks=sinks).nbytes(1000) for sinks in (4, 0))
+        assert kept - without == 4 * 2 * 16 * 2
+        full = (1000 + 4 + 4) * 2 * 16
+        assert replace(plan, sinks=4).ratio_at(1000) == pytest.approx(
+            plan.ratio_at(1000) + 4 * 2 * 16 / full
+        )
 
     def test_windows_bound_the_bytes(self) -> None:
         plan = plan_named("windows")

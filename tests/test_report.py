@@ -58,7 +58,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     model = tiny_model("llama")
     plan = plan_of(model, key_rank=4, value_rank=6)
-    write_report(path, model, replace(plan, recent=3), tiny_tokens(3, 12))
+    write_report(path, model, replace(plan, recent=3, sinks=2), tiny_tokens(3, 12))
     return path
 
 
@@ -78,11 +78,12 @@ def test_every_section_and_chart_is_there(report: Path) -> None:
 def test_what_it_says_is_what_the_plan_says(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     model = tiny_model("llama")
-    plan = replace(plan_of(model, key_rank=4, value_rank=6), recent=3)
+    plan = replace(plan_of(model, key_rank=4, value_rank=6), recent=3, sinks=2)
     stored = plan.nbytes(12, dtype=model.dtype)
     assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in text
     assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in text
     assert "3 are kept as they are" in text
+    assert "2 of every sequence are kept as they are" in text
 
 
 def test_a_rounded_plan_says_so(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ MASKED_AT_A_TIME = 1 << 26
 
 @dataclass(frozen=True)
 class _Seen:
-    """What some queries attend to: tokens as latents, and newer ones as they are.
+    """What some queries attend to: tokens as latents, newer ones as they are, and the sinks.
 
-    Tokens are counted from the first one attended to. Those that some of the queries see as latents
-    and others as they are come in both parts, and the mask tells which query sees which.
+    Tokens are counted from the first one attended to. Those that are in several parts, because some
+    of the queries see them as latents and others as they are, are told apart by the mask: every
+    query sees a token in one part.
 
     Parameters
     ----------
@@ -47,19 +48,15 @@ class _Seen:
         Place of the first token in the stores of latents.
     latents : int
         Tokens seen as latents: the first ones.
-    start, stop : int
-        Tokens seen as they are.
-    exact : tuple of Tensor or None
-        Keys and values of these, (B, H_kv, stop - start, d); keys as they are stored.
+    exact : list of tuple of Tensor
+        Keys and values of those seen as they are, (B, H_kv, t, d) each; keys are rotated.
     mask : Tensor or None
-        (B or 1, 1, m, latents + stop - start), True where a query sees a token.
+        (B or 1, 1, m, `latents` and all t), True where a query sees a token.
     """
 
     offset: int
     latents: int
-    start: int
-    stop: int
-    exact: tuple[Tensor, Tensor] | None
+    exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
 
 
@@ -135,13 +132,16 @@ class CachedAttention:
             new = slice(done, done + piece)
             done += piece
             self.store(layer, keys[:, :, new], values[:, :, new])
+            # The last query sees all that is no padding.
+            shown = None if mask is None else mask[:, 0, -1, past:][:, new]
+            layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
             if self._reconstructs(piece, settings):
                 blocks = _blocks(new, past + done, MASKED_AT_A_TIME)
             else:
                 scores = queries.shape[0] * queries.shape[1] * (past + done)
                 blocks = _blocks(new, scores, SCORES_AT_A_TIME)
             for rows in blocks:
-                seen = self._seen(layer, rows, past, past + done, mask, (keys, values))
+                seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )
@@ -156,6 +156,7 @@ class CachedAttention:
         tokens: int,
         mask: Tensor | None,
         new: tuple[Tensor, Tensor],
+        angles: Angles | None,
     ) -> _Seen:
         """Return what some queries of a call attend to.
 
@@ -167,23 +168,34 @@ class CachedAttention:
         stop = tokens if mask is not None else past + rows.stop
         sees = _rows_of_mask(mask, rows, past, stop, device)
         offset = layer.tokens_held - tokens
-        if not recent and own >= stop:
-            return _Seen(offset, stop, stop, stop, None, sees)
+        latents = start = min(own, stop)
         if recent:
             latents = min(own, max(0, past + rows.stop - recent))
             start = min(own, max(0, past + rows.start + 1 - recent))
-            stores = layer.recent_keys, layer.recent_values
-            keys, values = (x.newest(tokens - start)[:, :, : stop - start] for x in stores)
-        else:
-            latents = start = own
-            keys, values = (x[:, :, start - past : stop - past] for x in new)
-        if sees is not None:
-            slots = torch.arange(stop, device=device)
-            queries = torch.arange(past + rows.start, past + rows.stop, device=device)
-            exact = (queries.unsqueeze(1) - slots < recent) | (slots >= own)  # (m, n)
-            parts = (sees & ~exact)[..., :latents], (sees & exact)[..., start:]
-            sees = torch.cat(parts, dim=-1)
-        return _Seen(offset, latents, start, stop, (keys, values), sees)
+        exact, of_sinks = [], None
+        if layer.sinks.size:
+            if sees is None:
+                sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
+            sees, of_sinks = layer.sinks.split(sees)
+        parts = [] if sees is None else [sees]
+        if start < stop:
+            if recent:
+                stores = layer.recent_keys, layer.recent_values
+                keys, values = (x.newest(tokens - start)[:, :, : stop - start] for x in stores)
+            else:
+                keys, values = (x[:, :, start - past : stop - past] for x in new)
+            if angles is not None:
+                keys = angles.tile(keys.to(angles.cos.dtype), start, stop)
+            exact.append((keys, values))
+            if sees is not None:
+                slots = torch.arange(stop, device=device)
+                queries = torch.arange(past + rows.start, past + rows.stop, device=device)
+                newer = (queries.unsqueeze(1) - slots < recent) | (slots >= own)  # (m, n)
+                parts = [(sees & ~newer)[..., :latents], (sees & newer)[..., start:]]
+        if of_sinks is not None:
+            exact.append(layer.sinks.seen())
+            parts.append(of_sinks)
+        return _Seen(offset, latents, exact, _joined(parts) if parts else None)
 
     def _attend_rows(
         self,
@@ -198,25 +210,23 @@ class CachedAttention:
         kv_heads = self._key.grouping.heads
         queries = queries.reshape(batch, kv_heads, -1, head_dim)  # (B, H_kv, R, d)
         queries = queries * settings.scaling
-        if angles is None and seen.exact is None and self._kernel_fits(layer, settings):
+        if angles is None and not seen.exact and self._kernel_fits(layer, settings):
             output = self._attend_at_once(layer, queries, seen)
             return output.reshape(batch, heads, rows, -1)
         if self._reconstructs(rows, settings):
             output = self._attend_reconstructed(layer, queries, rows, seen, angles)
             return output.reshape(batch, heads, rows, -1)
         scores = list(self._scores(layer.key_store, queries, angles, seen))
-        if seen.exact is not None:
-            keys = seen.exact[0]
-            if angles is not None:
-                keys = angles.tile(keys.to(angles.cos.dtype), seen.start, seen.stop)
-            scores.append(scores_of(queries, keys))
+        scores += [scores_of(queries, keys) for keys, _ in seen.exact]
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
         by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
         weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
         output = self._mix(layer.value_store, weights, seen)
-        if seen.exact is not None:
-            values = seen.exact[1]
-            output = output + product(weights[..., seen.latents :].to(values.dtype), values)
+        start = seen.latents
+        for _, values in seen.exact:
+            stop = start + values.shape[2]
+            output = output + product(weights[..., start:stop].to(values.dtype), values)
+            start = stop
         return output.reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
@@ -264,10 +274,9 @@ class CachedAttention:
             keys.append(x if angles is None else angles.tile(x, start, stop))
         for _, _, latents in _tiles(layer.value_store, seen, _tile_tokens(queries)):
             values.append(self._value.up_project(latents))
-        if seen.exact is not None:
-            x = seen.exact[0]
-            keys.append(x if angles is None else angles.tile(x, seen.start, seen.stop))
-            values.append(seen.exact[1])
+        for exact_keys, exact_values in seen.exact:
+            keys.append(exact_keys)
+            values.append(exact_values)
         dtype = torch.promote_types(values[0].dtype, queries.dtype)
         mask = seen.mask
         if mask is not None:

@@ -41,7 +41,7 @@ from manifoldkv.cache.hooks import (
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
-from manifoldkv.cache.stock import check_stock, checked_positions
+from manifoldkv.cache.stock import check_stock, checked_positions, unpadded
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -144,6 +144,11 @@ def compressed(
             f"the plan keeps the newest {plan.recent} tokens exact, which needs the original W_O: "
             "do not fold values into it"
         )
+    if fold_values and plan.sinks:
+        raise CacheError(
+            f"the plan keeps the first {plan.sinks} tokens exact, which needs the original W_O: "
+            "do not fold values into it"
+        )
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
         raise CacheError("the model is already inside a compressed block")
@@ -200,7 +205,8 @@ class _Run:
             Filled by the model outside of the block, in the dtype and on the devices it has now.
         position_ids : Tensor, optional
             What the model was called with to place its n tokens, int64 or int32 (1 or B, n); 0, …,
-            n - 1 if omitted. They are used for keys that are stored before rotation.
+            n - 1 if omitted. They are used for keys that are stored before rotation, and tell where
+            the texts of a padded batch begin, whose first tokens a plan with `sinks` keeps.
 
         Returns
         -------
@@ -226,15 +232,16 @@ class _Run:
     def _take_over(self, cache: CompressedCache, stock: DynamicCache, positions: Tensor) -> None:
         """Store the tokens of a stock cache, placed at (1 or B, n), in an empty one."""
         self._follow_model()
-        tokens = positions.shape[1]
+        tokens, visible = positions.shape[1], unpadded(positions)
         if self._plan.rotary == "pre":
             cache.append_positions(positions)
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count = cached_tokens(tokens, layer.window)
             keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
+            layer.tokens_seen = tokens - count  # and the others now
+            layer.sinks.take(keys, values, layer.tokens_seen, visible.to(keys.device), None)
             if self._plan.rotary == "pre":
                 keys = self._unrotated(index, keys, positions[:, -count:])
-            layer.tokens_seen = tokens - count  # and the others now
             self._attentions[index].store(layer, keys, values)
             layer.forget_old()
 

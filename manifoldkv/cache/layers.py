@@ -16,6 +16,7 @@ from manifoldkv.cache.packed import (
     StaticRangeStore,
     TokenRangeStore,
 )
+from manifoldkv.cache.sinks import Sinks
 from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store, working_dtype
 from manifoldkv.errors import CacheError
 from manifoldkv.plan.layer import LayerPlan
@@ -24,7 +25,7 @@ from manifoldkv.plan.quantization import Quantization
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Latents of the keys and values of one layer, and its newest tokens as they are.
+    """Latents of the keys and values of one layer, and some of its tokens as they are.
 
     Parameters
     ----------
@@ -38,6 +39,9 @@ class CompressedLayer(CacheLayerMixin):
         Of the layer.
     recent : int
         How many of the newest tokens stay as they are.
+    sinks : int
+        How many of the first tokens of every sequence are kept as they are beside their latents;
+        none in a layer with a window.
     """
 
     is_compileable = False
@@ -50,6 +54,7 @@ class CompressedLayer(CacheLayerMixin):
         dtype: torch.dtype,
         device: torch.device,
         recent: int,
+        sinks: int,
     ) -> None:
         super().__init__()
         self.window = plan.window
@@ -63,6 +68,7 @@ class CompressedLayer(CacheLayerMixin):
         # Keys and values (B, H_kv, n, d) of the newest tokens, a few more while a call is served.
         self.recent_keys = ExactStore()
         self.recent_values = ExactStore()
+        self.sinks = Sinks(plan.sink_tokens(sinks))
         self.exact_tokens = 0
         """How many of the newest tokens are held without latents."""
         self.tokens_seen = 0
@@ -162,6 +168,7 @@ class CompressedLayer(CacheLayerMixin):
         if latents:
             self.key_store.drop_last(latents)
             self.value_store.drop_last(latents)
+        self.sinks.keep_first(left)
         self.exact_tokens, self.tokens_seen = exact, left
         self._forget_windowed()
 
@@ -198,8 +205,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        for store in self.stores:
+        for store in self._growing_stores:
             store.clear()
+        self.sinks.clear()
         self.exact_tokens = self.tokens_seen = 0
         self.is_initialized = False
 
@@ -210,8 +218,9 @@ class CompressedLayer(CacheLayerMixin):
         """Keep some sequences, in this order; one may come several times."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        for store in self.stores:
+        for store in self._growing_stores:
             store.select(indices)
+        self.sinks.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence so many times."""
@@ -231,6 +240,11 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def stores(self) -> tuple[Store, ...]:
         """Return everything that holds tokens."""
+        return *self._growing_stores, *self.sinks.stores
+
+    @property
+    def _growing_stores(self) -> tuple[Store, ...]:
+        """Return what holds every token that comes."""
         return self.key_store, self.value_store, self.recent_keys, self.recent_values
 
     def _forget_windowed(self) -> None:
@@ -263,7 +277,7 @@ class CompressedCache(Cache):
         self, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
     ) -> None:
         layers = [
-            CompressedLayer(layer, plan.quantization, dtype, device, plan.recent)
+            CompressedLayer(layer, plan.quantization, dtype, device, plan.recent, plan.sinks)
             for layer, device in zip(plan.layers, devices, strict=True)
         ]
         super().__init__(layers=layers)
@@ -280,8 +294,9 @@ class CompressedCache(Cache):
 
     def storage_nbytes(self) -> int:
         """Return the bytes that are allocated: `nbytes`, positions, and room to grow."""
-        latents = sum(store.storage_nbytes for layer in self.layers for store in layer.stores)
-        return latents + self._positions.storage_nbytes
+        tokens = sum(store.storage_nbytes for layer in self.layers for store in layer.stores)
+        begins = sum(layer.sinks.begins.nbytes for layer in self.layers)
+        return tokens + begins + self._positions.storage_nbytes
 
     def compact(self) -> None:
         """Give back the room to grow; the next token allocates some again."""

@@ -33,6 +33,14 @@ class Angles:
         """Rotate the keys (B, H_kv, stop - start, d) of some of the tokens."""
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
 
+    def of_slots(self, keys: Tensor, slots: Tensor) -> Tensor:
+        """Rotate keys (B, H_kv, s, d) of tokens that are others in every row, slots (B, s).
+
+        Keys keep their dtype; they are rotated in that of the angles.
+        """
+        cos, sin = (x.take_along_dim(slots.unsqueeze(2), dim=1) for x in (self.cos, self.sin))
+        return self.rotate(keys.to(cos.dtype), cos, sin).to(keys.dtype)
+
     def inverse(self) -> Angles:
         """Return the rotation that takes rotated keys back, and any scale of cos and sin out."""
         squares = self.cos**2 + self.sin**2

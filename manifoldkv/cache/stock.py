@@ -119,3 +119,13 @@ def checked_positions(position_ids: Any, stock: DynamicCache | None) -> Tensor:
             f"({batch}, {tokens}): one for every token that the stock cache has seen"
         )
     return position_ids
+
+
+def unpadded(positions: Tensor) -> Tensor:
+    """Return where a row's text has begun, bool (1 or B, n), from positions (1 or B, n).
+
+    The positions of a text rise; those that `generate` gives the padding before it do not, and
+    the text begins at its position 0, which is no higher. A text has one token at least.
+    """
+    rises = positions.diff(dim=1) > 0
+    return torch.cat([rises, torch.ones_like(rises[:, :1])], dim=1).long().cumsum(dim=1) > 0

@@ -188,10 +188,16 @@ class Store(ABC):
 
 
 class ExactStore(Store):
-    """Latents (or keys or values themselves) in the dtype of the model."""
+    """Latents (or keys or values themselves) in the dtype of the model.
 
-    def __init__(self) -> None:
-        self._latents = GrowingTensor()
+    Parameters
+    ----------
+    smallest_growth : int
+        As of `GrowingTensor`.
+    """
+
+    def __init__(self, smallest_growth: int = 64) -> None:
+        self._latents = GrowingTensor(smallest_growth)
         self.parts = [self._latents]
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.runs.files import write_whole
 
-FORMAT = 3
+FORMAT = 4
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 LARGEST_INTEGER = 1 << 20
@@ -45,6 +45,7 @@ class PlanContents(NamedTuple):
     provenance: Provenance
     quantization: Quantization | None
     recent: int
+    sinks: int
 
 
 def payload_of(contents: PlanContents) -> bytes:
@@ -137,6 +138,7 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
         "config_hash": contents.config_hash,
         "rotary": contents.rotary,
         "recent": contents.recent,
+        "sinks": contents.sinks,
         "provenance": asdict(contents.provenance),
         "quantization": None if quantization is None else asdict(quantization),
         "layers": [
@@ -193,6 +195,7 @@ def _contents(
         _provenance(description["provenance"]),
         _quantization(description["quantization"]),
         _integer(description, "recent"),
+        _integer(description, "sinks"),
     )
 
 

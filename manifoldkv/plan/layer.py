@@ -77,10 +77,18 @@ class LayerPlan:
         """Return how many of these are among the `recent` newest, which are not projected."""
         return min(self.cached_tokens(tokens), recent)
 
-    def elements(self, tokens: int, recent: int) -> int:
+    def sink_tokens(self, sinks: int) -> int:
+        """Return how many of the `sinks` first tokens of a text are kept beside their latents.
+
+        None of them in a layer with a window, which they leave.
+        """
+        return sinks if self.window is None else 0
+
+    def elements(self, tokens: int, recent: int, sinks: int = 0) -> int:
         """Return the elements cached of `tokens` tokens of one sequence."""
         exact = self.exact_tokens(tokens, recent)
         projected = (self.cached_tokens(tokens) - exact) * (self.key.rank + self.value.rank)
+        exact += min(tokens, self.sink_tokens(sinks))
         return self.key.grouping.heads * (exact * 2 * self.key.head_dim + projected)
 
 

@@ -66,6 +66,10 @@ class CompressionPlan(OnHub):
         The newest tokens, whose keys and values are cached as they are. A token is projected when
         it is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
         exactly. Does not go together with KIVI's layout, which has a window of its own.
+    sinks : int
+        The first tokens of every sequence, whose keys and values are cached as they are beside
+        their latents, in layers without a sliding window. Many models attend to them whatever they
+        are, and their keys, far larger than others, suffer most from rounding.
 
     Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
     from (`provenance`) plays no part, so that a plan found again on another day equals the first.
@@ -74,8 +78,8 @@ class CompressionPlan(OnHub):
     ------
     PlanError
         If a tensor has the wrong shape or dtype or an element that is not finite, if
-        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `recent` is
-        negative or does not fit the layout.
+        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, if `recent` or
+        `sinks` is negative, or if `recent` does not fit the layout.
     """
 
     FILES = (files.TENSORS, files.DESCRIPTION)
@@ -87,6 +91,7 @@ class CompressionPlan(OnHub):
     provenance: Provenance
     quantization: Quantization | None = None
     recent: int = 0
+    sinks: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CompressionPlan):
@@ -108,7 +113,8 @@ class CompressionPlan(OnHub):
             f"CompressionPlan(for {provenance.model}: ratio {self.ratio:.4g} at "
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
-            f"  keys {self.rotary}-rotation, newest {self.recent} tokens exact{rounded},\n"
+            f"  keys {self.rotary}-rotation, newest {self.recent} tokens and first {self.sinks} "
+            f"exact{rounded},\n"
             f"  {provenance.origin})"
         )
 
@@ -117,6 +123,8 @@ class CompressionPlan(OnHub):
             raise PlanError("a plan needs at least one layer")
         if self.recent < 0:
             raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
+        if self.sinks < 0:
+            raise PlanError(f"a plan cannot keep the first {self.sinks} tokens")
         provenance = self.provenance
         if provenance.context < 1 or (provenance.sequences and provenance.length < 1):
             raise PlanError("calibration sequences and the context have one token at least")
@@ -177,7 +185,7 @@ class CompressionPlan(OnHub):
         if any(layer.codings for layer in self.layers):
             full = sum(2 * layer.elements(tokens, recent=tokens) for layer in self.layers)
             return self.nbytes(tokens) / full
-        cached = sum(layer.elements(tokens, self.recent) for layer in self.layers)
+        cached = sum(layer.elements(tokens, self.recent, self.sinks) for layer in self.layers)
         return cached / sum(layer.elements(tokens, recent=tokens) for layer in self.layers)
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -191,6 +199,7 @@ class CompressionPlan(OnHub):
     def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         exact = layer.exact_tokens(tokens, self.recent)
         latents = self._latent_nbytes(layer, layer.cached_tokens(tokens) - exact, dtype)
+        exact += min(tokens, layer.sink_tokens(self.sinks))
         return latents + exact * 2 * layer.key.grouping.heads * layer.key.head_dim * dtype.itemsize
 
     def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
@@ -231,7 +240,8 @@ class CompressionPlan(OnHub):
     def _digest(self) -> str:
         payload = files.payload_of(self._contents)
         windows = [layer.window for layer in self.layers]
-        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.recent]
+        exact = [self.recent, self.sinks]
+        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, exact]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
     def check_model(self, model: PreTrainedModel) -> None:
@@ -306,6 +316,7 @@ class CompressionPlan(OnHub):
         )
         bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
         recent = f", the newest {self.recent} tokens exact" if self.recent else ""
+        sinks = f", the first {self.sinks} tokens exact" if self.sinks else ""
         return CARD.read_text(encoding="utf-8").format(
             metadata=metadata.to_yaml(),
             name=repo_id.split("/")[-1],
@@ -313,7 +324,7 @@ class CompressionPlan(OnHub):
             model=json.dumps(provenance.model),
             ratio=self.ratio,
             length=provenance.context,
-            rest=f"{bits}{recent}",
+            rest=f"{bits}{recent}{sinks}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
             provenance=provenance,

@@ -20,6 +20,7 @@ PREFIX = 8
 KINDS = {
     "exact": {},
     "recent": {"recent": 3},
+    "sinks": {"sinks": 3},
     "static": {"quantization": Quantization(4, "static", group_size=4)},
     "token": {"quantization": Quantization(4, "token", group_size=4)},
     "kivi": {"quantization": Quantization(4, "kivi", group_size=4, residual=3)},

@@ -1,0 +1,408 @@
+"""The first tokens of every sequence are seen as they are, however they come and go."""
+
+import copy
+import itertools
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv import CacheError, CompressionPlan, PlanError, Quantization, compressed
+from manifoldkv.cache import attention as cache_attention
+from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
+from tests.cache.test_stock import check_law, prefilled, stock_cache
+from tests.families import FAMILIES, tiny_model, tiny_tokens
+from tests.plans import random_plan
+
+LAYOUTS = {
+    "exact": {},
+    "static": {"quantization": Quantization(4, "static", group_size=4)},
+    "token": {"quantization": Quantization(4, "token", group_size=4)},
+    "kivi": {"quantization": Quantization(4, "kivi", group_size=4, residual=3)},
+}
+PIECES = ([LONG], [1] * LONG, [2, 1, 4, 1, 6])
+
+
+def padded_batch(pads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two texts, the first of them shorter; their mask, and the positions `generate` gives them."""
+    tokens = tiny_tokens(2, LONG)
+    tokens[0, :pads] = 0
+    mask = torch.ones_like(tokens)
+    mask[0, :pads] = 0
+    return tokens, mask, (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
+
+
+def in_pieces(
+    model: PreTrainedModel, cache: Any, tokens: Tensor, sizes: list[int], **inputs: Tensor
+) -> Tensor:
+    """Logits of tokens fed in pieces, their mask and positions cut as `generate` does."""
+    found, start = [], cache.get_seq_length()
+    for stop in itertools.accumulate(sizes, initial=start):
+        if stop == start:
+            continue
+        more = {}
+        if "attention_mask" in inputs:
+            more["attention_mask"] = inputs["attention_mask"][:, :stop]
+        if "position_ids" in inputs:
+            more["position_ids"] = inputs["position_ids"][:, start:stop]
+        with torch.no_grad():
+            output = model(tokens[:, start:stop], past_key_values=cache, **more)
+        found.append(output.logits)
+        start = stop
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("sinks", [1, 4, 100])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_tokens_are_seen_as_they_are(family: str, rotary: str, sinks: int) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+    plan = random_plan(model, rotary=rotary, sinks=sinks)
+    expected = reference(model, plan, tokens)
+    for sizes in PIECES:
+        assert_equal(steps(model, plan, tokens, sizes), expected)
+    windows = [layer.window for layer in plan.layers]
+    without = reference(model, replace(plan, sinks=0), tokens)
+    if all(windows):
+        assert_equal(without, expected)
+        return
+    assert float((expected - without).abs().max()) > 0.001
+    if sinks >= LONG and not any(windows):
+        assert_equal(expected, model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_rank_is_the_uncompressed_model(family: str, rotary: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+    plan = random_plan(model, key_rank=8, value_rank=8, rotary=rotary, sinks=3)
+    expected = model(input_ids=tokens).logits
+    for sizes in PIECES:
+        assert_equal(steps(model, plan, tokens, sizes), expected)
+
+
+@pytest.mark.parametrize("recent", [1, 3, 9])
+@pytest.mark.parametrize("sinks", [2, 5])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_a_token_that_is_first_and_newest_counts_once(
+    family: str, rotary: str, sinks: int, recent: int
+) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+    plan = random_plan(model, rotary=rotary, sinks=sinks, recent=recent)
+    expected = reference(model, plan, tokens)
+    for sizes in PIECES:
+        assert_equal(steps(model, plan, tokens, sizes), expected)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_heads_together_in_blocks_of_queries_and_tiles(
+    rotary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("qwen3"), tiny_tokens(2, LONG)
+    options = {"key_grouping": "all", "value_grouping": "all", "oblique": True}
+    plans = [random_plan(model, rotary=rotary, sinks=3, recent=r, **options) for r in (0, 4)]
+    expected = [reference(model, plan, tokens) for plan in plans]
+    monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
+    for plan, logits in zip(plans, expected, strict=True):
+        assert_equal(steps(model, plan, tokens, [LONG]), logits)
+        assert_equal(steps(model, plan, tokens, [2, 7, 1, 4]), logits)
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("pads", [1, 4, 9])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_rows_of_a_padded_batch_are_texts_alone(
+    family: str, rotary: str, pads: int, recent: int
+) -> None:
+    """Chunks end in the padding, in the first tokens, and behind them."""
+    model = tiny_model(family)
+    tokens, mask, positions = padded_batch(pads)
+    plan = random_plan(model, rotary=rotary, sinks=3, recent=recent)
+    alone = [steps(model, plan, tokens[:1, pads:], [LONG - pads])]
+    alone.append(steps(model, plan, tokens[1:], [LONG]))
+    inputs = {"attention_mask": mask, "position_ids": positions}
+    for sizes in ([LONG], [1] * LONG, [2, 3, 4, 1, 4]):
+        with compressed(model, plan) as new_cache:
+            cache = new_cache()
+            found = in_pieces(model, cache, tokens, sizes, **inputs)
+        assert_equal(found[:1, pads:], alone[0])
+        assert_equal(found[1:], alone[1])
+        assert cache.nbytes() == plan.nbytes(LONG, batch=2, dtype=model.dtype)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_a_mask_of_four_dimensions_tells_padding_too(rotary: str) -> None:
+    model = tiny_model("llama")
+    tokens, mask, positions = padded_batch(4)
+    plan = random_plan(model, rotary=rotary, sinks=3)
+    causal = torch.ones(LONG, LONG, dtype=torch.bool).tril()
+    sees = causal & mask[:, None, None].bool()
+    with compressed(model, plan), torch.no_grad():
+        expected = model(tokens, attention_mask=mask, position_ids=positions).logits
+        found = model(tokens, attention_mask=sees, position_ids=positions).logits
+        unknown = model(tokens, position_ids=positions, attention_mask=causal[None, None]).logits
+    assert_equal(found[:1, 4:], expected[:1, 4:])
+    assert_equal(found[1:], expected[1:])
+    assert float((unknown - expected)[:1, 4:].abs().max()) > 0.001
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_several_texts_in_a_row_have_the_sinks_of_the_last(rotary: str) -> None:
+    """Of a mask of blocks the last query sees the last alone; the others are seen as latents."""
+    model, tokens = tiny_model("llama"), tiny_tokens(1, LONG)
+    plan = random_plan(model, rotary=rotary, sinks=3)
+    texts = torch.arange(LONG) >= 6
+    sees = (texts.unsqueeze(1) == texts) & torch.ones(LONG, LONG, dtype=torch.bool).tril()
+    with compressed(model, plan), torch.no_grad():
+        positions = torch.cat([torch.arange(6), torch.arange(LONG - 6)]).unsqueeze(0)
+        found = model(tokens, attention_mask=sees[None, None], position_ids=positions).logits
+    assert_equal(found[:, :6], reference(model, replace(plan, sinks=0), tokens[:, :6]))
+    assert_equal(found[:, 6:], reference(model, plan, tokens[:, 6:]))
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_hidden_tokens_within_a_text_move_no_beginning(rotary: str) -> None:
+    model = tiny_model("llama")
+    tokens, mask, _ = padded_batch(2)
+    mask[0, 3:5] = 0
+    plan = random_plan(model, rotary=rotary, sinks=5)
+    with compressed(model, plan) as new_cache:
+        once, apart = (
+            in_pieces(model, new_cache(), tokens, sizes, attention_mask=mask)
+            for sizes in ([LONG], [3, 1, 2, 1, LONG - 7])
+        )
+    assert_equal(apart[mask == 1], once[mask == 1])
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_with_exact_prefill_the_first_stay_exact(rotary: str) -> None:
+    """A single layer stores the same whatever its prompt saw."""
+    tokens = tiny_tokens(2, LONG)
+    for layers in (1, 3):
+        model = tiny_model("llama", num_hidden_layers=layers)
+        plan = random_plan(model, rotary=rotary, sinks=3)
+        found = steps(model, plan, tokens, [9, 1, 4], prefill="exact")
+        uncompressed = model(input_ids=tokens).logits
+        assert_equal(found[:, :9], uncompressed[:, :9])
+        assert float((found - uncompressed)[:, 9:].abs().max()) > 0.001
+        if layers == 1:
+            assert_equal(found[:, 9:10], steps(model, plan, tokens, [LONG])[:, 9:10])
+        wide = random_plan(model, rotary=rotary, sinks=LONG)
+        assert_equal(steps(model, wide, tokens, [2, 7, 1, 4], prefill="exact"), uncompressed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rotary", ROTARIES)
+class TestLayouts:
+    def plan(self, model: PreTrainedModel, rotary: str, layout: str) -> CompressionPlan:
+        return random_plan(model, rotary=rotary, key_grouping=1, sinks=3, **LAYOUTS[layout])
+
+    def test_pieces_are_one_shot(self, rotary: str, layout: str) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = self.plan(model, rotary, layout)
+        once = steps(model, plan, tokens, [LONG])
+        for sizes in PIECES:
+            assert_equal(steps(model, plan, tokens, sizes), once)
+        assert_equal(once[:, :3], model(input_ids=tokens).logits[:, :3])
+
+    def test_rounding_touches_no_first_token(self, rotary: str, layout: str) -> None:
+        """Where all that is seen is a sink, a plan is the stock model at any rank and bits."""
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = replace(self.plan(model, rotary, layout), sinks=LONG)
+        for sizes in PIECES:
+            assert_equal(steps(model, plan, tokens, sizes), model(input_ids=tokens).logits)
+
+    def test_bytes_are_counted(self, rotary: str, layout: str) -> None:
+        for family in ("llama", *(["gemma3"] if layout != "kivi" else [])):
+            model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+            plan = self.plan(model, rotary, layout)
+            with compressed(model, plan) as new_cache:
+                cache = new_cache()
+                for count, token in enumerate(tokens.split(1, dim=1), start=1):
+                    model(input_ids=token, past_key_values=cache)
+                    assert cache.nbytes() == plan.nbytes(count, batch=2, dtype=model.dtype)
+            full_layers = sum(layer.window is None for layer in plan.layers)
+            more = plan.nbytes(LONG) - replace(plan, sinks=0).nbytes(LONG)
+            assert more == full_layers * 3 * 2 * 2 * 8 * 2  # tokens, sites, heads, features, bytes
+            assert plan.bytes_per_token() == replace(plan, sinks=0).bytes_per_token()
+            cache.compact()
+            begins = full_layers * 2 * 8
+            positions = 4 * LONG if rotary == "pre" else 0
+            assert cache.storage_nbytes() == cache.nbytes() + begins + positions
+
+    def test_a_stock_cache_is_taken_over(self, rotary: str, layout: str) -> None:
+        for family in ("llama", *(["gemma3"] if layout != "kivi" else [])):
+            model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+            for start in (2, 3, LONG - 3):
+                check_law(model, self.plan(model, rotary, layout), tokens, start)
+
+    def test_generate_and_beams(self, rotary: str, layout: str) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, 2)
+        plan = self.plan(model, rotary, layout)
+        arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        with compressed(model, plan) as new_cache:
+            for beams in (1, 3):
+                cached, anew = (
+                    model.generate(tokens, num_beams=beams, **how, **arguments)
+                    for how in ({"past_key_values": new_cache()}, {"use_cache": False})
+                )
+                assert torch.equal(cached, anew)
+
+    def test_copies_go_on(self, rotary: str, layout: str, tmp_path: Path) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = self.plan(model, rotary, layout)
+        plan.save(tmp_path)
+        expected = steps(model, plan, tokens, [LONG])
+        for start in (2, 8):
+            with compressed(model, plan) as new_cache, torch.inference_mode():
+                cache = new_cache()
+                in_pieces(model, cache, tokens, [start])
+            with compressed(model, CompressionPlan.load(tmp_path)):
+                for each in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+                    found = in_pieces(model, each, tokens, [1] * (LONG - start))
+                    assert_equal(found, expected[:, start:])
+
+
+@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+class TestWhatChangesACache:
+    def test_a_crop_leaves_no_trace(self, family: str, rotary: str, recent: int) -> None:
+        model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+        plan = random_plan(model, rotary=rotary, sinks=4, recent=recent)
+        expected = reference(model, plan, tokens)
+        for left in (0, 1, 3, 4, 6):
+            with compressed(model, plan) as new_cache, torch.no_grad():
+                cache = new_cache()
+                cache.activate_past_recording()
+                model(input_ids=tokens[:, :left], past_key_values=cache) if left else None
+                model(input_ids=tokens.flip(1)[:, :8], past_key_values=cache)
+                cache.crop(-8)
+                if not recent:  # of recent tokens the recorded past is still there
+                    assert cache.nbytes() == plan.nbytes(left, batch=2, dtype=model.dtype)
+                found = in_pieces(model, cache, tokens, [2, LONG - left - 2])
+            assert_equal(found, expected[:, left:])
+
+    def test_a_crop_of_a_padded_batch(self, family: str, rotary: str, recent: int) -> None:
+        model = tiny_model(family)
+        tokens, mask, positions = padded_batch(4)
+        inputs = {"attention_mask": mask, "position_ids": positions}
+        plan = random_plan(model, rotary=rotary, sinks=3, recent=recent)
+        with compressed(model, plan) as new_cache, torch.no_grad():
+            expected = in_pieces(model, new_cache(), tokens, [LONG], **inputs)
+            for left in (2, 4, 5, 8):
+                cache = new_cache()
+                cache.activate_past_recording()
+                in_pieces(model, cache, tokens, [left], **inputs)
+                # Other tokens; where the text had not begun, it begins with the last of them.
+                more = torch.tensor([[0, 0, 1], [1, 1, 1]]) if left <= 4 else mask[:, -3:]
+                other = torch.cat([mask[:, :left], more], dim=1)
+                model(tokens[:, :3], attention_mask=other, past_key_values=cache)
+                cache.crop(-3)
+                found = in_pieces(model, cache, tokens, [1] * (LONG - left), **inputs)
+                assert_equal(found[mask[:, left:] == 1], expected[:, left:][mask[:, left:] == 1])
+
+    def test_sequences_are_selected_and_repeated(
+        self, family: str, rotary: str, recent: int
+    ) -> None:
+        model = tiny_model(family)
+        tokens, mask, positions = padded_batch(4)
+        plan = random_plan(model, rotary=rotary, sinks=3, recent=recent)
+        inputs = {"attention_mask": mask, "position_ids": positions}
+        order = torch.tensor([1, 1, 0, 0])
+        swapped = {name: x[order] for name, x in inputs.items()}
+        with compressed(model, plan) as new_cache:
+            expected = in_pieces(model, new_cache(), tokens, [LONG], **inputs)[order]
+            for start in (3, 5, 9):
+                cache = new_cache()
+                in_pieces(model, cache, tokens, [start], **inputs)
+                cache.batch_select_indices(torch.tensor([1, 0]))
+                cache.batch_repeat_interleave(2)
+                found = in_pieces(model, cache, tokens[order], [1] * (LONG - start), **swapped)
+                seen = swapped["attention_mask"][:, start:] == 1
+                assert_equal(found[seen], expected[:, start:][seen])
+
+    def test_a_reset_forgets_where_texts_begin(self, family: str, rotary: str, recent: int) -> None:
+        model = tiny_model(family)
+        tokens, mask, positions = padded_batch(4)
+        plan = random_plan(model, rotary=rotary, sinks=3, recent=recent)
+        texts = tiny_tokens(3, LONG)
+        with compressed(model, plan) as new_cache:
+            cache = new_cache()
+            in_pieces(model, cache, tokens, [9], attention_mask=mask, position_ids=positions)
+            cache.reset()
+            assert cache.nbytes() == cache.storage_nbytes() == 0
+            found = in_pieces(model, cache, texts, [5, LONG - 5])
+        assert_equal(found, steps(model, plan, texts, [LONG]))
+
+    def test_a_padded_stock_cache_is_taken_over(
+        self, family: str, rotary: str, recent: int
+    ) -> None:
+        """Whether `generate` gives padding the position 0 or 1."""
+        model = tiny_model(family)
+        plan = random_plan(model, rotary=rotary, sinks=3, recent=recent)
+        for pads, value, start in itertools.product((1, 4, 8), (0, 1), (9, 11)):
+            tokens, mask, positions = padded_batch(pads)
+            inputs = {
+                "attention_mask": mask,
+                "position_ids": positions.masked_fill(~mask.bool(), value),
+            }
+            check_law(model, plan, tokens, start, **inputs)
+
+    def test_guessing_ahead_is_greedy(self, family: str, rotary: str, recent: int) -> None:
+        model, tokens = tiny_model(family), tiny_tokens(1, 4).repeat(1, 3)
+        plan = random_plan(model, rotary=rotary, sinks=4, recent=recent)
+        arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+        with compressed(model, plan) as new_cache:
+            greedy = model.generate(tokens, use_cache=False, **arguments)
+            for how in (
+                {"prompt_lookup_num_tokens": 3},
+                {"assistant_model": tiny_model(family, seed=1)},
+                {"prefill_chunk_size": 5},
+            ):
+                found = model.generate(tokens, past_key_values=new_cache(), **how, **arguments)
+                assert torch.equal(found, greedy)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_dtypes_are_the_same_but_for_rounding(rotary: str, dtype: torch.dtype) -> None:
+    tokens, logits = tiny_tokens(2, LONG), {}
+    for each in (dtype, torch.float64):
+        model = tiny_model("llama", dtype=torch.bfloat16).to(each)
+        plan = random_plan(model, rotary=rotary, sinks=3, value_rank=3)
+        found = steps(model, plan, tokens, [2, 7] + [1] * (LONG - 9))
+        assert found.dtype == each
+        logits[each] = found.double()
+    error = float((logits[dtype] - logits[torch.float64]).norm() / logits[torch.float64].norm())
+    assert error < (1e-4 if dtype == torch.float32 else 0.06)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES)
+def test_sinks_are_the_stock_caches_own_keys_and_values(rotary: str) -> None:
+    """Also where keys were rotated here: by the same angles."""
+    model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+    plan = random_plan(model, rotary=rotary, sinks=3, key_rank=8, value_rank=8)
+    stock, cache = stock_cache(model, tokens), prefilled(model, plan, tokens)
+    for layer, held in zip(cache.layers, stock.layers, strict=True):
+        torch.testing.assert_close(layer.sinks.keys.newest(3), held.keys[:, :, :3])
+        torch.testing.assert_close(layer.sinks.values.newest(3), held.values[:, :, :3])
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(PlanError, match="first -1 tokens"):
+        random_plan(model, sinks=-1)
+    with (
+        pytest.raises(CacheError, match=r"first 4 tokens exact.* do not fold"),
+        compressed(model, random_plan(model, sinks=4), fold_values=True),
+    ):
+        pass
