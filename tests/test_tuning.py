@@ -72,6 +72,14 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any("forward" in vars(layer) for layer in decoder_layers(model))
 
 
+@pytest.mark.parametrize("exact", [{}, {"recent": 2}, {"sinks": 2}, {"recent": 2, "sinks": 2}])
+def test_the_loss_is_that_of_the_cache(exact: dict[str, int]) -> None:
+    model, tokens = tiny_model("gemma3"), tiny_tokens()
+    plan = random_plan(model, **exact)
+    found = MovingBases(plan, torch.device("cpu")).differentiate(model, tokens, plan)
+    assert found == pytest.approx(lost(model, plan, tokens), rel=1e-4)
+
+
 def test_nothing_to_move() -> None:
     model = tiny_model("llama")
     full = random_plan(model, key_rank=8, value_rank=8)

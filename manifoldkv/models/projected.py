@@ -28,6 +28,7 @@ from manifoldkv.models.support import (
     check_supported,
     check_without_dropout,
     decoder_layers,
+    sliding_windows,
     uncompiled,
     unwrapped,
 )
@@ -38,7 +39,12 @@ Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 
 @contextmanager
 def projected(
-    model: PreTrainedModel, bases: Bases, *, rotary: Rotary = "pre", recent: int = 0
+    model: PreTrainedModel,
+    bases: Bases,
+    *,
+    rotary: Rotary = "pre",
+    recent: int = 0,
+    sinks: int = 0,
 ) -> Iterator[None]:
     """Let the layers of a model attend to projected keys and values inside the block.
 
@@ -54,6 +60,8 @@ def projected(
         Whether keys are projected before or after rotation.
     recent : int
         The newest tokens that a query sees as they are, its own among them.
+    sinks : int
+        The first tokens, which all queries see as they are in layers without a sliding window.
 
     Raises
     ------
@@ -66,16 +74,18 @@ def projected(
     with ExitStack() as stack:
         stack.enter_context(intercepted(model.config.get_text_config()))
         stack.enter_context(uncompiled(model))
+        windows = sliding_windows(model.config.get_text_config())
         for index, layer in enumerate(decoder_layers(model)):
             if index in bases:
-                hook = _before_attention(layer, bases, index, rotary, recent)
+                of_layer = sinks if windows[index] is None else 0
+                hook = _before_attention(layer, bases, index, rotary, recent, of_layer)
                 handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
 def _before_attention(
-    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int
+    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int, sinks: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     rotate = rotation_of(layer)
 
@@ -96,9 +106,9 @@ def _before_attention(
             else:
                 old_keys = rotate(_project(keys, key_basis), cos, sin)
             old_values = _project(values, value_basis)
-            if recent:
+            if recent or sinks:
                 # Every token twice, as it is and projected; a query sees one of the two.
-                exact = _is_recent(mask.shape[-1], recent, mask.device)
+                exact = _is_exact(mask.shape[-1], recent, sinks, mask.device)
                 mask = torch.cat([mask & ~exact, mask & exact], dim=-1)
                 old_keys = torch.cat([old_keys, rotated], dim=2)
                 old_values = torch.cat([old_values, values], dim=2)
@@ -117,10 +127,13 @@ def _before_attention(
     return hook
 
 
-def _is_recent(tokens: int, recent: int, device: torch.device) -> Tensor:
-    """Return where a query (row) comes fewer than `recent` tokens after a token (column)."""
+def _is_exact(tokens: int, recent: int, sinks: int, device: torch.device) -> Tensor:
+    """Return where a query (row) sees a token (column) as it is.
+
+    It is one of the first, or comes fewer than `recent` tokens before the query.
+    """
     slots = torch.arange(tokens, device=device)
-    return slots.unsqueeze(1) - slots < recent
+    return (slots.unsqueeze(1) - slots < recent) | (slots < sinks)
 
 
 def _project(x: Tensor, basis: Basis | None) -> Tensor:

@@ -177,7 +177,8 @@ class MovingBases:
         with torch.no_grad():
             exact = log_probabilities(model, tokens)
         bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
-        with _recomputed(model), projected(model, bases, rotary=plan.rotary, recent=plan.recent):
+        seen = projected(model, bases, rotary=plan.rotary, recent=plan.recent, sinks=plan.sinks)
+        with _recomputed(model), seen:
             loss = divergence(exact, log_probabilities(model, tokens))
             loss.backward()  # inside: layers are run again
         return loss.item()
