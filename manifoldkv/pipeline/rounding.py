@@ -76,7 +76,7 @@ def quantize(
     layers = []
     for activations in follow(capture(model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]
-        keys, values = activations.keys_in(plan.rotary), activations.values_of()[:, :, sinks:]
+        keys, values = activations.keys_in(plan.rotary), activations.values_of()
         key = _rotated(layer.key, keys, rotation)
         key_range = None
         if quantization.layout == "static":
