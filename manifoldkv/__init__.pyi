@@ -40,6 +40,7 @@ from .objectives import (
     Problem,
     register_objective,
 )
+from .pipeline.bits import allocate_bits
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
@@ -126,6 +127,7 @@ __all__ = [
     "UnknownNameError",
     "UnsolvableError",
     "UnsupportedModelError",
+    "allocate_bits",
     "capture",
     "check_supported",
     "checked",

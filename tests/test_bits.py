@@ -8,9 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from manifoldkv import CompressionPlan, RankError, compressed, load_model, open_text, sample_tokens
+from manifoldkv import (
+    CompressionPlan,
+    RankError,
+    allocate_bits,
+    compressed,
+    load_model,
+    open_text,
+    sample_tokens,
+)
 from manifoldkv.evaluation import Comparison, perplexity
-from manifoldkv.pipeline.bits import allocate_bits
 from tests.families import tiny_model, tiny_tokens
 
 MODEL = "studies/reference_models/reference-qwen3"
