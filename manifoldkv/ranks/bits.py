@@ -37,7 +37,7 @@ ROUNDING = 1e-12
 """Of costs, relative to that at 0 bits."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale of a coordinate, which a step must be larger than."""
-FACTORS = torch.linspace(0.6, 3.0, 25, dtype=torch.float64)
+FACTORS = torch.linspace(0.6, 3.0, 13, dtype=torch.float64)
 """Of these steps, that are tried: heavy tails want wider ones."""
 
 
