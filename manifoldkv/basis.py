@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import PlanError, RankError
 
 Site = Literal["key", "value"]
 """What a basis projects."""
@@ -220,6 +220,12 @@ def projector_distance(first: Basis, second: Basis) -> float:
 
 def _orthonormal_span(columns: Tensor) -> Tensor:
     return torch.linalg.qr(columns).Q
+
+
+def check_rotary(rotary: Rotary) -> None:
+    """Raise `PlanError` unless keys can be stored so."""
+    if rotary not in get_args(Rotary):
+        raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
 
 def check_rank(rank: int, head_dim: int) -> None:

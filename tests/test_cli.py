@@ -30,9 +30,10 @@ from manifoldkv import (
 from manifoldkv.basis import Rotary
 from manifoldkv.cli import inputs, main, measuring, planning
 from manifoldkv.cli.app import app, compress
-from manifoldkv.cli.measuring import NEW_TOKENS
+from manifoldkv.cli.measuring import NEW_TOKENS, TASK_LENGTH
 from manifoldkv.cli.options import Dtype
 from manifoldkv.evaluation import Comparison, Perplexity, decode_speed
+from manifoldkv.evaluation.questions import TASKS
 from manifoldkv.evaluation.speed import PROMPT
 from manifoldkv.pipeline.recipes import DEFAULT_RECIPE
 from manifoldkv.plan.quantization import BITS
@@ -135,6 +136,40 @@ def test_one_sequence_has_no_standard_error(plan: Path, capsys, monkeypatch) -> 
     assert code == 0
     assert f"added         {facts['added_nll']:.4f} nats per token" in out
     assert "nan" not in out
+
+
+def test_questions_are_asked_with_both_caches(plan: Path, capsys, monkeypatch) -> None:
+    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--tasks", "passkey,key-value")
+    few = ("--length", 100, "--items", 2)
+    code, out, _ = run(capsys, monkeypatch, *ask, *few, "--json")
+    assert code == 0
+    facts = strict_json(out)
+    assert [row["task"] for row in facts["tasks"]] == ["passkey", "key-value"]
+    assert all(row["items"] == 2 and not row["counted"] for row in facts["tasks"])
+    assert (facts["length"], facts["prefill"], facts["ratio"]) == (100, "exact", 0.5)
+    through = strict_json(
+        run(capsys, monkeypatch, *ask, *few, "--prefill", "compressed", "--json")[1]
+    )
+    assert through["tasks"][0]["stock_nll"] == facts["tasks"][0]["stock_nll"]
+    assert through["tasks"][0]["added_nll"] != facts["tasks"][0]["added_nll"]
+    _, out, _ = run(capsys, monkeypatch, *ask, *few)
+    assert f"{facts['tasks'][0]['added_nll']:.3f} ± " in out
+    assert "(the uncompressed model fails it)" in out
+    _, out, _ = run(capsys, monkeypatch, *ask, "--length", 100, "--items", 1)
+    assert "nan" not in out
+
+
+def test_questions_that_cannot_be_asked(plan: Path, capsys, monkeypatch) -> None:
+    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--tasks")
+    for arguments, message in (
+        (("nothing",), "unknown task 'nothing'; known: passkey"),
+        (("passkey", "--length", 2000), "longer than the 1,024 positions"),
+        (("passkey", "--length", 1024), "tokens, the model 1,024: ask for shorter"),
+        (("niah_single_1",), "niah_single_1 needs prompts of at least 1024 tokens, not 512"),
+    ):
+        code, out, err = run(capsys, monkeypatch, *ask, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err.splitlines()[-1]
 
 
 def strict_json(text: str) -> dict:
@@ -550,6 +585,11 @@ class TestHelp:
     def test_tokens(self) -> None:
         assert f"({PROMPT}, or what the model takes)" in self.said("bench", "tokens")
         assert f"({NEW_TOKENS}, or all the model takes)" in self.said("generate", "max_new_tokens")
+
+    def test_tasks(self) -> None:
+        said = self.said("evaluate", "tasks")
+        assert all(task in said for task in TASKS)
+        assert f"({TASK_LENGTH}, or half of what the model takes)" in said
 
     def test_rank_rules(self) -> None:
         said = self.said("compress", "ranks").partition("recipe says: ")[2]

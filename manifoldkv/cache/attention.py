@@ -3,6 +3,9 @@
 Keys stored after rotation: a query is multiplied by the basis and scored against latents; nothing
 is reconstructed. Keys stored before rotation: latents are up-projected and rotated a tile of tokens
 at a time. Values: attention weights mix latents; the mixed ones are up-projected, once per query.
+
+Many queries at once, those of a prompt, would do so again and again: for them keys and values of a
+layer are reconstructed for as long as its attention lasts, and the kernel of torch does the rest.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ ELEMENTS_AT_A_TIME = 1 << 19
 they should stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
+MANY_QUERIES = 32
+"""From so many queries of a call on, keys and values are reconstructed for them."""
+MASKED_AT_A_TIME = 1 << 26
+"""Elements of the mask that is built for such queries at a time."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,12 @@ class CachedAttention:
             # The last query sees all that is no padding.
             shown = None if mask is None else mask[:, 0, -1, past:][:, new]
             layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
-            for rows in _blocks(new, queries.shape[0] * queries.shape[1] * (past + done)):
+            if self._reconstructs(piece, settings):
+                blocks = _blocks(new, past + done, MASKED_AT_A_TIME)
+            else:
+                scores = queries.shape[0] * queries.shape[1] * (past + done)
+                blocks = _blocks(new, scores, SCORES_AT_A_TIME)
+            for rows in blocks:
                 seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
@@ -201,6 +213,9 @@ class CachedAttention:
         if angles is None and not seen.exact and self._kernel_fits(layer, settings):
             output = self._attend_at_once(layer, queries, seen)
             return output.reshape(batch, heads, rows, -1)
+        if self._reconstructs(rows, settings):
+            output = self._attend_reconstructed(layer, queries, rows, seen, angles)
+            return output.reshape(batch, heads, rows, -1)
         scores = list(self._scores(layer.key_store, queries, angles, seen))
         scores += [scores_of(queries, keys) for keys, _ in seen.exact]
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
@@ -236,6 +251,47 @@ class CachedAttention:
         mixed = scaled_dot_product_attention(by_group, keys, values, attn_mask=mask, scale=1.0)
         return self._value.finish(self._value.split_groups(mixed), self._up_project_values)
 
+    def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
+        """Return whether so many queries attend to reconstructed keys and values."""
+        plain = settings.softcap is None and settings.sinks is None
+        return plain and self._up_project_values and rows >= MANY_QUERIES
+
+    def _attend_reconstructed(
+        self,
+        layer: CompressedLayer,
+        queries: Tensor,
+        rows: int,
+        seen: _Seen,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Run torch's kernel on keys and values as the latents give them back.
+
+        Queries are scaled, (B, H_kv, R, d) with `rows` for every query head; so is the output.
+        """
+        keys, values = [], []
+        for start, stop, latents in _tiles(layer.key_store, seen, _tile_tokens(queries)):
+            x = self._key.up_project(latents)
+            keys.append(x if angles is None else angles.tile(x, start, stop))
+        for _, _, latents in _tiles(layer.value_store, seen, _tile_tokens(queries)):
+            values.append(self._value.up_project(latents))
+        for exact_keys, exact_values in seen.exact:
+            keys.append(exact_keys)
+            values.append(exact_values)
+        dtype = torch.promote_types(values[0].dtype, queries.dtype)
+        mask = seen.mask
+        if mask is not None:
+            mask = mask | ~mask.any(dim=-1, keepdim=True)  # a padded query sees something
+        by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2).to(dtype)  # (B, H_q, m, d)
+        output = scaled_dot_product_attention(
+            by_head,
+            _joined(keys, dim=2).to(dtype),
+            _joined(values, dim=2).to(dtype),
+            attn_mask=mask,
+            scale=1.0,
+            enable_gqa=True,
+        )
+        return output.to(queries.dtype)
+
     def _scores(
         self, store: Store, queries: Tensor, angles: Angles | None, seen: _Seen
     ) -> Iterator[Tensor]:
@@ -256,7 +312,8 @@ class CachedAttention:
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        return self._value.finish(mixed, self._up_project_values)
+        total = weights[..., : seen.latents].sum(dim=-1, keepdim=True)
+        return self._value.finish(mixed, self._up_project_values, total)
 
 
 def _tile_tokens(x: Tensor) -> int:
@@ -274,13 +331,13 @@ def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Ten
             yield start, stop, latents[:, :, : stop - start]
 
 
-def _joined(tiles: list[Tensor]) -> Tensor:
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=dim)
 
 
-def _blocks(rows: slice, scores_per_row: int) -> Iterator[slice]:
-    """Cut query rows into blocks whose scores fit `SCORES_AT_A_TIME`."""
-    size = max(1, SCORES_AT_A_TIME // scores_per_row)
+def _blocks(rows: slice, elements_per_row: int, elements: int) -> Iterator[slice]:
+    """Cut query rows into blocks that have no more than so many elements."""
+    size = max(1, elements // elements_per_row)
     for start, stop in split_tiles(rows.start, rows.stop, size):
         yield slice(start, stop)
 

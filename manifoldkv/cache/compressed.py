@@ -62,6 +62,7 @@ from manifoldkv.models.support import (
     uncompiled,
     unwrapped,
 )
+from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
@@ -133,6 +134,11 @@ def compressed(
         raise CacheError(
             "the weights of the model are read as it runs: do not fold values into W_O"
         )
+    if fold_values and any("value" in layer.codings for layer in plan.layers):
+        raise CacheError(
+            "the plan takes a mean from values, which needs the original W_O: do not fold values "
+            "into it"
+        )
     if fold_values and plan.recent:
         raise CacheError(
             f"the plan keeps the newest {plan.recent} tokens exact, which needs the original W_O: "
@@ -179,8 +185,8 @@ class _Run:
         if places != self._places:
             self._attentions = [
                 CachedAttention(
-                    RunningBasis(planned.key, *place),
-                    RunningBasis(planned.value, *place),
+                    RunningBasis(planned.key, *place, _mean(planned.key_coding)),
+                    RunningBasis(planned.value, *place, _mean(planned.value_coding)),
                     self._exact_prefill,
                     up_project_values=not self._fold_values,
                 )
@@ -396,6 +402,11 @@ class _Run:
         if index not in self._rotate_keys:  # found out once
             self._rotate_keys[index] = rotation_of_keys(self._layers[index], rotary_dim)
         return self._rotate_keys[index]
+
+
+def _mean(coding: Coding | None) -> Tensor | None:
+    """Return what is taken from keys or values before they are projected."""
+    return None if coding is None else coding.mean
 
 
 def _attention_function(

@@ -22,18 +22,29 @@ class RunningBasis:
         Of the model.
     device : torch.device
         Of the layer.
+    mean : Tensor, optional
+        What is taken from keys or values before they are projected, and added again,
+        (head groups, w·d).
     """
 
-    def __init__(self, basis: Basis, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        basis: Basis,
+        dtype: torch.dtype,
+        device: torch.device,
+        mean: Tensor | None = None,
+    ) -> None:
         self.grouping: HeadGrouping = basis.grouping
         self._basis = basis
         self._stored = dtype
         self._working = working_dtype(dtype, device)
         self._down = basis.down.to(device, self._working)  # (groups, w·d, w·r)
         self._up = self._down if basis.orthonormal else basis.up.to(device, self._working)
+        self._mean = None if mean is None else mean.to(device, self._working).unsqueeze(1)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
-        self._keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
+        keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
+        self._keeps_all = keeps_all and mean is None
 
     @property
     def features(self) -> int:
@@ -48,12 +59,19 @@ class RunningBasis:
     def latents(self, x: Tensor) -> Tensor:
         """Return what is stored of keys or values (B, H_kv, m, d): (B, G, m, w·r)."""
         x = self.grouping.split(x)
-        return x if self._keeps_all else (x.to(self._working) @ self._down).to(self._stored)
+        if self._keeps_all:
+            return x
+        x = x.to(self._working)
+        if self._mean is not None:
+            x = x - self._mean
+        return (x @ self._down).to(self._stored)
 
     def up_project(self, latents: Tensor) -> Tensor:
-        """Return keys in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
-        latents = latents.to(self._working)
-        return self.grouping.merge(latents if self._keeps_all else latents @ self._up.mT)
+        """Return keys or values in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
+        x = latents.to(self._working)
+        if not self._keeps_all:
+            x = x @ self._up.mT
+        return self.grouping.merge(x if self._mean is None else x + self._mean)
 
     def queries(self, queries: Tensor) -> Tensor:
         """Return queries to score against latents: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
@@ -67,10 +85,16 @@ class RunningBasis:
         mixed = product(weights, latents)  # (B, G, w·R, w·r)
         return self.split_groups(mixed)
 
-    def finish(self, mixed: Tensor, up_project: bool) -> Tensor:
-        """Return mixed latents (B, H_kv, R, w·r) in the model's dtype, up-projected or not."""
+    def finish(self, mixed: Tensor, up_project: bool, total: Tensor | None = None) -> Tensor:
+        """Return mixed latents (B, H_kv, R, w·r) in the model's dtype, up-projected or not.
+
+        `total` is the sum of the weights they were mixed by, (B, H_kv, R, 1): 1 if omitted.
+        """
         if up_project and not self._keeps_all:
             mixed = mixed.to(self._working) @ self.up_by_head.mT
+        if self._mean is not None:
+            mean = self.grouping.merge(self._mean.unsqueeze(0))  # (1, H_kv, 1, d)
+            mixed = mixed + (mean if total is None else total.to(mean.dtype) * mean)
         return mixed.to(self._stored)
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from manifoldkv.basis import Site
+from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.cache.packed import (
     FeatureRangeStore,
     ResidualStore,
@@ -375,6 +376,9 @@ def _store(
     sinks: int,
 ) -> Store:
     """Return what holds the latents of one site of a layer; those of `sinks` are never seen."""
+    coding = plan.codings.get(site)
+    if coding is not None:
+        return MixedWidthStore(coding, working_dtype(dtype, device), device)
     if quantization is None:
         return ExactStore()
     basis = dict(plan.sites)[site]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.plan.quantization import Quantization
 
-_IN_A_PACK = {8: 1, 4: 2, 2: 4, 3: 8}
+_IN_A_PACK = {8: 1, 4: 2, 2: 4, 1: 8, 3: 8}
 """Elements in the smallest pack of whole bytes."""
 
 

@@ -173,7 +173,8 @@ def evaluate(
             metavar="NAME,…",
             help="Ask questions that look back instead: passkey, copying, key-value, and of RULER "
             "(pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
-            "ruler_vt, ruler_cwe, ruler_fwe.",
+            "ruler_vt, ruler_cwe, ruler_fwe. --length is that of a prompt (1024, or half of what "
+            "the model takes).",
         ),
     ] = None,
     items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 20,

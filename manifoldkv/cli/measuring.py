@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -116,11 +117,11 @@ def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTask
         f"{'as they are' if asked.prefill == 'exact' else 'through the cache'}",
         f"  {'task':16} {'uncompressed':>12} {'compressed':>16} {'added nats':>18}",
     ]
-    for row in table.itertuples():
-        scores = f"{row.stock_score:12.2f} {row.score:8.2f} ± {row.score_error:5.2f}"
-        losses = f"{row.added_nll:10.3f} ± {row.nll_error:5.3f}"
-        fails = "" if row.counted else "  (the uncompressed model fails it)"
-        lines.append(f"  {row.task:16} {scores} {losses}{fails}")
+    for _, row in table.iterrows():
+        scores = f"{row['stock_score']:12.2f} {row['score']:8.2f}{_error(row['score_error'], 2)}"
+        losses = f"{row['added_nll']:10.3f}{_error(row['nll_error'], 3)}"
+        fails = "" if row["counted"] else "  (the uncompressed model fails it)"
+        lines.append(f"  {row['task']:16} {scores} {losses}{fails}")
     return Answer(facts, lines)
 
 
@@ -155,6 +156,11 @@ def diagnose(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
     rows = table.to_dict("records")
     lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
     return Answer({"layers": rows}, lines)
+
+
+def _error(error: float, digits: int) -> str:
+    """Return a standard error as it follows a mean: nothing, where one item has none."""
+    return " " * (digits + 5) if math.isnan(error) else f" ± {error:{digits + 2}.{digits}f}"
 
 
 def _new_tokens(model: Any, prompt: torch.Tensor, wanted: int | None) -> int:

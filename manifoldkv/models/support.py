@@ -112,12 +112,13 @@ def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
         columns = torch.arange(weight.shape[1])
     # Whatever kind of adapter it is: linear layers are known by what they make of unit vectors.
     units = nn.functional.one_hot(columns, weight.shape[1]).to(weight)
-    with torch.no_grad(), _without_dropout(linear):
+    with torch.no_grad(), evaluating(linear):
         return (linear(units) - linear(torch.zeros_like(units))).mT
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let a module be in evaluation mode inside the block: without dropout, say."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import HeadGrouping, Rotary, identity_basis
+from manifoldkv.basis import HeadGrouping, Rotary, check_rotary, identity_basis
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import check_supported, sliding_windows, unwrapped
 from manifoldkv.plan.files import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import CompressionPlan, check_rotary, config_hash
+from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.runs.source import versions
 from manifoldkv.text.tokens import positions

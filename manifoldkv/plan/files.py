@@ -22,6 +22,7 @@ from manifoldkv.basis import (
     Site,
 )
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.layer import LayerPlan, check_basis, parts
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization
@@ -56,6 +57,9 @@ def payload_of(contents: PlanContents) -> bytes:
                 tensors[f"layers.{index}.{site}.{part}"] = tensor.contiguous()
         if layer.key_range is not None:
             tensors[f"layers.{index}.key.range"] = layer.key_range.contiguous()
+        for site, coding in layer.codings.items():
+            for name, tensor in coding.tensors().items():
+                tensors[f"layers.{index}.{site}.{name}"] = tensor.contiguous()
     return save_tensors(tensors)
 
 
@@ -176,6 +180,8 @@ def _contents(
             _basis(layer, "value", tensors, index),
             None if layer["window"] is None else _integer(layer, "window"),
             tensors.pop(f"layers.{index}.key.range", None),
+            _coding("key", tensors, index),
+            _coding("value", tensors, index),
         )
         for index, layer in enumerate(description["layers"])
     )
@@ -227,6 +233,15 @@ def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index:
             f"{fields['rank']} of {layer['head_dim']} is described"
         )
     return basis
+
+
+def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | None:
+    name = f"layers.{index}.{site}"
+    if f"{name}.bits" not in tensors:
+        return None
+    bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))
+    mean, deviation = (tensors.pop(f"{name}.{part}", None) for part in ("mean", "deviation"))
+    return Coding(bits, step, mean, deviation)
 
 
 def _read(path: Path) -> bytes:

@@ -16,6 +16,7 @@ from manifoldkv.basis import (
 )
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import cached_tokens
+from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
 
 
@@ -32,18 +33,24 @@ class LayerPlan:
     key_range : Tensor or None
         Smallest and largest key latent per head group and group of features,
         (head groups, feature groups, 2); only for a plan in the static layout.
+    key_coding, value_coding : Coding or None
+        Bits of every latent; in the dtype of the model if None.
     """
 
     key: Basis
     value: Basis
     window: int | None = None
     key_range: Tensor | None = field(default=None, repr=False)
+    key_coding: Coding | None = None
+    value_coding: Coding | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayerPlan):
             return NotImplemented
         same_bases = self.key == other.key and self.value == other.value
-        return same_bases and self.window == other.window and equal(self.key_range, other.key_range)
+        same_codes = (self.key_coding, self.value_coding) == (other.key_coding, other.value_coding)
+        same_ranges = equal(self.key_range, other.key_range)
+        return same_bases and same_codes and same_ranges and self.window == other.window
 
     def __hash__(self) -> int:
         return hash((self.key, self.value, self.window))
@@ -52,6 +59,15 @@ class LayerPlan:
     def sites(self) -> tuple[tuple[Site, Basis], tuple[Site, Basis]]:
         """Return both sites with their bases."""
         return ("key", self.key), ("value", self.value)
+
+    @property
+    def codings(self) -> dict[Site, Coding]:
+        """Return the codings of the sites that have one."""
+        pairs: tuple[tuple[Site, Coding | None], ...] = (
+            ("key", self.key_coding),
+            ("value", self.value_coding),
+        )
+        return {site: coding for site, coding in pairs if coding is not None}
 
     def cached_tokens(self, tokens: int) -> int:
         """Return how many of `tokens` tokens seen the layer caches."""
@@ -77,9 +93,16 @@ class LayerPlan:
 
 
 def site_nbytes(
-    basis: Basis, site: Site, tokens: int, dtype: torch.dtype, quantization: Quantization | None
+    basis: Basis,
+    site: Site,
+    tokens: int,
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    coding: Coding | None,
 ) -> int:
     """Return the bytes of the latents of `tokens` cached tokens of one sequence at one site."""
+    if coding is not None:
+        return tokens * basis.grouping.heads // basis.grouping.width * coding.token_bytes
     if quantization is None:
         return tokens * _elements_per_token(basis) * dtype.itemsize
     groups = basis.grouping.heads // basis.grouping.width
@@ -109,6 +132,22 @@ def _elements_per_token(basis: Basis) -> int:
 def parts(basis: Basis) -> list[Tensor]:
     """Return the tensors that are stored of a basis: one if it is orthonormal, else two."""
     return [basis.down] if basis.orthonormal else [basis.down, basis.up]
+
+
+def check_coding(name: str, basis: Basis, coding: Coding) -> None:
+    """Raise `PlanError` unless a coding is one of the latents of a basis."""
+    groups = basis.grouping.heads // basis.grouping.width
+    expected = (groups, basis.down.shape[2])
+    if tuple(coding.step.shape) != expected:
+        raise PlanError(
+            f"{name}: codes of latents {tuple(coding.step.shape)} do not fit a basis with "
+            f"{expected}"
+        )
+    if coding.mean is not None and tuple(coding.mean.shape) != (groups, basis.down.shape[1]):
+        raise PlanError(
+            f"{name}: means {tuple(coding.mean.shape)} do not fit a basis of shape "
+            f"{tuple(basis.down.shape)}"
+        )
 
 
 def check_elements(name: str, tensor: Tensor) -> None:

@@ -8,21 +8,27 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
-from manifoldkv.plan.layer import LayerPlan, check_basis, check_elements, parts, site_nbytes
+from manifoldkv.plan.layer import (
+    LayerPlan,
+    check_basis,
+    check_coding,
+    check_elements,
+    parts,
+    site_nbytes,
+)
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization, check_layout
 
@@ -135,6 +141,16 @@ class CompressionPlan(OnHub):
             if layer.window is not None and layer.window < 2:
                 raise PlanError(f"layer {index}: a window of {layer.window} tokens keeps nothing")
             self._check_quantization(index, layer)
+            self._check_codings(index, layer)
+
+    def _check_codings(self, index: int, layer: LayerPlan) -> None:
+        for site, coding in layer.codings.items():
+            name = f"layer {index} {site}"
+            if self.quantization is not None:
+                raise PlanError(f"{name}: latents are given bits one by one and all alike")
+            if coding.mean is not None and site == "key" and self.rotary == "post":
+                raise PlanError(f"{name}: rotated keys have no mean to take away")
+            check_coding(name, dict(layer.sites)[site], coding)
 
     def _check_quantization(self, index: int, layer: LayerPlan) -> None:
         quantization = self.quantization
@@ -163,7 +179,13 @@ class CompressionPlan(OnHub):
         return self.ratio_at(self.provenance.context)
 
     def ratio_at(self, tokens: int) -> float:
-        """Return the cached elements of a text of some tokens over the uncompressed model's."""
+        """Return the cached elements of a text of some tokens over the uncompressed model's.
+
+        Where latents have bits of their own it is bytes that are compared, in 16-bit numbers.
+        """
+        if any(layer.codings for layer in self.layers):
+            full = sum(2 * layer.elements(tokens, recent=tokens) for layer in self.layers)
+            return self.nbytes(tokens) / full
         cached = sum(layer.elements(tokens, self.recent, self.sinks) for layer in self.layers)
         return cached / sum(layer.elements(tokens, recent=tokens) for layer in self.layers)
 
@@ -183,7 +205,7 @@ class CompressionPlan(OnHub):
 
     def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         return sum(
-            site_nbytes(basis, site, tokens, dtype, self.quantization)
+            site_nbytes(basis, site, tokens, dtype, self.quantization, layer.codings.get(site))
             for site, basis in layer.sites
         )
 
@@ -202,7 +224,11 @@ class CompressionPlan(OnHub):
         """Return the constant bytes of bases (and static ranges) while a model runs in `dtype`."""
         tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
         ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
-        return dtype.itemsize * sum(t.numel() for t in tensors) + sum(r.nbytes for r in ranges)
+        codes = [
+            t for layer in self.layers for c in layer.codings.values() for t in c.tensors().values()
+        ]
+        constants = sum(tensor.nbytes for tensor in (*ranges, *codes))
+        return dtype.itemsize * sum(t.numel() for t in tensors) + constants
 
     def digest(self) -> str:
         """Return the SHA-256 of all that decides what a cache holds: bases, windows, rounding.
@@ -308,12 +334,6 @@ class CompressionPlan(OnHub):
                 for index, layer in enumerate(self.layers)
             ),
         )
-
-
-def check_rotary(rotary: Rotary) -> None:
-    """Raise `PlanError` unless keys can be stored so."""
-    if rotary not in get_args(Rotary):
-        raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
 
 def config_hash(config: PretrainedConfig) -> str:

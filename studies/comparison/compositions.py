@@ -36,6 +36,7 @@ from manifoldkv import (
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.pipeline.bits import allocate_bits
 
 
 @torch.no_grad()
@@ -102,8 +103,8 @@ class Composition(Protocol):
         """Return what its caches depend on, beside ratio, model and text."""
         ...
 
-    def made_by(self) -> tuple[type, ...]:
-        """Return the classes whose code makes its plans, beside its own."""
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
+        """Return what else makes its plans: classes and functions."""
         ...
 
     def point(self, at: Setting, ratio: float) -> Point:
@@ -225,12 +226,14 @@ class Ranks:
     only_at: tuple[float, ...] = ()
 
     def ratios(self, asked: Sequence[float]) -> Sequence[float]:
-        return [ratio for ratio in asked if not self.only_at or ratio in self.only_at]
+        reached = 1 if self.bits is None else self.bits / 16
+        chosen = self.only_at or asked
+        return [ratio for ratio in asked if ratio <= reached and ratio in chosen]
 
     def describe(self) -> dict[str, Any]:
         return {"recipe": self.recipe.describe(), "bits": self.bits}
 
-    def made_by(self) -> tuple[type, ...]:
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
         return type(self.recipe.objective), type(self.recipe.solver), type(self.recipe.ranks)
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
@@ -263,12 +266,41 @@ class Integers:
     def describe(self) -> dict[str, Any]:
         return {"integers": self.layout}
 
-    def made_by(self) -> tuple[type, ...]:
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
         return ()
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
         quantization = Quantization(round(16 * ratio), self.layout)
         return PlanPoint(at, lambda: at.rounded(full_rank_plan(at.model), quantization))
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Rank and bits from one budget."""
+
+    said: str
+
+    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
+        return asked
+
+    def describe(self) -> dict[str, Any]:
+        return {"allocated": "bits"}
+
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
+        return (allocate_bits,)
+
+    def point(self, at: Setting, ratio: float) -> PlanPoint:
+        make = partial(
+            allocate_bits,
+            at.model,
+            at.calibration,
+            ratio=ratio,
+            rotary=at.rotary,
+            seed=at.seed,
+            context=at.window,
+            folder=at.folder,
+        )
+        return PlanPoint(at, make)
 
 
 @dataclass(frozen=True)
@@ -283,7 +315,7 @@ class Float8:
     def describe(self) -> dict[str, Any]:
         return {"rival": "fp8"}
 
-    def made_by(self) -> tuple[type, ...]:
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
         return ()
 
     def point(self, at: Setting, ratio: float) -> _Float8Point:
@@ -323,7 +355,7 @@ class Dropping:
     def describe(self) -> dict[str, Any]:
         return {"rival": self.name}
 
-    def made_by(self) -> tuple[type, ...]:
+    def made_by(self) -> tuple[Callable[..., Any], ...]:
         return ()
 
     def point(self, at: Setting, ratio: float) -> _DroppingPoint:
@@ -392,6 +424,10 @@ COMPOSITIONS: dict[str, Composition] = {
         replace(RECIPES["eigen-attention"], recent_share=BEST.recent_share),
         "eigen-attention, the newest tokens exact",
     ),
+    "bits": Bits(
+        "rank and bits from one budget: Fisher coordinates, a norm per token, the first 4 tokens "
+        "exact"
+    ),
     "integers": Integers(
         "token",
         "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
@@ -410,5 +446,5 @@ COMPOSITIONS: dict[str, Composition] = {
 }
 USUAL = (
     *("eigen-attention", "fast-uniform", "best", "grouped", "grouped-recent", "grouped-4-bit"),
-    *("integers", "kivi", "fp8", "sinks-recent", "snapkv"),
+    *("bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),
 )

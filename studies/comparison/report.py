@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 PALETTE = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
 RIVALS = ("integers", "kivi", "fp8", "sinks-recent", "snapkv")
@@ -87,6 +88,7 @@ def _finish(axes: Axes, on: pd.DataFrame, title: str, measure: str) -> None:
         axes.axhline(float(on["stock_score"].iloc[0]), color="grey", lw=0.8, ls=":")
         axes.set_ylabel("share of answers found (dotted: uncompressed)", fontsize=9)
     axes.grid(visible=True, alpha=0.2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.tick_params(labelsize=8)
     full = float((on["bytes_per_token"] / on["ratio"]).mean())
     above = axes.secondary_xaxis("top", functions=(partial(_times, full), partial(_times, full)))

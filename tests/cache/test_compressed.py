@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import (
@@ -245,6 +246,59 @@ def test_tiles_and_blocks_of_queries_change_nothing(
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), whole)
     assert_equal(steps(model, plan, tokens, [9, 1, 4]), whole)
+
+
+class TestManyQueries:
+    """Those of a prompt attend to keys and values that are reconstructed for them."""
+
+    @pytest.fixture(autouse=True)
+    def many(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache_attention, "MANY_QUERIES", 2)
+        monkeypatch.setattr(cache_attention, "MASKED_AT_A_TIME", LONG * 6)
+        monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+
+    @pytest.mark.parametrize("recent", [0, 3])
+    @pytest.mark.parametrize("rotary", ROTARIES)
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_they_see_what_the_cache_stores(self, family: str, rotary: str, recent: int) -> None:
+        model, tokens = tiny_model(family), tiny_tokens(2, LONG)
+        plan = random_plan(model, rotary=rotary, recent=recent, key_grouping="all", oblique=True)
+        expected = reference(model, plan, tokens)
+        assert_equal(steps(model, plan, tokens, [LONG]), expected)
+        assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
+
+    @pytest.mark.parametrize("layout", ["static", "token", "kivi"])
+    def test_rounded_latents(self, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = random_plan(model, quantization=Quantization(4, layout, group_size=4, residual=3))
+        found = steps(model, plan, tokens, [LONG])
+        monkeypatch.setattr(cache_attention, "MANY_QUERIES", 10**6)
+        assert_equal(found, steps(model, plan, tokens, [LONG]))
+
+    def test_the_kernel_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        calls = []
+
+        def counted(queries: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+            calls.append(queries.shape[2])
+            return scaled_dot_product_attention(queries, *rest, **options)
+
+        monkeypatch.setattr(cache_attention, "scaled_dot_product_attention", counted)
+        steps(model, random_plan(model), tokens, [LONG])
+        assert max(calls) == 6
+        assert sum(calls) >= LONG
+
+    def test_padded_rows_are_those_of_a_text_alone(self) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
+        plan = random_plan(model)
+        mask = torch.ones_like(tokens)
+        mask[0, :4] = 0
+        places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        with compressed(model, plan):
+            found = model(input_ids=tokens, attention_mask=mask, position_ids=places).logits
+            alone = model(input_ids=tokens[:1, 4:]).logits
+        assert_equal(found[:1, 4:], alone)
+        assert bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)

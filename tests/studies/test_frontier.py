@@ -1,10 +1,19 @@
 """frontier as a user runs it, on few tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
-from frontier import COMPOSITIONS, attention_work, windowed_perplexity
+from comparison.compositions import (
+    COMPOSITIONS,
+    Ranks,
+    attention_work,
+    losses,
+    seen_beside_sinks,
+)
+from comparison.report import pareto
+from torch import Tensor
 
 from manifoldkv import RECIPES
 from manifoldkv.evaluation import perplexity
@@ -13,7 +22,12 @@ from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.studies.running import Done, run_here
 
-NAMES = ("eigen-attention", "grouped-optimal", "grouped-optimal-recent", "forget-older")
+RATIOS = (0.5, 0.25)
+PLANS = ("eigen-attention", "grouped-recent", "grouped-4-bit")
+DROPPING = ("sinks-recent", "snapkv")
+NAMES = (*PLANS, "integers", "kivi", "fp8", *DROPPING)
+STOCK_BYTES = 6 * 2 * 2 * 32 * 2  # layers, K and V, heads, d, bytes
+WINDOW = 128
 
 
 def study(*arguments: object) -> Done:
@@ -23,7 +37,8 @@ def study(*arguments: object) -> Done:
 def run(folder: Path, *names: str) -> Done:
     return study(
         *("--text", "pydoc-topics", "--sequences", 3, "--held-out", 2, "--sequence-length", 64),
-        *("--ratios", 0.5, "--out", folder, "--compositions", *names),
+        *("--window", WINDOW, "--tasks", "passkey", "--task-length", 90, "--items", 3),
+        *("--ratios", *RATIOS, "--out", folder, "--compositions", *names),
     )
 
 
@@ -40,46 +55,98 @@ def out(done: tuple[Path, Done]) -> Path:
     return done[0]
 
 
-def test_a_row_per_plan_at_the_achieved_ratio(out: Path) -> None:
-    results = pd.read_csv(out / "results.csv").set_index("composition")
-    assert tuple(results.index) == NAMES
-    assert (results["ratio"] <= 0.5).all()
-    full = results["bytes_per_token"] / results["ratio"]
-    assert full.to_numpy() == pytest.approx(6 * 2 * 2 * 32 * 2)  # layers, K and V, heads, d, bytes
-    recent = results.loc["grouped-optimal-recent"]
-    assert recent["recent"] == 8
-    assert recent["long_run_ratio"] < recent["ratio"]
-    assert recent["added_nll"] < results.loc["grouped-optimal", "added_nll"]
-    assert results.loc["forget-older", ["recent", "long_run_ratio"]].tolist() == [32, 0]
+@pytest.fixture(scope="module")
+def results(out: Path) -> pd.DataFrame:
+    return pd.read_csv(out / "results.csv")
+
+
+def test_a_row_per_measurement_at_the_achieved_bytes(results: pd.DataFrame) -> None:
+    assert list(dict.fromkeys(results["composition"])) == list(NAMES)
+    points = (2 + 2 + 1) + 4 + 2 + 1 + 2 * len(DROPPING)  # four bits are no half of sixteen
+    assert results.groupby("kind")["composition"].count().to_dict() == {
+        "text": points,
+        "task": points,
+    }
+    per_token = results["bytes_per_token"] / results["ratio"]
+    assert per_token.to_numpy() == pytest.approx(STOCK_BYTES)
+    asked = results[results["composition"].isin((*PLANS, *DROPPING))]
+    assert (asked["ratio"] <= asked["requested_ratio"] + 1e-9).all()
+    assert (asked["ratio"] > 0.85 * asked["requested_ratio"]).all()
+
+
+def test_bytes_of_rivals_are_those_of_their_arithmetic(results: pd.DataFrame) -> None:
+    by_name = results[results["kind"] == "text"].set_index("composition")
+    integers = by_name.loc["integers", "ratio"].tolist()
+    of_head = [32 * bits / 8 + 4 for bits in (8, 4, 3, 2)]  # d 32, a scale and an offset
+    assert integers == pytest.approx([nbytes / (32 * 2) for nbytes in of_head])
+    assert by_name.loc["fp8", "ratio"] == 0.5
+    assert by_name.loc["sinks-recent", "ratio"].tolist() == [0.5, 0.25]
+
+
+def test_snapkv_has_no_loss_on_a_text(results: pd.DataFrame) -> None:
+    of_snapkv = results[results["composition"] == "snapkv"].set_index("kind")
+    assert of_snapkv.loc["text", "added_nll"].isna().all()
+    assert of_snapkv.loc["task", "added_nll"].notna().all()
+    others = results[results["composition"] != "snapkv"]
+    assert others["added_nll"].notna().all()
+
+
+def test_more_bits_lose_less(results: pd.DataFrame) -> None:
+    losses = results[(results["composition"] == "integers") & (results["kind"] == "text")]
+    assert losses["added_nll"].iloc[0] < 0.01 < losses["added_nll"].iloc[3]
 
 
 def test_what_is_measured_is_kept(out: Path) -> None:
     before = pd.read_csv(out / "results.csv")
     assert run(out, *reversed(NAMES)).code == 0
     after = pd.read_csv(out / "results.csv")
-    by_name = [frame.set_index("composition").sort_index() for frame in (before, after)]
-    pd.testing.assert_frame_equal(*by_name)  # with the seconds of the first run
+    keys = ["composition", "requested_ratio", "kind"]
+    ordered = [frame.sort_values(keys).reset_index(drop=True) for frame in (before, after)]
+    pd.testing.assert_frame_equal(*ordered)  # with the seconds of the first run
 
 
 def test_the_summary_names_the_command_and_every_composition(out: Path) -> None:
     text = (out / "summary.md").read_text()
     assert "Command: `python studies/frontier.py" in text
-    assert all(f"| {name} |" in text for name in NAMES)
+    assert all(f"| `{name}` |" in text for name in NAMES)
+    assert "The uncompressed model fails it: not counted." in text
 
 
-def test_the_figure_shows_the_table(done: tuple[Path, Done]) -> None:
+def test_the_figures_show_the_table(done: tuple[Path, Done], results: pd.DataFrame) -> None:
     out, run = done
-    results = pd.read_csv(out / "results.csv").set_index("composition")
-    drawn = run.figures["loss_against_bytes"].axes[0].containers
-    assert {line.get_label() for line in drawn} == set(NAMES)
-    for line in drawn:
-        expected = results.loc[line.get_label(), ["bytes_per_token", "added_nll"]]
-        assert points(line.lines[0]) == [pytest.approx(tuple(expected))]
-    assert_written(out / "loss_against_bytes")
+    for stem, kind, measure in (
+        ("loss_against_bytes", "text", "added_nll"),
+        ("answers_against_bytes", "task", "score"),
+    ):
+        part = results[results["kind"] == kind].set_index("composition")
+        axes = run.figures[stem].axes[0]
+        assert {line.get_label() for line in axes.containers} == set(NAMES)
+        for line in axes.containers:
+            expected = part.loc[[line.get_label()], ["bytes_per_token", measure]].dropna()
+            expected = expected.sort_values("bytes_per_token")
+            assert points(line.lines[0]) == [
+                pytest.approx(tuple(row)) for row in expected.to_numpy()
+            ]
+        assert_written(out / stem)
+
+
+def test_the_front_has_no_point_that_another_beats(results: pd.DataFrame) -> None:
+    part = results[results["kind"] == "text"].dropna(subset=["added_nll"])
+    front = pareto(part, "added_nll")
+    assert 0 < len(front) < len(part)
+    for _, point in part.iterrows():
+        smaller = front[front["bytes_per_token"] <= point["bytes_per_token"]]
+        assert smaller["added_nll"].min() <= point["added_nll"]
+    losses = front.sort_values("bytes_per_token")["added_nll"]
+    assert losses.is_monotonic_decreasing
 
 
 def test_every_recipe_is_a_composition() -> None:
-    assert {name: COMPOSITIONS[name][0] for name in RECIPES} == RECIPES
+    for name, recipe in RECIPES.items():
+        known = COMPOSITIONS[name]
+        assert isinstance(known, Ranks)
+        assert known.recipe == recipe
+        assert known.bits is None
 
 
 def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
@@ -88,21 +155,26 @@ def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
     assert "unknown composition 'nothing'; known: eigen-attention" in done.err
 
 
+def nll_beside_sinks(model: Any, tokens: Tensor, recent: int, sinks: int) -> tuple[float, ...]:
+    seen = seen_beside_sinks(tokens.shape[1], recent, sinks)
+    return losses(model, tokens, lambda: {"attention_mask": seen}).by_sequence
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_window_as_long_as_the_text_forgets_nothing(family: str) -> None:
+def test_a_window_as_long_as_the_text_drops_nothing(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 12)
-    whole = windowed_perplexity(model, tokens, 12)
-    assert whole.by_sequence == pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-6)
-    assert whole.predicted == 2 * 11
+    whole = perplexity(model, tokens)
+    assert nll_beside_sinks(model, tokens, 12, 0) == pytest.approx(whole.by_sequence, rel=1e-6)
+    assert nll_beside_sinks(model, tokens, 8, 4) == pytest.approx(whole.by_sequence, rel=1e-6)
 
 
-def test_forgetting_is_what_a_model_with_a_sliding_window_does() -> None:
+def test_dropping_is_what_a_model_with_a_sliding_window_does() -> None:
     tokens = tiny_tokens(2, 12)
     sliding, model = tiny_model("mistral"), tiny_model("llama")  # a window of 5 tokens
     model.load_state_dict(sliding.state_dict())
-    found = windowed_perplexity(model, tokens, 5).by_sequence
-    assert found == pytest.approx(perplexity(sliding, tokens).by_sequence, rel=1e-6)
-    assert found != pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-3)
+    expected = perplexity(sliding, tokens).by_sequence
+    assert nll_beside_sinks(model, tokens, 5, 0) == pytest.approx(expected, rel=1e-6)
+    assert nll_beside_sinks(model, tokens, 5, 2) != pytest.approx(expected, rel=1e-3)
 
 
 def test_attention_work_is_counted_by_hand() -> None:

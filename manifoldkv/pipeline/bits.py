@@ -1,0 +1,279 @@
+"""Rank and bits from one budget: Fisher coordinates, and bits where they save most nats."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site
+from manifoldkv.errors import RankError
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import cached_tokens, sliding_windows, unwrapped
+from manifoldkv.plan.coding import NORM_BYTES, Coding
+from manifoldkv.plan.layer import LayerPlan, detached
+from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.ranks.bits import WIDTHS, allocate, checked_widths, fit_quantizers, pack_size
+from manifoldkv.ranks.fisher import SiteMoments, fisher_moments
+from manifoldkv.runs.progress import follow
+from manifoldkv.runs.source import versions
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
+
+LOG = logging.getLogger(__name__)
+
+SITES: tuple[Site, ...] = get_args(Site)
+RIDGE = 1e-4
+"""Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
+SAMPLES = 4096
+"""Tokens that quantisers are fitted to, of each site."""
+
+
+@dataclass(frozen=True)
+class _Coordinates:
+    """Fisher coordinates of a site, and what quantisers leave of them.
+
+    Parameters
+    ----------
+    down, up : Tensor
+        (D, D), float64: latents are ``(x - mean) @ down``, by falling variance.
+    mean : Tensor or None
+        (D,), float64.
+    latents : Tensor
+        Of some tokens, (SAMPLES, D), float64.
+    costs : array
+        Nats that a token's errors cost by pack and width, (packs, widths).
+    """
+
+    down: Tensor
+    up: Tensor
+    mean: Tensor | None
+    latents: Tensor
+    costs: NDArray[np.float64]
+
+
+def allocate_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    *,
+    ratio: float,
+    widths: tuple[int, ...] = WIDTHS,
+    norms: bool = True,
+    sinks: int = 4,
+    rotary: Rotary = "pre",
+    seed: int = 0,
+    context: int | None = None,
+    folder: str | Path | None = None,
+) -> CompressionPlan:
+    """Return the plan whose latents have the bits that cost least, within a ratio.
+
+    Let F = E[g gᵀ] be the Fisher information of the keys or values x of a layer, all heads side by
+    side (`fisher_moments`), and C their covariance. With F^½ C F^½ = V Λ Vᵀ, the latents
+    y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer, costs half
+    its square in nats, to second order. One water-filling over all latents of the model is then the
+    whole allocation: of ranks (latents of 0 bits are not stored) and of bits.
+
+    Parameters
+    ----------
+    model, tokens
+        As in `compress`.
+    ratio : float
+        Largest share of the bytes of an uncompressed cache in 16 bits that a text of `context`
+        tokens may take, in (0, 1]: latents, norms and sinks.
+    widths : tuple of int
+        Bits that a latent may have, increasing from 0 to at most 8.
+    norms : bool
+        Whether a token's latents are divided by its norm, of two bytes for each layer and site.
+    sinks : int
+        The first tokens, which stay as they are.
+    rotary : {"pre", "post"}
+        Whether keys are stored before rotation or after it.
+    seed : int
+        Of `fisher_moments`.
+    context : int, optional
+        Tokens that the ratio holds for; those of a calibration sequence if omitted.
+    folder : str or Path, optional
+        Where Fisher moments are stored, for a run that goes on.
+
+    Raises
+    ------
+    RankError
+        If there is no such ratio, it is too small for anything, or packs of latents do not fit
+        the features of a layer.
+    UnsupportedModelError, TextError, SeedError, PlanError, OutputError, DivergenceError
+        As `fisher_moments`.
+    """
+    model = unwrapped(model)
+    widths = checked_widths(widths)
+    if not 0 < ratio <= 1:
+        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
+    name, ids = calibration_tokens(model, tokens)
+    context = ids.shape[1] if context is None else context
+    moments = fisher_moments(model, ids, seed=seed, rotary=rotary, first=sinks, folder=folder)
+    sites: list[_Coordinates] = []
+    kv_heads = head_dim = 0
+    LOG.info("fitting quantisers of %d layers", len(moments))
+    for activations in follow(capture(model, ids), len(moments)):
+        kv_heads, head_dim = activations.kv_heads, activations.head_dim
+        of_layer = moments[activations.layer]
+        keys, values = activations.keys_in(rotary), activations.values_of()
+        for own, x, centred in (
+            (of_layer.key, keys, rotary == "pre"),
+            (of_layer.value, values, True),
+        ):
+            sites.append(_coordinates(own, x[:, :, sinks:], widths, norms=norms, centred=centred))
+    windows = sliding_windows(model.config)
+    cached = [cached_tokens(context, window) for window in windows for _ in SITES]
+    budget = _latent_bytes(ratio, context, windows, kv_heads * head_dim, norms, sinks)
+    bits = allocate([site.costs for site in sites], widths, budget, cached)
+    predicted = sum(
+        float(site.costs[np.arange(len(chosen)), [widths.index(b) for b in chosen]].sum())
+        for site, chosen in zip(sites, bits, strict=True)
+    )
+    LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
+    grouping = HeadGrouping("all", kv_heads)
+    layers = []
+    for index, window in enumerate(windows):
+        (key, key_coding), (value, value_coding) = (
+            _coded(sites[2 * index + place], bits[2 * index + place], widths, grouping, norms)
+            for place in range(2)
+        )
+        layers.append(
+            LayerPlan(key, value, window, key_coding=key_coding, value_coding=value_coding)
+        )
+    provenance = Provenance(
+        model=model.config._name_or_path,
+        text=name,
+        sequences=ids.shape[0],
+        length=ids.shape[1],
+        context=context,
+        recipe={
+            "objective": {"name": "fisher"},
+            "solver": {"name": "closed-form"},
+            "ranks": {"name": "bits", "widths": list(widths), "norms": norms},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "predicted_nats": predicted,
+        },
+        seed=seed,
+        requested_ratio=ratio,
+        threads=torch.get_num_threads(),
+        versions=versions(),
+    )
+    return CompressionPlan(
+        tuple(layers),
+        rotary,
+        config_hash(model.config),
+        fingerprint(model),
+        provenance,
+        sinks=sinks,
+    )
+
+
+def _coordinates(
+    moments: SiteMoments, x: Tensor, widths: tuple[int, ...], *, norms: bool, centred: bool
+) -> _Coordinates:
+    """Return the Fisher coordinates of keys or values (S, H_kv, n, d)."""
+    features = x.shape[1] * x.shape[3]
+    per_pack = pack_size(widths)
+    if features % per_pack:
+        raise RankError(
+            f"{features} features of a layer are no packs of {per_pack} latents: leave out widths "
+            f"of {widths} that are odd"
+        )
+    x = x.transpose(1, 2).reshape(-1, features).cpu().double()
+    x = x[torch.linspace(0, len(x) - 1, min(len(x), SAMPLES)).long()]
+    root, inverse = _square_roots(moments.fisher)
+    second = moments.covariance
+    if not centred:
+        second = second + torch.outer(moments.mean, moments.mean)
+    directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
+    down, up = root @ directions, inverse @ directions
+    latents = (x - moments.mean if centred else x) @ down
+    fitted = fit_quantizers(latents, widths, _norms(latents) if norms else None)
+    costs = fitted.distortion.unflatten(0, (-1, per_pack)).sum(dim=1) / 2
+    return _Coordinates(down, up, moments.mean if centred else None, latents, costs.numpy())
+
+
+def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a regularised Fisher matrix, and the inverse of that."""
+    values, vectors = torch.linalg.eigh(fisher)
+    ridge = RIDGE * values.clamp(min=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
+    roots = (values.clamp(min=0) + ridge).sqrt()
+    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+
+
+def _norms(latents: Tensor) -> Tensor:
+    """Return the norm of every token in whitened coordinates, (tokens, 1)."""
+    whitened = latents / _deviations(latents)
+    return whitened.square().mean(dim=1, keepdim=True).sqrt()
+
+
+def _deviations(latents: Tensor) -> Tensor:
+    return latents.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _latent_bytes(
+    ratio: float,
+    context: int,
+    windows: Sequence[int | None],
+    features: int,
+    norms: bool,
+    sinks: int,
+) -> int:
+    """Return the bytes that are left for latents of a text, after norms and sinks."""
+    cached = [cached_tokens(context, window) for window in windows]
+    full = 4 * features * sum(cached)
+    of_sinks = 4 * features * sum(min(sinks, context) for window in windows if window is None)
+    of_norms = 2 * NORM_BYTES * sum(cached) if norms else 0
+    left = int(ratio * full + 1e-9) - of_sinks - of_norms
+    if left < 0:
+        raise RankError(
+            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are and norms take "
+            f"{(of_sinks + of_norms) / full:.3g} of the cache of {context} tokens"
+        )
+    return left
+
+
+def _coded(
+    site: _Coordinates,
+    bits: NDArray[np.int64],
+    widths: tuple[int, ...],
+    grouping: HeadGrouping,
+    norms: bool,
+) -> tuple[Basis, Coding]:
+    """Return basis and coding of the latents that have bits, widest first."""
+    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths))
+    order = of_latents.argsort(descending=True, stable=True)
+    stored = int((of_latents > 0).sum())
+    # Every head has as many latents: some of 0 bits may be among them.
+    columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
+    chosen = of_latents[columns]
+    latents = site.latents[:, columns[:stored]]
+    norm = _norms(latents) if norms and stored else None
+    steps = torch.ones(len(columns), dtype=torch.float64)
+    for width in set(chosen[:stored].tolist()):
+        own = chosen[:stored] == width
+        steps[:stored][own] = fit_quantizers(latents[:, own], (0, width), norm).step[:, 1]
+    deviation = None
+    if norms:
+        deviation = torch.ones(len(columns), dtype=torch.float64)
+        deviation[:stored] = _deviations(latents)
+    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
+    coding = Coding(
+        chosen.to(torch.uint8),
+        steps.float().unsqueeze(0),
+        None if site.mean is None else site.mean.float().unsqueeze(0),
+        None if deviation is None else deviation.float().unsqueeze(0),
+    )
+    return Basis(down, up, grouping), coding

@@ -1,0 +1,116 @@
+"""How many bits each latent of a site is stored in, and what its codes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from manifoldkv.basis import equal
+from manifoldkv.errors import PlanError
+
+WIDEST = 8
+"""Bits of a coded latent, at most."""
+NORM_BYTES = 2
+"""Of a token's norm, in float16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coding:
+    """Bits per latent, with steps that are known beforehand.
+
+    A latent y of a step s and b bits is stored as ``floor(y / s)``, clamped to
+    ``[-2^(b - 1), 2^(b - 1) - 1]``, and given back as the middle of its interval: the uniform
+    mid-rise quantiser. A latent of 0 bits is not stored and given back as 0.
+
+    Parameters
+    ----------
+    bits : Tensor
+        Of every latent of a head group, (features,), uint8, from 8 down to 0.
+    step : Tensor
+        By head group and latent, (head groups, features), float32, positive.
+    mean : Tensor or None
+        What is taken from keys or values before they are projected, and added again, by head group,
+        (head groups, w·d), float32; nothing if None.
+    deviation : Tensor or None
+        Root mean squares of the latents, (head groups, features), float32. With them a token's
+        latents are divided by its norm, the root mean square of ``y / deviation`` over the latents
+        that are stored, which is stored too, in float16; steps are those of what is left.
+    """
+
+    bits: Tensor
+    step: Tensor
+    mean: Tensor | None = field(default=None, repr=False)
+    deviation: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.bits.dtype != torch.uint8 or self.bits.ndim != 1 or not len(self.bits):
+            raise PlanError(f"bits of latents are (features,) in uint8, not {_said(self.bits)}")
+        if int(self.bits.max()) > WIDEST or bool((self.bits.int().diff() > 0).any()):
+            raise PlanError(f"bits of latents fall from at most {WIDEST}")
+        shape = self.step.shape
+        _check("steps", self.step, (*shape[:1], len(self.bits)))
+        if not bool((self.step > 0).all()):
+            raise PlanError("a step of a quantiser is not positive")
+        if self.mean is not None:
+            _check("means", self.mean, (*shape[:1], *self.mean.shape[1:2]))
+        if self.deviation is not None:
+            _check("deviations", self.deviation, tuple(shape))
+            if not bool((self.deviation > 0).all()):
+                raise PlanError("a deviation of a latent is not positive")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Coding):
+            return NotImplemented
+        return (
+            equal(self.bits, other.bits)
+            and equal(self.step, other.step)
+            and equal(self.mean, other.mean)
+            and equal(self.deviation, other.deviation)
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.bits.tolist()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields by their names, those that are there."""
+        named = {
+            "bits": self.bits,
+            "step": self.step,
+            "mean": self.mean,
+            "deviation": self.deviation,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Return bits and number of neighbouring latents of the same bits, 0 bits left out."""
+        by_bits = groupby(self.bits.tolist())
+        return [(bits, len(list(run))) for bits, run in by_bits if bits]
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token in one head group: packed latents, and its norm."""
+        latents = sum(run_bytes(bits, count) for bits, count in self.runs)
+        return latents + (NORM_BYTES if self.deviation is not None else 0)
+
+
+def run_bytes(bits: int, count: int) -> int:
+    """Return the bytes that so many latents of so many bits are packed into.
+
+    Bits are packed in planes of 8, 4, 2 and 1 of them, each of whole bytes.
+    """
+    return sum(-(-count * plane // 8) for plane in (8, 4, 2, 1) if bits & plane)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.ndim != 2 or tensor.dtype != torch.float32:
+        raise PlanError(f"{name} of latents are {shape} in float32, not {_said(tensor)}")
+    if not bool(tensor.isfinite().all()):
+        raise PlanError(f"{name} of latents are not all finite")
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} in {tensor.dtype}"

@@ -1,0 +1,507 @@
+"""Fisher information of keys and values: the model's own gradients, and what errors really cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv import (
+    DivergenceError,
+    OutputError,
+    PlanError,
+    SeedError,
+    TextError,
+    UnsupportedModelError,
+)
+from manifoldkv.layers import placement
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.head import predictions_from
+from manifoldkv.models.projected import log_probabilities
+from manifoldkv.models.support import attention_of, decoder_layers, modeling_module
+from manifoldkv.ranks import fisher
+from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, draw, fisher_moments
+from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
+from tests.test_offloading import offloaded, saved
+
+SITES = ("key", "value")
+NORM_TOLERANCE = 1e-4
+"""Of the largest element of a matrix: norms compute in float32, forwards and backwards."""
+SMOOTH = {"num_experts_per_tok": 2}
+"""Of two experts: no small error moves a token from one to the other."""
+
+Change = Callable[[int, str, Tensor], Tensor]
+"""Of keys or values (B, H_kv, n, d) of a layer and site."""
+
+
+@contextmanager
+def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iterator[None]:
+    """The stock model, with keys and values changed where its own linear layers put them out.
+
+    Keys after rotation are changed where the rotation puts them out.
+    """
+    layers = decoder_layers(model)
+    hooks, number = [], len(layers)
+    config = model.config.get_text_config()
+    heads = config.num_key_value_heads
+
+    def by_head(index: int, site: str, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            return change(index, site, x) if x.shape[1] == heads else flat(index, site, x)
+        return flat(index, site, x)
+
+    def flat(index: int, site: str, x: Tensor) -> Tensor:
+        split = x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
+        return change(index, site, split).transpose(1, 2).reshape(x.shape)
+
+    def hook(index: int, site: str) -> Callable[..., Tensor]:
+        return lambda module, args, output: by_head(index, site, output)
+
+    def fused(index: int) -> Callable[..., Tensor]:
+        def on_output(module: object, args: object, output: Tensor) -> Tensor:
+            size = heads * attention_of(layers[index]).head_dim
+            queries, keys, values = output.split([output.shape[-1] - 2 * size, size, size], -1)
+            if rotary == "pre":
+                keys = flat(index, "key", keys)
+            return torch.cat([queries, keys, flat(index, "value", values)], dim=-1)
+
+        return on_output
+
+    for index, layer in enumerate(layers):
+        attention = attention_of(layer)
+        if hasattr(attention, "qkv_proj"):
+            hooks.append(attention.qkv_proj.register_forward_hook(fused(index)))
+            continue
+        hooks.append(attention.v_proj.register_forward_hook(hook(index, "value")))
+        if rotary == "pre":
+            keys = getattr(attention, "k_norm", attention.k_proj)
+            hooks.append(keys.register_forward_hook(hook(index, "key")))
+    modeling = modeling_module(layers[0])
+    rotate, calls = modeling.apply_rotary_pos_emb, []
+
+    def rotate_and_change(q: Tensor, k: Tensor, *args: Tensor, **kwargs: int) -> tuple:
+        q, k = rotate(q, k, *args, **kwargs)
+        calls.append(k)
+        return q, change((len(calls) - 1) % number, "key", k)
+
+    if rotary == "post":
+        modeling.apply_rotary_pos_emb = rotate_and_change
+    try:
+        yield
+    finally:
+        modeling.apply_rotary_pos_emb = rotate
+        for each in hooks:
+            each.remove()
+
+
+def by_hand(
+    model: PreTrainedModel, tokens: Tensor, seed: int = 0, rotary: str = "pre"
+) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
+    """Features and gradients of all tokens by layer and site, (S·n, D) each: one backward pass."""
+    generator = torch.Generator().manual_seed(seed)
+    found, features = {}, {}
+
+    def keep(index: int, site: str, x: Tensor) -> Tensor:
+        # A change of nothing, which the model's outputs are differentiated in.
+        found[index, site] = torch.zeros_like(x, requires_grad=True)
+        features[index, site] = x.detach()
+        return x + found[index, site]
+
+    with changed(model, keep, rotary):
+        predicted = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+    total = torch.zeros((), dtype=predicted.dtype)
+    for sequence in predicted:
+        uniform = torch.rand(len(sequence), generator=generator, dtype=torch.float64)
+        for row, number in zip(sequence, uniform.tolist(), strict=True):
+            below = np.cumsum(row.detach().double().exp().numpy())
+            total = total + row[int((below <= number).sum())]
+    total.backward()
+
+    def rows(x: Tensor) -> np.ndarray:
+        return np.concatenate([np.concatenate(list(s), axis=1) for s in x.double().numpy()])
+
+    return {place: (rows(features[place]), rows(change.grad)) for place, change in found.items()}
+
+
+def check(moments: list[LayerMoments], expected: dict, tolerance: float = NORM_TOLERANCE) -> None:
+    assert len(moments) * 2 == len(expected)
+    for (layer, site), (features, gradients) in expected.items():
+        found = moments[layer].of(site)
+        pairs = (
+            (found.mean, features.mean(axis=0)),
+            (found.covariance, np.cov(features.T, bias=True)),
+            (found.fisher, gradients.T @ gradients / len(gradients)),
+        )
+        for mine, other in pairs:
+            assert mine.dtype == torch.float64
+            scale = np.abs(other).max()
+            assert scale > 0
+            np.testing.assert_allclose(mine.numpy(), other, rtol=0, atol=tolerance * scale)
+        assert found.tokens == len(features)
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_they_are_those_of_one_backward_pass_through_the_model(family: str, rotary: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens()
+    check(fisher_moments(model, tokens, seed=3, rotary=rotary), by_hand(model, tokens, 3, rotary))
+
+
+def test_nothing_is_lost_where_little_fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_model("gemma2"), tiny_tokens(5)
+    monkeypatch.setattr(fisher, "TOKENS_AT_ONCE", 24)
+    monkeypatch.setattr(fisher, "LOGITS_AT_ONCE", 64 * 5)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: 0)
+    check(fisher_moments(model, tokens), by_hand(model, tokens))
+
+
+def test_covariances_of_keys_far_from_the_origin_keep_their_digits() -> None:
+    model, tokens = tiny_model("qwen2", torch.float32), tiny_tokens()
+    attention_of(decoder_layers(model)[1]).k_proj.bias.data += 1000
+    captured = next(iter(capture(model, tokens, [1])))
+    keys = captured.keys.transpose(1, 2).flatten(2).flatten(0, 1).double().numpy()
+    found = fisher_moments(model, tokens)[1].key.covariance.numpy()
+    expected = np.cov(keys.T, bias=True)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * expected.max())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_matrices_are_symmetric_and_without_negative_eigenvalues(family: str) -> None:
+    for layer in fisher_moments(tiny_model(family, torch.float32), tiny_tokens()):
+        for site in SITES:
+            for matrix in (layer.of(site).covariance, layer.of(site).fisher):
+                assert torch.equal(matrix, matrix.mT)
+                values = torch.linalg.eigvalsh(matrix)
+                assert values[0] > -1e-12 * values[-1]
+
+
+def test_draws_are_as_frequent_as_they_are_probable() -> None:
+    """In 20,000 draws of equal steps each token comes once more or less than expected at most."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(1, 1, 50, generator=generator)
+    logits[..., :2] = -torch.inf
+    predicted = logits.log_softmax(-1)
+    uniform = torch.arange(20_000, dtype=torch.float64).unsqueeze(0) / 20_000
+    counts = draw(predicted.expand(1, 20_000, 50), uniform).flatten().bincount(minlength=50)
+    torch.testing.assert_close(
+        counts.double(), 20_000 * predicted.flatten().double().exp(), rtol=0, atol=1
+    )
+    assert counts[:2].sum() == 0
+
+
+def test_gradients_are_nothing_on_average() -> None:
+    """E[∂ log p(y)] = 0, y drawn from p. The mean of 400 lies within five standard errors of it."""
+    model, tokens = tiny_model("gemma2"), tiny_tokens(1, 6)
+    states = next(iter(capture(model, tokens, [2]))).outputs
+    gradients = torch.empty(400, *states.shape, dtype=torch.float64)
+    for seed, gradient in enumerate(gradients):
+        fisher._differentiate_predictions(model, tokens, states, seed, gradient)
+    error = gradients.std(dim=0) / 20
+    assert error.min() > 0
+    assert (gradients.mean(dim=0).abs() < 5 * error).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_small_errors_cost_what_it_says(family: str) -> None:
+    """The divergence under random errors δ of all tokens is ½ Σ δᵀ F δ nats on average.
+
+    Errors have the covariance Σ = size² A Aᵀ, so that the average is ½ S n tr(F Σ). Both sides are
+    means: of 40 seeds, and of 40 draws of the errors. They may differ by four standard errors of
+    the difference, and by two percent for terms beyond second order; a standard error is some
+    percent, and must be less than five.
+    """
+    size, repeats = 1e-3, 40
+    model, tokens = tiny_model(family, **SMOOTH), tiny_tokens(16)
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(16, 16, generator=generator, dtype=torch.float64)
+    runs = [fisher_moments(model, tokens, seed=seed) for seed in range(repeats)]
+    with torch.no_grad():
+        exact = log_probabilities(model, tokens)
+    for layer, site in ((0, "key"), (0, "value"), (1, "key"), (2, "value")):
+        predicted = torch.stack(
+            [(mix.mT @ run[layer].of(site).fisher @ mix).trace() for run in runs]
+        )
+        predicted = 0.5 * tokens.numel() * size**2 * predicted
+
+        def change(index: int, of: str, x: Tensor, place: tuple = (layer, site)) -> Tensor:
+            if (index, of) != place:
+                return x
+            random = torch.randn(16, 12, 16, generator=generator, dtype=torch.float64)
+            return x + size * (random @ mix.mT).unflatten(-1, (2, 8)).transpose(1, 2)
+
+        with changed(model, change), torch.no_grad():
+            measured = torch.stack(
+                [
+                    (exact.exp() * (exact - log_probabilities(model, tokens))).sum()
+                    for _ in range(repeats)
+                ]
+            )
+        error = ((predicted.var() + measured.var()) / repeats).sqrt()
+        assert error < 0.05 * measured.mean()
+        difference = (predicted.mean() - measured.mean()).abs()
+        assert difference < 4 * error + 0.02 * measured.mean(), (layer, site)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
+    model, tokens = tiny_model("qwen3", torch.float32), tiny_tokens()
+    first, second, other = (fisher_moments(model, tokens, seed=seed) for seed in (5, 5, 6))
+    assert first == second
+    assert first != other
+    for mine, its in zip(first, other, strict=True):
+        assert torch.equal(mine.key.covariance, its.key.covariance)
+        assert not torch.equal(mine.key.fisher, its.key.fisher)
+
+
+def test_a_sequence_draws_the_same_whatever_follows_it() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    few, more = (sum_of(fisher_moments(model, part)) for part in (tokens[:3], tokens))
+    np.testing.assert_array_less(few, more)  # one more sequence only adds
+
+
+def sum_of(moments: list[LayerMoments]) -> np.ndarray:
+    """Squared gradients of all features summed over tokens, (layers, 2, D)."""
+    return np.array(
+        [
+            [(m.of(site).fisher.diagonal() * m.of(site).tokens).numpy() for site in SITES]
+            for m in moments
+        ]
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_half_precision_is_close_and_summed_in_full(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bfloat16 has 8 bits, and the logits are a percent from those of the model in float64.
+
+    With the same draws so is the Fisher information, which two percent are allowed for each of the
+    two gradients in it. Products and sums lose nothing.
+    """
+    added: list[tuple[Tensor, Tensor]] = []
+    add = fisher._Sums.add
+
+    def recorded(self: object, *both: Tensor) -> None:
+        added.append(both)
+        add(self, *both)
+
+    monkeypatch.setattr(fisher, "draw", lambda predicted, uniform: (64 * uniform).long())
+    monkeypatch.setattr(fisher._Sums, "add", recorded)
+    model, tokens = tiny_model(family, torch.bfloat16, **SMOOTH), tiny_tokens(16)
+    found = fisher_moments(model, tokens)
+    assert model.dtype == torch.bfloat16
+    assert {x.dtype for both in added for x in both} == {torch.float32}
+    gradients = added[-1][1].double().transpose(1, 2).reshape(-1, 16).numpy()
+    np.testing.assert_allclose(
+        found[0].value.fisher.numpy(), gradients.T @ gradients / len(gradients), rtol=1e-12
+    )
+    exact = fisher_moments(model.double(), tokens)
+    for mine, its in zip(found, exact, strict=True):
+        for site in SITES:
+            expected = its.of(site).fisher
+            assert (mine.of(site).fisher - expected).norm() < 0.04 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_the_same_from_weights_that_stay_in_their_shards(family: str, tmp_path: Path) -> None:
+    whole = saved(family, tmp_path)
+    model = offloaded(tmp_path, torch.float32)
+    assert fisher_moments(model, tiny_tokens()) == fisher_moments(whole, tiny_tokens())
+    assert all(p.is_meta for layer in decoder_layers(model) for p in layer.parameters())
+
+
+def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    model, seen = offloaded(tmp_path, torch.float32), []
+
+    def count(*ignored: object) -> None:
+        layers = decoder_layers(model)
+        seen.append(sum(not layer.self_attn.o_proj.weight.is_meta for layer in layers))
+
+    for layer in decoder_layers(model):
+        layer.self_attn.o_proj.register_full_backward_hook(count)
+        layer.self_attn.o_proj.register_forward_pre_hook(count)
+    fisher_moments(model, tiny_tokens())
+    assert len(seen) >= 3 * 3
+    assert set(seen) == {1}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, tokens = tiny_model("gemma2").requires_grad_(True), tiny_tokens()
+    frozen = attention_of(decoder_layers(model)[1]).k_proj.weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers, implementation = decoder_layers(model), model.config._attn_implementation
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    fisher_moments(model, tokens)
+    assert [*model.state_dict()] == [*before]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
+    assert decoder_layers(model) is layers
+    assert model.config._attn_implementation == implementation
+    assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, logits)
+
+
+def test_a_model_that_is_trained_gives_the_same() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    expected = fisher_moments(model, tokens)
+    model.train().requires_grad_(True)
+    assert fisher_moments(model, tokens) == expected
+    with torch.no_grad():
+        assert fisher_moments(model, tokens) == expected
+    model.activation_checkpointing_enable()
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.5
+    assert fisher_moments(model, tokens) == expected
+    assert all(part.training for part in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
+def test_predictions_from_the_last_states_are_those_of_the_model(family: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens()
+    with torch.no_grad():
+        states = list(capture(model, tokens))[-1].outputs
+        expected = log_probabilities(model, tokens)
+        found = predictions_from(model, tokens, states)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+class Kill(Exception):  # noqa: N818 (not an error)
+    pass
+
+
+def runs_until(
+    monkeypatch: pytest.MonkeyPatch, name: str, calls: int | None
+) -> tuple[list[object], Callable[[], None]]:
+    """Let a function of the module end the run at a call; returns the calls, and what undoes it."""
+    function, made = getattr(fisher, name), []
+
+    def counted(*arguments: object) -> object:
+        made.append(arguments)
+        if len(made) == calls:
+            raise Kill
+        return function(*arguments)
+
+    monkeypatch.setattr(fisher, name, counted)
+    return made, lambda: monkeypatch.setattr(fisher, name, function)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("name", ["_differentiate_layer", "_write"])
+def test_an_interrupted_run_goes_on(
+    name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("gpt-oss", torch.bfloat16), tiny_tokens()
+    expected = fisher_moments(model, tokens, seed=2)
+    _, undo = runs_until(monkeypatch, name, call)
+    with pytest.raises(Kill):
+        fisher_moments(model, tokens, seed=2, folder=tmp_path)
+    undo()
+    made, undo = runs_until(monkeypatch, "_differentiate_layer", None)
+    assert fisher_moments(model, tokens, seed=2, folder=tmp_path) == expected
+    assert len(made) == 3 - (call - 1)
+    made.clear()
+    assert fisher_moments(model, tokens, seed=2, folder=str(tmp_path)) == expected
+    assert not made
+    (left,) = tmp_path.glob(f"{fisher.GRADIENT}-*")
+    assert left.stat().st_size < 500  # the gradient itself is needed no more
+    undo()
+
+
+def test_a_run_between_two_files_of_a_layer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    write = fisher.Checkpoints.write_tensors
+
+    def killed(self: object, name: str, tensors: dict[str, Tensor]) -> None:
+        if name == fisher.GRADIENT and int(tensors["layer"]) == 1:
+            raise Kill
+        write(self, name, tensors)
+
+    monkeypatch.setattr(fisher.Checkpoints, "write_tensors", killed)
+    with pytest.raises(Kill):
+        fisher_moments(model, tokens, folder=tmp_path)
+    monkeypatch.setattr(fisher.Checkpoints, "write_tensors", write)
+    assert fisher_moments(model, tokens, folder=tmp_path) == fisher_moments(model, tokens)
+
+
+def test_what_depends_on_something_else_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("gemma2"), tiny_tokens()
+    fisher_moments(model, tokens, folder=tmp_path)
+    softer = tiny_model("gemma2", attn_logit_softcapping=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(*map(weights, (model, softer)), strict=True))
+    for other, settings in (
+        (softer, {}),
+        (tiny_model("gemma2", seed=1), {}),
+        (model, {"seed": 1}),
+        (model, {"rotary": "post"}),
+    ):
+        found = fisher_moments(other, tokens, folder=tmp_path, **settings)
+        assert found == fisher_moments(other, tokens, **settings)
+        assert found != fisher_moments(model, tokens)
+    assert fisher_moments(model, tokens[:2], folder=tmp_path) == fisher_moments(model, tokens[:2])
+
+
+def weights(model: PreTrainedModel) -> list[Tensor]:
+    return [tensor for _, tensor in sorted(model.state_dict().items())]
+
+
+def test_damaged_files_are_named_and_computed_again_once_deleted(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    expected = fisher_moments(model, tokens, folder=tmp_path)
+    (file,) = tmp_path.glob("fisher-1-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(OutputError, match=f"{file.name} is damaged"):
+        fisher_moments(model, tokens, folder=tmp_path)
+    file.unlink()
+    assert fisher_moments(model, tokens, folder=tmp_path) == expected
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    monkeypatch.setattr(fisher, "_moments", None)
+    with pytest.raises(SeedError):
+        fisher_moments(model, tokens, seed=2**64)
+    with pytest.raises(PlanError, match="unknown rotary space 'both'"):
+        fisher_moments(model, tokens, rotary="both")
+    with pytest.raises(TextError):
+        fisher_moments(model, tokens + 64)
+    for family in ("mamba", "gpt2", "deepseek-v3"):
+        with pytest.raises(UnsupportedModelError):
+            fisher_moments(tiny_model(family), tokens)
+
+
+def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.data[3] = torch.inf
+    with pytest.raises(DivergenceError, match="layer 2 are not finite"):
+        fisher_moments(model, tiny_tokens(), folder=tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_moments_compare_hash_and_print_as_one_expects() -> None:
+    first, second = (fisher_moments(tiny_model("llama"), tiny_tokens())[0] for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.key != first.value
+    assert first.key != "anything else"
+    assert first.key != replace(first.key, tokens=3)
+    assert repr(first.key) == "SiteMoments(16 features, 48 tokens)"
+    assert isinstance(first.of("value"), SiteMoments)
+    assert first.of("value") is first.value

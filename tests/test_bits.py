@@ -1,0 +1,134 @@
+"""Rank and bits from one budget, on tiny models: budgets, laws, and what they promise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from manifoldkv import CompressionPlan, RankError, compressed, load_model, open_text, sample_tokens
+from manifoldkv.evaluation import Comparison, perplexity
+from manifoldkv.pipeline.bits import allocate_bits
+from tests.families import tiny_model, tiny_tokens
+
+MODEL = "studies/reference_models/reference-qwen3"
+
+
+def stock_bytes(model: PreTrainedModel, tokens: int, windows: list[int | None]) -> int:
+    config = model.config
+    cached = sum(tokens if w is None else min(tokens, w - 1) for w in windows)
+    return 4 * config.num_key_value_heads * config.head_dim * cached
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+def test_a_cache_is_as_large_as_its_plan_says_and_no_larger_than_asked(
+    family: str, rotary: str
+) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(3, 14)
+    plan = allocate_bits(model, tokens, ratio=0.4, rotary=rotary, sinks=1, norms=False)
+    windows = [layer.window for layer in plan.layers]
+    assert plan.nbytes(14) <= 0.4 * stock_bytes(model, 14, windows)
+    assert plan.ratio == pytest.approx(plan.nbytes(14) / stock_bytes(model, 14, windows))
+    with compressed(model, plan) as new_cache:
+        cache = new_cache()
+        model(input_ids=tokens[:2], past_key_values=cache)
+        assert cache.nbytes() == plan.nbytes(14, batch=2, dtype=model.dtype)
+
+
+@given(
+    ratio=st.floats(0.2, 1),
+    sinks=st.integers(0, 3),
+    norms=st.booleans(),
+    widths=st.sampled_from([(0, 2, 4, 8), (0, 1, 2, 3, 4, 5, 6, 7, 8), (0, 8), (0, 3, 4)]),
+)
+@settings(max_examples=10)
+def test_the_budget_is_never_exceeded(
+    ratio: float, sinks: int, norms: bool, widths: tuple[int, ...]
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 24)
+    options = {"sinks": sinks, "norms": norms, "widths": widths}
+    layers = [None] * model.config.num_hidden_layers
+    full = stock_bytes(model, 24, layers)
+    exact = stock_bytes(model, sinks, layers) + norms * 24 * 4 * len(layers)
+    if ratio * full < exact:
+        with pytest.raises(RankError, match="too small"):
+            allocate_bits(model, tokens, ratio=ratio, **options)
+        return
+    plan = allocate_bits(model, tokens, ratio=ratio, **options)
+    assert plan.nbytes(24) <= ratio * full + 1e-6
+    used = {int(b) for layer in plan.layers for c in layer.codings.values() for b in c.bits}
+    assert used <= set(widths)
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_decoding_token_by_token_is_one_pass(family: str, rotary: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, 14)
+    plan = allocate_bits(model, tokens, ratio=0.5, rotary=rotary, sinks=2, norms=True)
+    with compressed(model, plan) as new_cache:
+        whole = model(input_ids=tokens).logits
+        cache = new_cache()
+        parts = [
+            model(input_ids=part, past_key_values=cache).logits for part in tokens.split(3, dim=1)
+        ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_saved_and_loaded_it_gives_the_same_bytes_and_tokens(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
+    plan = allocate_bits(model, tokens, ratio=0.5)
+    plan.save(tmp_path / "plan")
+    loaded = CompressionPlan.load(tmp_path / "plan")
+    assert loaded == plan
+    loaded.save(tmp_path / "again")
+    for name in CompressionPlan.FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "plan" / name).read_bytes()
+    written = []
+    for known in (plan, loaded):
+        with compressed(model, known) as new_cache:
+            written.append(
+                model.generate(
+                    tokens, past_key_values=new_cache(), max_new_tokens=8, do_sample=False
+                )
+            )
+    assert torch.equal(*written)
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
+    first, again = (allocate_bits(model, tokens, ratio=0.3, seed=1) for _ in range(2))
+    assert first.digest() == again.digest()
+    assert first.digest() != allocate_bits(model, tokens, ratio=0.3, seed=2).digest()
+
+
+def test_more_bytes_lose_less_and_theory_says_how_much() -> None:
+    model, tokenizer = load_model(MODEL)
+    text = open_text("docstrings")
+    calibration, held_out = (
+        sample_tokens(text, tokenizer, sequences=8, length=128, split=split)
+        for split in ("calibration", "held-out")
+    )
+    stock = perplexity(model, held_out)
+    lost, predicted = [], []
+    for ratio in (1 / 2, 1 / 4, 1 / 8):
+        plan = allocate_bits(model, calibration, ratio=ratio)
+        assert plan.ratio <= ratio
+        compared = Comparison(stock, perplexity(model, held_out, plan))
+        lost.append(compared.added_nll)
+        predicted.append(plan.provenance.recipe["predicted_nats"])
+    assert abs(lost[0]) < 0.01
+    assert lost[0] < lost[1] + 0.005 < lost[2]
+    assert predicted == sorted(predicted)
+    assert 0.2 * lost[2] < predicted[2] < 2 * lost[2]
+
+
+def test_what_cannot_be_done() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
+    for ratio in (0, 1.5, float("nan")):
+        with pytest.raises(RankError, match="is not in"):
+            allocate_bits(model, tokens, ratio=ratio)
+    with pytest.raises(RankError, match="too small: 4 tokens that stay as they are and norms take"):
+        allocate_bits(model, tokens, ratio=0.1)
