@@ -232,18 +232,25 @@ class _Run:
     def _take_over(self, cache: CompressedCache, stock: DynamicCache, positions: Tensor) -> None:
         """Store the tokens of a stock cache, placed at (1 or B, n), in an empty one."""
         self._follow_model()
-        tokens, visible = positions.shape[1], unpadded(positions)
+        tokens = positions.shape[1]
+        visible = None if self._is_unpadded else unpadded(positions)
         if self._plan.rotary == "pre":
             cache.append_positions(positions)
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count = cached_tokens(tokens, layer.window)
             keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
             layer.tokens_seen = tokens - count  # and the others now
-            layer.sinks.take(keys, values, layer.tokens_seen, visible.to(keys.device), None)
+            layer.sinks.take(keys, values, layer.tokens_seen, visible, None)
             if self._plan.rotary == "pre":
                 keys = self._unrotated(index, keys, positions[:, -count:])
             self._attentions[index].store(layer, keys, values)
             layer.forget_old()
+
+    @property
+    def _is_unpadded(self) -> bool:
+        """Return whether the plan takes no padded texts."""
+        quantization = self._plan.quantization
+        return quantization is not None and quantization.layout == "kivi"
 
     def _unrotated(self, index: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Return keys (B, H_kv, n, d) of a layer as they were before they were rotated."""
@@ -305,7 +312,7 @@ class _Run:
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._model.dtype)
         given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
-        if self._plan.quantization is not None and self._plan.quantization.layout == "kivi":
+        if self._is_unpadded:
             check_unpadded(given["attention_mask"])
         self._pass.begin(cache)
         return (), given

@@ -63,12 +63,14 @@ class CompressedLayer(CacheLayerMixin):
         self.is_sliding = plan.window is not None
         # Tokens that KIVI's layout has rounded cannot be made exact again.
         self.is_croppable = quantization is None or quantization.layout != "kivi"
-        self.key_store = _store(plan, "key", quantization, dtype, device)
-        self.value_store = _store(plan, "value", quantization, dtype, device)
+        self.sinks = Sinks(plan.sink_tokens(sinks))
+        self.key_store, self.value_store = (
+            _store(plan, site, quantization, dtype, device, self.sinks.size)
+            for site, _ in plan.sites
+        )
         # Keys and values (B, H_kv, n, d) of the newest tokens, a few more while a call is served.
         self.recent_keys = ExactStore()
         self.recent_values = ExactStore()
-        self.sinks = Sinks(plan.sink_tokens(sinks))
         self.exact_tokens = 0
         """How many of the newest tokens are held without latents."""
         self.tokens_seen = 0
@@ -371,8 +373,9 @@ def _store(
     quantization: Quantization | None,
     dtype: torch.dtype,
     device: torch.device,
+    sinks: int,
 ) -> Store:
-    """Return what holds the latents of one site of a layer."""
+    """Return what holds the latents of one site of a layer; those of `sinks` are never seen."""
     coding = plan.codings.get(site)
     if coding is not None:
         return MixedWidthStore(coding, working_dtype(dtype, device), device)
@@ -386,4 +389,6 @@ def _store(
         return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
     of_features = quantization.layout == "kivi" and site == "key"
     rounded = (FeatureRangeStore if of_features else TokenRangeStore)(quantization, features, dtype)
-    return ResidualStore(quantization, rounded) if quantization.layout == "kivi" else rounded
+    if quantization.layout == "kivi":
+        return ResidualStore(quantization, rounded, unseen=sinks)
+    return rounded

@@ -237,10 +237,14 @@ class ResidualStore(Store):
         Length of a run and of the window.
     rounded : Store
         Takes the tokens that leave the window.
+    unseen : int
+        How many of the first tokens nobody will read. What is stored for them is that of the first
+        one behind them, so that they do not widen the ranges of their run.
     """
 
-    def __init__(self, quantization: Quantization, rounded: Store) -> None:
+    def __init__(self, quantization: Quantization, rounded: Store, unseen: int = 0) -> None:
         self._quantization = quantization
+        self._unseen = unseen
         self._rounded = rounded
         self._exact = GrowingTensor(smallest_growth=16)
         self.parts = [*rounded.parts, self._exact]
@@ -252,7 +256,7 @@ class ResidualStore(Store):
         self._exact.append(latents)
         leaving = len(self._exact) - self._quantization.exact_tokens(len(self))
         if leaving:
-            self._rounded.append(self._exact.view[:, :, :leaving])
+            self._rounded.append(self._narrowed(self._exact.view[:, :, :leaving]))
             self._exact.drop_first(leaving)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
@@ -277,3 +281,11 @@ class ResidualStore(Store):
 
     def drop_last(self, count: int) -> None:
         self._exact.drop_last(count)
+
+    def _narrowed(self, leaving: Tensor) -> Tensor:
+        """Return tokens (B, G, n, features) that leave the window with nothing of unseen ones."""
+        unseen = self._unseen - len(self._rounded)
+        if not 0 < unseen < leaving.shape[2]:
+            return leaving
+        first = leaving[:, :, unseen : unseen + 1].expand(-1, -1, unseen, -1)
+        return torch.cat([first, leaving[:, :, unseen:]], dim=2)

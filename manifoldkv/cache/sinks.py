@@ -62,6 +62,7 @@ class Sinks:
             begins = begins.to(device)
             if visible is not None:
                 hidden = (~visible).long().cumprod(dim=1).sum(dim=1)  # leading ones
+                hidden = hidden.to(device)
                 begins = torch.where(begins == past, past + hidden, begins)
             self.begins = begins
         slots = self._slots(min(tokens, self.size))  # (B, s)

@@ -46,7 +46,8 @@ def quantize(
     plan : CompressionPlan
         Without quantisation.
     model, tokens
-        As in `compress`; the tokens calibrate the rotation and the static ranges.
+        As in `compress`; the tokens calibrate the rotation and the static ranges, but for the first
+        of every sequence where the plan keeps them as they are.
     quantization : Quantization
         Bits and layout.
     rotation : {"hadamard", "pca", "none"}
@@ -63,7 +64,8 @@ def quantize(
     Raises
     ------
     PlanError
-        If the plan is quantised already or made for another model, or the layout does not fit it.
+        If the plan is quantised already or made for another model, if the layout does not fit it,
+        or if the calibration sequences have no tokens besides the first that it keeps.
     """
     if plan.quantization is not None:
         raise PlanError("the plan is quantised already")
@@ -72,11 +74,19 @@ def quantize(
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     _, tokens = calibration_tokens(model, tokens)
+    most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
+    if tokens.shape[1] <= most:
+        raise PlanError(
+            f"the plan keeps the first {most} tokens exact, and calibration sequences of "
+            f"{tokens.shape[1]} have no others to be rounded: take longer ones"
+        )
     LOG.info("rounding the latents of %d layers to %d bits", len(plan.layers), quantization.bits)
     layers = []
     for activations in follow(capture(model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]
-        keys, values = activations.keys_in(plan.rotary), activations.values_of()
+        sinks = layer.sink_tokens(plan.sinks)  # whose latents nobody sees
+        keys = activations.keys_in(plan.rotary)[:, :, sinks:]
+        values = activations.values_of()[:, :, sinks:]
         key = _rotated(layer.key, keys, rotation)
         key_range = None
         if quantization.layout == "static":

@@ -69,7 +69,8 @@ class CompressionPlan(OnHub):
     sinks : int
         The first tokens of every sequence, whose keys and values are cached as they are beside
         their latents, in layers without a sliding window. Many models attend to them whatever they
-        are, and their keys, far larger than others, suffer most from rounding.
+        are, and their keys, far larger than others, suffer most from rounding. Set it before
+        `quantize`, whose ranges then leave these tokens out.
 
     Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
     from (`provenance`) plays no part, so that a plan found again on another day equals the first.

@@ -140,6 +140,31 @@ def test_constant_latents_are_exact() -> None:
     assert torch.equal(latents_of(store), torch.full((1, 1, 3, 5), 0.5))
 
 
+@pytest.mark.parametrize("unseen", [1, 4, 6, 9])
+@pytest.mark.parametrize("pieces", [[20], [1] * 20, [3, 10, 7]])
+def test_tokens_that_nobody_reads_widen_no_range(pieces: list[int], unseen: int) -> None:
+    quantization = Quantization(4, "kivi", group_size=4, residual=3)
+    x = random_latents(20, 3)
+    large = x.clone()
+    large[:, :, :unseen] *= 1000
+    found, expected, widened = (
+        ResidualStore(quantization, FeatureRangeStore(quantization, 3, torch.float32), of_them)
+        for of_them in (unseen, unseen, 0)
+    )
+    for store, latents in ((found, large), (expected, x), (widened, large)):
+        for piece in latents.split(pieces, dim=2):
+            start = 0
+            for count in store.pieces(piece.shape[2]):
+                store.append(piece[:, :, start : start + count])
+                start += count
+    read, wanted, other = (latents_of(store)[:, :, unseen:] for store in (found, expected, widened))
+    assert torch.equal(read, wanted)
+    if unseen % 4:
+        assert float((other - wanted).abs().max()) > 0.1
+    else:  # whole runs are theirs
+        assert torch.equal(other, wanted)
+
+
 @given(st.lists(st.integers(1, 30), max_size=8), st.integers(1, 9), st.integers(0, 11))
 def test_the_newest_tokens_stay_exact(appended: list[int], run: int, residual: int) -> None:
     quantization = Quantization(2, "kivi", group_size=run, residual=residual)

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CacheError, CompressionPlan, PlanError, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
+from manifoldkv.layers.capture import capture
+from manifoldkv.pipeline.rounding import quantize
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
 from tests.cache.test_stock import check_law, prefilled, stock_cache
 from tests.families import FAMILIES, tiny_model, tiny_tokens
@@ -269,6 +271,38 @@ class TestLayouts:
                 for each in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
                     found = in_pieces(model, each, tokens, [1] * (LONG - start))
                     assert_equal(found, expected[:, start:])
+
+
+def test_the_first_tokens_widen_no_range_of_others() -> None:
+    """A key of the lowest layer depends on its own token: others are stored as beside any first."""
+    tokens, read = tiny_tokens(2, LONG), []
+    other = tokens.clone()
+    other[:, :3] = other[:, :3].flip(0)
+    model = tiny_model("llama")
+    plan = random_plan(model, key_grouping=1, sinks=3, **LAYOUTS["kivi"])
+    for text in (tokens, other):
+        tiles = prefilled(model, plan, text).layers[0].key_store.tiles(0, LONG)
+        read.append(torch.cat([latents for _, _, latents in tiles], dim=2)[:, :, 3:])
+    assert torch.equal(*read)
+
+
+def test_static_ranges_are_those_of_all_but_the_first_tokens() -> None:
+    model, tokens = tiny_model("gemma3"), tiny_tokens(3, LONG)
+    for rotation in ("none", "pca", "hadamard"):
+        plan = random_plan(model, sinks=3)
+        rounded = quantize(plan, model, tokens, Quantization(8, group_size=64), rotation)
+        for activations, layer in zip(capture(model, tokens), rounded.layers, strict=True):
+            first = 3 if layer.window is None else 0
+            keys = activations.keys_in("pre")[:, :, first:]
+            latents = keys @ layer.key.down.to(keys)
+            ends = torch.stack([latents.amin(dim=(0, 2, 3)), latents.amax(dim=(0, 2, 3))], dim=-1)
+            torch.testing.assert_close(layer.key_range[:, 0].to(ends), ends)
+            values = activations.values_of()[:, :, first:]
+            covariance = torch.cov((values @ layer.value.down.to(values))[:, 0].flatten(0, 1).T)
+            beside = covariance - covariance.diagonal().diag()
+            assert (float(beside.abs().max()) < 1e-9) == (rotation == "pca")
+    with pytest.raises(PlanError, match="first 3 tokens exact, and calibration sequences of 3"):
+        quantize(plan, model, tokens[:, :3], Quantization(8))
 
 
 @pytest.mark.parametrize("recent", [0, 3])
