@@ -87,7 +87,7 @@ def test_every_block_runs_or_says_why_not(folder, capsys, monkeypatch):
 
 def test_generating_with_half_the_cache(folder, capsys):
     """The saving that is printed is there, and is half of the stock cache in the same dtype."""
-    exec(next(s for s in SNIPPETS if "new_cache" in s), {})
+    exec(next(s for s in SNIPPETS if "bytes instead of" in s), {})
     text, numbers = capsys.readouterr().out.rstrip().rsplit("\n", 1)
     assert text
     printed = re.fullmatch(r"([\d,]+) bytes instead of ([\d,]+), torch\.float32 both", numbers)

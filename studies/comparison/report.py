@@ -82,6 +82,7 @@ def _finish(axes: Axes, on: pd.DataFrame, title: str, measure: str) -> None:
     axes.set_xlabel("bytes per token", fontsize=9)
     if measure == "added_nll":
         axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_ylim(bottom=min(-0.01, 2 * float(on["added_nll"].min())))
         axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
     else:
         axes.set_ylim(-0.03, 1.05)
