@@ -80,7 +80,10 @@ def allocate_bits(
     Let F = E[g gᵀ] be the Fisher information of the keys or values x of a layer, all heads side by
     side (`fisher_moments`), and C their covariance. With F^½ C F^½ = V Λ Vᵀ, the latents
     y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer, costs half
-    its square in nats, to second order. One water-filling over all latents of the model is then the
+    its square in nats, to second order. What all of them cost together is in the plan's provenance,
+    as ``predicted_nats``: on the calibration text predictions were measured to diverge by 1.4 to
+    1.7 times that, on other text by 2 to 5 times (both reference models, 8 × 128 tokens, ratios
+    1/4 and 1/8): a Fisher matrix of few tokens fits these tokens. One water-filling over all latents of the model is then the
     whole allocation: of ranks (latents of 0 bits are not stored) and of bits.
 
     Parameters
