@@ -83,8 +83,9 @@ def allocate_bits(
     its square in nats, to second order. What all of them cost together is in the plan's provenance,
     as ``predicted_nats``: on the calibration text predictions were measured to diverge by 1.4 to
     1.7 times that, on other text by 2 to 5 times (both reference models, 8 × 128 tokens, ratios
-    1/4 and 1/8): a Fisher matrix of few tokens fits these tokens. One water-filling over all latents of the model is then the
-    whole allocation: of ranks (latents of 0 bits are not stored) and of bits.
+    1/4 and 1/8): a Fisher matrix of few tokens fits these tokens. One water-filling over all
+    latents of the model is then the whole allocation: of ranks (latents of 0 bits are not stored)
+    and of bits.
 
     Parameters
     ----------
