@@ -47,9 +47,11 @@ def colours_of_pdf(content: bytes) -> set[tuple[float, ...]]:
     assert content.startswith(b"%PDF-")
     assert content.rstrip().endswith(b"%%EOF")
     found = set()
-    for stream in re.findall(rb"stream\r?\n(.*?)\r?\nendstream", content, re.DOTALL):
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", content, re.DOTALL):
         try:
-            page = zlib.decompress(stream)
+            # A checksum may end in bytes that look like the line's end: neither is cut off, and
+            # what stands behind the stream is let be.
+            page = zlib.decompressobj().decompress(stream)
         except zlib.error:
             continue
         found |= {tuple(map(float, numbers)) for numbers in COLOUR.findall(page)}
