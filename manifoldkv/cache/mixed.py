@@ -1,4 +1,4 @@
-"""Latents in mixed widths, packed by planes of bits."""
+"""Latents in mixed widths."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from manifoldkv.cache.packed import pack, unpack
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan.coding import Coding, run_bytes
-
-PLANES = (8, 4, 2, 1)
+from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.quantization import packed_bytes
 
 
 class MixedWidthStore(Store):
@@ -66,35 +66,17 @@ class MixedWidthStore(Store):
             yield (
                 start - first,
                 stop - first,
-                torch.nn.functional.pad(x, (0, self._features - self._stored)),
+                functional.pad(x, (0, self._features - self._stored)),
             )
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Return codes (B, G, m, stored) as bytes, run by run, each in planes of its low bits."""
-        parts = []
-        for (bits, _), run in zip(self._runs, self._split(codes), strict=True):
-            shift = 0
-            for plane in PLANES:
-                if bits & plane:
-                    parts.append(pack((run >> shift) & (2**plane - 1), plane))
-                    shift += plane
+        """Return codes (B, G, m, stored) as bytes, run by run."""
+        runs = codes.split([count for _, count in self._runs], dim=-1)
+        parts = [pack(run, bits) for (bits, _), run in zip(self._runs, runs, strict=True)]
         return torch.cat(parts, dim=-1) if parts else codes
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         """Return the codes that `_packed` was given."""
-        codes = packed.new_empty(*packed.shape[:-1], self._stored)
-        start = 0
-        for (bits, count), run in zip(self._runs, self._split(codes), strict=True):
-            shift = 0
-            for plane in PLANES:
-                if not bits & plane:
-                    continue
-                size = run_bytes(plane, count)
-                part = unpack(packed[..., start : start + size], plane, count)
-                run.copy_(part) if not shift else run.add_(part << shift)
-                start += size
-                shift += plane
-        return codes
-
-    def _split(self, codes: Tensor) -> tuple[Tensor, ...]:
-        return codes.split([count for _, count in self._runs], dim=-1)
+        runs = packed.split([packed_bytes(count, bits) for bits, count in self._runs], dim=-1)
+        parts = [unpack(run, *of_run) for run, of_run in zip(runs, self._runs, strict=True)]
+        return torch.cat(parts, dim=-1) if parts else packed

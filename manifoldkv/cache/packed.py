@@ -14,34 +14,42 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan.quantization import Quantization
+from manifoldkv.plan.quantization import Quantization, pack_elements
 
-_IN_A_PACK = {8: 1, 4: 2, 2: 4, 1: 8, 3: 8}
-"""Elements in the smallest pack of whole bytes."""
+_PLANES = (8, 4, 2, 1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack integers below 2^bits, uint8 (..., n), into bytes (..., code_bytes).
+    """Pack integers below 2^bits, uint8 (..., n), into bytes (..., `packed_bytes`), 1 to 8 bits.
 
-    A byte holds elements that lie far apart, not neighbours: packing and unpacking then work on
-    runs of bytes, which is several times as fast.
+    They are cut into planes of 8, 4, 2 or 1 bits, the lowest first: 3 bits are 2 and 1. A byte
+    holds elements that lie far apart, not neighbours: packing and unpacking then work on runs of
+    bytes, which is several times as fast.
     """
-    codes = functional.pad(codes, (0, -codes.shape[-1] % _IN_A_PACK[bits]))
-    if bits != 3:
-        return _packed_planes(codes, bits)
-    return torch.cat([_packed_planes(codes & 3, 2), _packed_planes(codes >> 2, 1)], dim=-1)
+    codes = functional.pad(codes, (0, -codes.shape[-1] % pack_elements(bits)))
+    parts = [
+        _packed_plane((codes >> shift) & (2**width - 1), width) for width, shift in _cuts(bits)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the `count` integers that `pack` was given, uint8 (..., count)."""
-    if bits != 3:
-        return _unpacked_planes(packed, bits)[..., :count]
-    low, top = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], dim=-1)
-    codes = _unpacked_planes(low, 2) | (_unpacked_planes(top, 1) << 2)
+    cuts = _cuts(bits)
+    parts = packed.split([packed.shape[-1] * width // bits for width, _ in cuts], dim=-1)
+    codes = _unpacked_plane(parts[0], cuts[0][0])
+    for part, (width, shift) in zip(parts[1:], cuts[1:], strict=True):
+        codes = codes | (_unpacked_plane(part, width) << shift)
     return codes[..., :count]
 
 
-def _packed_planes(codes: Tensor, bits: int) -> Tensor:
+def _cuts(bits: int) -> list[tuple[int, int]]:
+    """Return the widths of the planes of integers, and how many lower bits lie in others."""
+    widths = [width for width in _PLANES if bits & width]
+    return [(width, sum(widths[:place])) for place, width in enumerate(widths)]
+
+
+def _packed_plane(codes: Tensor, bits: int) -> Tensor:
     """Lay the 8 / bits equal parts of (..., n) on each other: bytes (..., n·bits / 8)."""
     if bits == 8:
         return codes
@@ -52,8 +60,8 @@ def _packed_planes(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpacked_planes(packed: Tensor, bits: int) -> Tensor:
-    """Separate what `_packed_planes` laid on each other: bytes (..., m) to (..., m·8 / bits)."""
+def _unpacked_plane(packed: Tensor, bits: int) -> Tensor:
+    """Separate what `_packed_plane` laid on each other: bytes (..., m) to (..., m·8 / bits)."""
     if bits == 8:
         return packed
     size = packed.shape[-1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manifoldkv.basis import equal
 from manifoldkv.errors import PlanError
+from manifoldkv.plan.quantization import packed_bytes
 
 WIDEST = 8
 """Bits of a coded latent, at most."""
@@ -93,16 +94,8 @@ class Coding:
     @property
     def token_bytes(self) -> int:
         """Return the bytes of a token in one head group: packed latents, and its norm."""
-        latents = sum(run_bytes(bits, count) for bits, count in self.runs)
+        latents = sum(packed_bytes(count, bits) for bits, count in self.runs)
         return latents + (NORM_BYTES if self.deviation is not None else 0)
-
-
-def run_bytes(bits: int, count: int) -> int:
-    """Return the bytes that so many latents of so many bits are packed into.
-
-    Bits are packed in planes of 8, 4, 2 and 1 of them, each of whole bytes.
-    """
-    return sum(-(-count * plane // 8) for plane in (8, 4, 2, 1) if bits & plane)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

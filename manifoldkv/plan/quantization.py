@@ -57,8 +57,8 @@ class Quantization:
             raise PlanError("group_size must be at least 1 and residual at least 0")
 
     def code_bytes(self, features: int) -> int:
-        """Return the bytes of `features` packed elements; three-bit ones are packed in eights."""
-        return ceil(features / 8) * 3 if self.bits == 3 else ceil(features * self.bits / 8)
+        """Return the bytes of `features` packed elements."""
+        return packed_bytes(features, self.bits)
 
     def groups(self, features: int) -> int:
         """Return the number of ranges of `features` neighbouring features."""
@@ -69,6 +69,16 @@ class Quantization:
         if self.layout != "kivi":
             return 0
         return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
+
+
+def pack_elements(bits: int) -> int:
+    """Return how many elements of so many bits, 1 to 8, are packed together into whole bytes."""
+    return 8 // (bits & -bits)  # the lowest bit that is set is the narrowest plane
+
+
+def packed_bytes(elements: int, bits: int) -> int:
+    """Return the bytes of elements that are packed; three-bit ones are packed in eights."""
+    return ceil(elements / pack_elements(bits)) * pack_elements(bits) * bits // 8
 
 
 def check_layout(

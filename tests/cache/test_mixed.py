@@ -8,7 +8,8 @@ from torch import Tensor
 
 from manifoldkv import PlanError
 from manifoldkv.cache.mixed import MixedWidthStore
-from manifoldkv.plan.coding import Coding, run_bytes
+from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.quantization import packed_bytes
 from manifoldkv.ranks.bits import quantized
 
 CPU = torch.device("cpu")
@@ -64,8 +65,8 @@ def test_it_is_the_quantisers_of_all_coordinates(
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_latents_of_all_widths_fill_their_bits(bits: int) -> None:
-    assert run_bytes(bits, 8) == bits
-    assert run_bytes(bits, 80) == 10 * bits
+    assert packed_bytes(8, bits) == bits
+    assert packed_bytes(80, bits) == 10 * bits
     coding = Coding(torch.full((16,), bits, dtype=torch.uint8), torch.ones(1, 16))
     store = MixedWidthStore(coding, torch.float32, CPU)
     half = 2 ** (bits - 1)
