@@ -312,8 +312,7 @@ class CachedAttention:
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        total = weights[..., : seen.latents].sum(dim=-1, keepdim=True)
-        return self._value.finish(mixed, self._up_project_values, total)
+        return self._value.finish(mixed, self._up_project_values, weights[..., : seen.latents])
 
 
 def _tile_tokens(x: Tensor) -> int:

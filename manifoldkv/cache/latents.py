@@ -85,16 +85,18 @@ class RunningBasis:
         mixed = product(weights, latents)  # (B, G, w·R, w·r)
         return self.split_groups(mixed)
 
-    def finish(self, mixed: Tensor, up_project: bool, total: Tensor | None = None) -> Tensor:
+    def finish(self, mixed: Tensor, up_project: bool, weights: Tensor | None = None) -> Tensor:
         """Return mixed latents (B, H_kv, R, w·r) in the model's dtype, up-projected or not.
 
-        `total` is the sum of the weights they were mixed by, (B, H_kv, R, 1): 1 if omitted.
+        `weights` are those they were mixed by, (B, H_kv, R, n): if omitted, some that sum to 1.
         """
         if up_project and not self._keeps_all:
             mixed = mixed.to(self._working) @ self.up_by_head.mT
         if self._mean is not None:
             mean = self.grouping.merge(self._mean.unsqueeze(0))  # (1, H_kv, 1, d)
-            mixed = mixed + (mean if total is None else total.to(mean.dtype) * mean)
+            if weights is not None:
+                mean = weights.sum(dim=-1, keepdim=True).to(mean.dtype) * mean
+            mixed = mixed + mean
         return mixed.to(self._stored)
 
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
