@@ -1,10 +1,7 @@
 """The first tokens of every sequence are seen as they are, however they come and go."""
 
-import copy
 import itertools
-import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,20 +254,6 @@ class TestLayouts:
                     for how in ({"past_key_values": new_cache()}, {"use_cache": False})
                 )
                 assert torch.equal(cached, anew)
-
-    def test_copies_go_on(self, rotary: str, layout: str, tmp_path: Path) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = self.plan(model, rotary, layout)
-        plan.save(tmp_path)
-        expected = steps(model, plan, tokens, [LONG])
-        for start in (2, 8):
-            with compressed(model, plan) as new_cache, torch.inference_mode():
-                cache = new_cache()
-                in_pieces(model, cache, tokens, [start])
-            with compressed(model, CompressionPlan.load(tmp_path)):
-                for each in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
-                    found = in_pieces(model, each, tokens, [1] * (LONG - start))
-                    assert_equal(found, expected[:, start:])
 
 
 def test_the_first_tokens_widen_no_range_of_others() -> None:
