@@ -154,6 +154,20 @@ def test_they_are_those_of_one_backward_pass_through_the_model(family: str, rota
     check(fisher_moments(model, tokens, seed=3, rotary=rotary), by_hand(model, tokens, 3, rotary))
 
 
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("first", [1, 5, 11])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_first_tokens_are_left_out_of_the_sums_but_not_of_the_text(
+    family: str, first: int, rotary: str
+) -> None:
+    model, tokens = tiny_model(family), tiny_tokens()
+    expected = {
+        place: tuple(x.reshape(*tokens.shape, -1)[:, first:].reshape(-1, 16) for x in both)
+        for place, both in by_hand(model, tokens, rotary=rotary).items()
+    }
+    check(fisher_moments(model, tokens, rotary=rotary, first=first), expected)
+
+
 def test_nothing_is_lost_where_little_fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_model("gemma2"), tiny_tokens(5)
     monkeypatch.setattr(fisher, "TOKENS_AT_ONCE", 24)
@@ -449,6 +463,7 @@ def test_what_depends_on_something_else_is_not_taken(
         (tiny_model("gemma2", seed=1), {}),
         (model, {"seed": 1}),
         (model, {"rotary": "post"}),
+        (model, {"first": 1}),
     ):
         found = fisher_moments(other, tokens, folder=tmp_path, **settings)
         assert found == fisher_moments(other, tokens, **settings)
@@ -482,6 +497,9 @@ def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.Monk
         fisher_moments(model, tokens, rotary="both")
     with pytest.raises(TextError):
         fisher_moments(model, tokens + 64)
+    for first in (-1, 12):
+        with pytest.raises(TextError, match=f"of 12 tokens, {first} cannot be left out"):
+            fisher_moments(model, tokens, first=first)
     for family in ("mamba", "gpt2", "deepseek-v3"):
         with pytest.raises(UnsupportedModelError):
             fisher_moments(tiny_model(family), tokens)
