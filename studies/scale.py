@@ -441,13 +441,13 @@ def draw_tokens(results: pd.DataFrame) -> Figure:
 def draw_layers(results: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     memory, seconds = figure.subplots(1, 2)
-    for name, part in results.groupby("shape", sort=False):
-        line = by_layers(part)
-        memory.plot(line["layers"], line["peak_bytes"] / GIB, "o-", ms=4, label=name)
+    for index, (name, part) in enumerate(results.groupby("shape", sort=False)):
+        line, colour = by_layers(part), f"C{index}"
+        memory.plot(line["layers"], line["peak_bytes"] / GIB, "o-", color=colour, ms=4, label=name)
         weights = line["layers"] * line["layer_bytes"] / GIB
-        memory.plot(line["layers"], weights, ":", color="grey", lw=1)
-        seconds.plot(line["layers"], line["seconds"], "o-", ms=4, label=name)
-    memory.plot([], [], ":", color="grey", lw=1, label="weights of all layers")
+        label = f"{name}, weights of all layers"
+        memory.plot(line["layers"], weights, ":", color=colour, lw=1, label=label)
+        seconds.plot(line["layers"], line["seconds"], "o-", color=colour, ms=4, label=name)
     _finish(memory, "layers", "peak resident memory, GiB")
     _finish(seconds, "layers", "seconds per layer")
     return figure

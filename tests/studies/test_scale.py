@@ -97,6 +97,9 @@ def test_figures_show_the_table(done: tuple[Path, Done]) -> None:
     for axes, column in ((left, memory), (right, steps["seconds"])):
         expected = [pytest.approx((1, column[0])), pytest.approx((3, column[1]))]
         assert lines_of(axes)["llama-3-8b"] == expected
+    weights = steps["layer_bytes"][0] / GIB
+    expected = [pytest.approx((count, count * weights)) for count in (1, 3)]
+    assert lines_of(left)["llama-3-8b, weights of all layers"] == expected
     for name in ("memory_against_tokens", "cost_against_layers"):
         assert_written(out / name)
 
