@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from manifoldkv.evaluation.retrieval import Prompts
@@ -168,8 +168,3 @@ def _observed(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
     finally:
         model.set_attn_implementation(usual)
     return list(output.attentions)
-
-
-def kept_bytes(model: PreTrainedModel, prompts: DynamicCache | Cache) -> int:
-    """Return the bytes of keys and values that a cache holds."""
-    return sum(x.nbytes for layer in prompts.layers for x in (layer.keys, layer.values))

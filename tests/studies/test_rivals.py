@@ -1,0 +1,160 @@
+"""Rivals of plans hold the bytes that are counted, and hide from answers what they drop."""
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison.compositions import COMPOSITIONS, Point, Setting
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.models.support import attention_of, decoder_layers
+from tests.families import tiny_model, tiny_tokens
+
+TOKENS, ANSWERED = 90, 4
+FIRST, LAST = 4, 32
+"""Tokens that StreamingLLM keeps at the beginning, and SnapKV at the end, of a prompt."""
+FAMILIES = ("llama", "qwen3")
+DROPPING = ("sinks-recent", "snapkv")
+
+
+def model_of(family: str, **options: Any) -> PreTrainedModel:
+    return tiny_model(family, max_position_embeddings=TOKENS + ANSWERED, **options)
+
+
+def point_of(name: str, model: PreTrainedModel, ratio: float) -> Point:
+    at = Setting(model, tiny_tokens(), TOKENS, "pre", 0, Path())
+    return COMPOSITIONS[name].point(at, ratio)
+
+
+@torch.no_grad()
+def prompts_of(model: PreTrainedModel, ids: Tensor) -> Prompts:
+    stock = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :-1], past_key_values=stock)
+    return Prompts(ids, stock)
+
+
+def ids_of(prompt: int = TOKENS) -> tuple[Tensor, Tensor]:
+    """Two texts, and of them what is a prompt: the cache holds all of it but its last token."""
+    ids = tiny_tokens(2, prompt + ANSWERED)
+    return ids, ids[:, : prompt + 1]
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+    """Logits of the tokens after those that a cache has seen: two of them at once, then others."""
+    start, found = cache.get_seq_length(), []
+    for part in (ids[:, start : start + 2], *ids[:, start + 2 :].split(1, dim=1)):
+        found.append(model(input_ids=part, past_key_values=cache).logits)
+    return torch.cat(found, dim=1)
+
+
+@torch.no_grad()
+def answers_where(model: PreTrainedModel, ids: Tensor, tokens: int, kept: list[Tensor]) -> Tensor:
+    """The same from one pass over whole texts, in which answers see of `tokens` only those kept.
+
+    `kept` says by layer which they are, (B, H_kv, tokens), and positions are those of the text.
+    """
+    texts, length = ids.shape
+    attentions = [attention_of(layer) for layer in decoder_layers(model)]
+    with ExitStack() as stack:
+        for attention, of_layer in zip(attentions, kept, strict=True):
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            seen = seen.repeat(texts, 4, 1, 1)  # query heads, two of each KV head
+            seen[:, :, tokens:, :tokens] &= of_layer.repeat_interleave(2, dim=1).unsqueeze(2)
+            hook = attention.register_forward_pre_hook(masked(seen), with_kwargs=True)
+            stack.callback(hook.remove)
+        return model(input_ids=ids).logits[:, tokens:]
+
+
+def masked(seen: Tensor) -> Callable[..., Any]:
+    def replace(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": seen}
+
+    return replace
+
+
+def kept_by_sinks_recent(model: PreTrainedModel, ids: Tensor, ratio: float) -> list[Tensor]:
+    kept = torch.zeros(len(ids), 2, TOKENS, dtype=torch.bool)
+    kept[..., :FIRST] = True
+    kept[..., TOKENS - (int(ratio * TOKENS) - FIRST) :] = True
+    return [kept] * len(decoder_layers(model))
+
+
+@torch.no_grad()
+def kept_by_snapkv(model: PreTrainedModel, ids: Tensor, ratio: float) -> list[Tensor]:
+    """Li et al., 2024, from all attention weights of the prompt, one token after the other."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    found = []
+    for weights in model(input_ids=ids[:, :TOKENS], output_attentions=True).attentions:
+        kept = torch.zeros(len(ids), 2, TOKENS, dtype=torch.bool)
+        kept[..., -LAST:] = True
+        for text in range(len(ids)):
+            for head in range(2):
+                of_head = weights[text, 2 * head : 2 * head + 2, -LAST:, :-LAST].sum(dim=(0, 1))
+                near = [float(of_head[max(0, i - 2) : i + 3].sum()) for i in range(len(of_head))]
+                by_weight = sorted(range(len(near)), key=near.__getitem__, reverse=True)
+                kept[text, head, by_weight[: int(ratio * TOKENS) - LAST]] = True
+        found.append(kept)
+    return found
+
+
+KEPT = {"sinks-recent": kept_by_sinks_recent, "snapkv": kept_by_snapkv}
+
+
+def held_bytes(cache: Cache) -> int:
+    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("fp8", 0.5), *((name, ratio) for name in DROPPING for ratio in (1.0, 0.7, 0.5))],
+)
+def test_the_bytes_counted_are_those_held(name: str, ratio: float) -> None:
+    model = model_of("llama", dtype=torch.bfloat16)
+    point = point_of(name, model, ratio)
+    for tokens in (TOKENS, TOKENS - 7):
+        _, prompt = ids_of(tokens)
+        with point.holder(model, prompts_of(model, prompt)) as new_cache:
+            assert held_bytes(new_cache()) == len(prompt) * point.nbytes(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", DROPPING)
+def test_what_drops_nothing_answers_as_the_model(name: str, family: str) -> None:
+    model, (ids, prompt) = model_of(family), ids_of()
+    prompts = prompts_of(model, prompt)
+    with point_of(name, model, 1.0).holder(model, prompts) as new_cache:
+        found = answers(model, new_cache(), ids)
+    torch.testing.assert_close(found, answers(model, copy.deepcopy(prompts.stock), ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ratio", [0.7, 0.4])
+@pytest.mark.parametrize("name", DROPPING)
+def test_what_is_dropped_is_hidden_and_positions_stay(name: str, ratio: float, family: str) -> None:
+    model, (ids, prompt) = model_of(family), ids_of()
+    expected = answers_where(model, ids, TOKENS, KEPT[name](model, ids, ratio))
+    assert not torch.allclose(expected, model(input_ids=ids).logits[:, TOKENS:], rtol=1e-2)
+    with point_of(name, model, ratio).holder(model, prompts_of(model, prompt)) as new_cache:
+        for _ in range(2):  # a cache that was read leaves the next one as it is
+            torch.testing.assert_close(answers(model, new_cache(), ids), expected)
+
+
+def test_eight_bit_floats_are_those_of_the_format() -> None:
+    model, (ids, prompt) = model_of("llama", dtype=torch.bfloat16), ids_of()
+    prompts = prompts_of(model, prompt)
+    with point_of("fp8", model, 0.5).holder(model, prompts) as new_cache:
+        cache = new_cache()
+        answers(model, cache, ids)
+    for layer, stock in zip(cache.layers, prompts.stock.layers, strict=True):
+        assert layer.keys.shape[2] == ids.shape[1]
+        for held, exact in ((layer.keys, stock.keys), (layer.values, stock.values)):
+            rounded = exact.to(torch.float8_e4m3fn).float()
+            assert torch.equal(held[:, :, :TOKENS].float(), rounded)
