@@ -8,10 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from comparison.rivals import (
@@ -20,7 +17,9 @@ from comparison.rivals import (
     SnapKV,
     float8_cache,
     in_float8,
+    losses,
     recent_tokens,
+    seen_beside_sinks,
 )
 from manifoldkv import (
     RECIPES,
@@ -37,29 +36,6 @@ from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.pipeline.bits import allocate_bits
-
-
-@torch.no_grad()
-def losses(
-    model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
-) -> Perplexity:
-    """Return how well a model predicts windows of tokens when it is called with some keywords."""
-    found = []
-    for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
-        logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
-        found.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
-    return Perplexity(tuple(found), tokens.shape[0] * (tokens.shape[1] - 1))
-
-
-def seen_beside_sinks(tokens: int, recent: int, sinks: int = SINKS) -> Tensor:
-    """Return which tokens every query sees of the first ones and the newest, (1, 1, n, n).
-
-    The newest are those before it and itself.
-    """
-    slots = torch.arange(tokens)
-    distance = slots.unsqueeze(1) - slots
-    seen = (distance >= 0) & ((distance < recent) | (slots < sinks))
-    return seen.view(1, 1, tokens, tokens)
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
+from torch.nn.functional import avg_pool1d, cross_entropy
+from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 
 SINKS = 4
@@ -168,3 +170,26 @@ def _observed(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
     finally:
         model.set_attn_implementation(usual)
     return list(output.attentions)
+
+
+@torch.no_grad()
+def losses(
+    model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
+) -> Perplexity:
+    """Return how well a model predicts windows of tokens when it is called with some keywords."""
+    found = []
+    for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
+        logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
+        found.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
+    return Perplexity(tuple(found), tokens.shape[0] * (tokens.shape[1] - 1))
+
+
+def seen_beside_sinks(tokens: int, recent: int, sinks: int = SINKS) -> Tensor:
+    """Return which tokens every query sees of the first ones and the newest, (1, 1, n, n).
+
+    The newest are those before it and itself.
+    """
+    slots = torch.arange(tokens)
+    distance = slots.unsqueeze(1) - slots
+    seen = (distance >= 0) & ((distance < recent) | (slots < sinks))
+    return seen.view(1, 1, tokens, tokens)

@@ -1,24 +1,15 @@
 """frontier as a user runs it, on few tokens."""
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-from comparison.compositions import (
-    COMPOSITIONS,
-    Ranks,
-    attention_work,
-    losses,
-    seen_beside_sinks,
-)
+from comparison.compositions import COMPOSITIONS, Ranks, attention_work
 from comparison.report import pareto
-from torch import Tensor
 
 from manifoldkv import RECIPES
-from manifoldkv.evaluation import perplexity
 from tests.drawings import assert_written, points
-from tests.families import tiny_model, tiny_tokens
+from tests.families import tiny_model
 from tests.plans import random_plan
 from tests.studies.running import Done, run_here
 
@@ -153,28 +144,6 @@ def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "nothing")
     assert done.code == 2
     assert "unknown composition 'nothing'; known: eigen-attention" in done.err
-
-
-def nll_beside_sinks(model: Any, tokens: Tensor, recent: int, sinks: int) -> tuple[float, ...]:
-    seen = seen_beside_sinks(tokens.shape[1], recent, sinks)
-    return losses(model, tokens, lambda: {"attention_mask": seen}).by_sequence
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_window_as_long_as_the_text_drops_nothing(family: str) -> None:
-    model, tokens = tiny_model(family), tiny_tokens(2, 12)
-    whole = perplexity(model, tokens)
-    assert nll_beside_sinks(model, tokens, 12, 0) == pytest.approx(whole.by_sequence, rel=1e-6)
-    assert nll_beside_sinks(model, tokens, 8, 4) == pytest.approx(whole.by_sequence, rel=1e-6)
-
-
-def test_dropping_is_what_a_model_with_a_sliding_window_does() -> None:
-    tokens = tiny_tokens(2, 12)
-    sliding, model = tiny_model("mistral"), tiny_model("llama")  # a window of 5 tokens
-    model.load_state_dict(sliding.state_dict())
-    expected = perplexity(sliding, tokens).by_sequence
-    assert nll_beside_sinks(model, tokens, 5, 0) == pytest.approx(expected, rel=1e-6)
-    assert nll_beside_sinks(model, tokens, 5, 2) != pytest.approx(expected, rel=1e-3)
 
 
 def test_attention_work_is_counted_by_hand() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from comparison.compositions import COMPOSITIONS, Point, Setting
+from comparison.rivals import losses, seen_beside_sinks
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
@@ -158,3 +160,25 @@ def test_eight_bit_floats_are_those_of_the_format() -> None:
         for held, exact in ((layer.keys, stock.keys), (layer.values, stock.values)):
             rounded = exact.to(torch.float8_e4m3fn).float()
             assert torch.equal(held[:, :, :TOKENS].float(), rounded)
+
+
+def nll_beside_sinks(model: Any, tokens: Tensor, recent: int, sinks: int) -> tuple[float, ...]:
+    seen = seen_beside_sinks(tokens.shape[1], recent, sinks)
+    return losses(model, tokens, lambda: {"attention_mask": seen}).by_sequence
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_window_as_long_as_the_text_drops_nothing(family: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, 12)
+    whole = perplexity(model, tokens)
+    assert nll_beside_sinks(model, tokens, 12, 0) == pytest.approx(whole.by_sequence, rel=1e-6)
+    assert nll_beside_sinks(model, tokens, 8, 4) == pytest.approx(whole.by_sequence, rel=1e-6)
+
+
+def test_dropping_is_what_a_model_with_a_sliding_window_does() -> None:
+    tokens = tiny_tokens(2, 12)
+    sliding, model = tiny_model("mistral"), tiny_model("llama")  # a window of 5 tokens
+    model.load_state_dict(sliding.state_dict())
+    expected = perplexity(sliding, tokens).by_sequence
+    assert nll_beside_sinks(model, tokens, 5, 0) == pytest.approx(expected, rel=1e-6)
+    assert nll_beside_sinks(model, tokens, 5, 2) != pytest.approx(expected, rel=1e-3)
