@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from comparison.rivals import (
     SINKS,
+    DroppingHolder,
     SinksAndRecent,
     SnapKV,
     float8_cache,
     in_float8,
     losses,
-    recent_tokens,
-    seen_beside_sinks,
 )
 from manifoldkv import (
     RECIPES,
@@ -322,43 +321,35 @@ class _Float8Point:
 class Dropping:
     """Tokens are kept whole, or not at all."""
 
-    name: str
+    holder: type[DroppingHolder]
     said: str
 
     def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return asked
 
     def describe(self) -> dict[str, Any]:
-        return {"rival": self.name}
+        return {"rival": self.holder.__name__}
 
     def made_by(self) -> tuple[Callable[..., Any], ...]:
-        return ()
+        return (self.holder,)
 
     def point(self, at: Setting, ratio: float) -> _DroppingPoint:
-        return _DroppingPoint(at, self.name, ratio)
+        return _DroppingPoint(at, self.holder(ratio))
 
 
 @dataclass(frozen=True)
 class _DroppingPoint:
     at: Setting
-    name: str
-    ratio: float
+    holder: DroppingHolder
 
     def nbytes(self, tokens: int) -> int:
-        return max(SINKS + 1, int(self.ratio * tokens)) * self.at.stock_bytes_per_token
+        return self.holder.kept_tokens(tokens) * self.at.stock_bytes_per_token
 
     def perplexity(self, tokens: Tensor) -> Perplexity | None:
-        if self.name == "snapkv":  # it chooses once, after a prompt
-            return None
-        seen = seen_beside_sinks(tokens.shape[1], recent_tokens(tokens.shape[1], self.ratio))
-        return losses(self.at.model, tokens, lambda: {"attention_mask": seen})
-
-    @property
-    def holder(self) -> Holder:
-        return SnapKV(self.ratio) if self.name == "snapkv" else SinksAndRecent(self.ratio)
+        return self.holder.perplexity(self.at.model, tokens)
 
     def facts(self) -> dict[str, float]:
-        return {"basis_bytes": 0}
+        return {}
 
 
 BEST = RECIPES["best"]
@@ -414,10 +405,10 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
     "fp8": Float8("keys and values in the format e4m3, no scale"),
     "sinks-recent": Dropping(
-        "sinks-recent", f"the first {SINKS} tokens and the newest, others dropped (StreamingLLM)"
+        SinksAndRecent, f"the first {SINKS} tokens and the newest, others dropped (StreamingLLM)"
     ),
     "snapkv": Dropping(
-        "snapkv", "the tokens that the end of the prompt attends to, others dropped (SnapKV)"
+        SnapKV, "the tokens that the end of the prompt attends to, others dropped (SnapKV)"
     ),
 }
 USUAL = (

@@ -7,10 +7,11 @@ the small tensors it says it holds.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -92,8 +93,8 @@ def float8_cache(model: PreTrainedModel) -> Cache:
 
 
 @dataclass(frozen=True)
-class SinksAndRecent:
-    """Holds the first tokens of a prompt and its newest, as many as a share of it allows.
+class DroppingHolder(ABC):
+    """Holds some tokens of a prompt as they are, as many in every head, and drops the others.
 
     Parameters
     ----------
@@ -102,56 +103,78 @@ class SinksAndRecent:
     """
 
     ratio: float
+    least: ClassVar[int]
+    """Tokens that are kept however small the share is."""
+
+    def kept_tokens(self, tokens: int) -> int:
+        """Return how many of so many tokens are kept."""
+        return min(tokens, max(self.least, int(self.ratio * tokens)))
 
     @contextmanager
     def __call__(self, model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+        layers = []
+        for layer, places in zip(prompts.stock.layers, self.places(model, prompts), strict=True):
+            texts, heads, _, features = layer.keys.shape
+            kept = places.to(layer.keys.device).unsqueeze(-1).expand(texts, heads, -1, features)
+            layers.append((layer.keys.gather(2, kept), layer.values.gather(2, kept)))
+        tokens = prompts.stock.get_seq_length()
+        yield lambda: Cache(layers=[DroppingLayer(tokens, *kept) for kept in layers])
+
+    @abstractmethod
+    def places(self, model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
+        """Return which tokens every layer keeps, by rising place, (B or 1, H_kv or 1, kept)."""
+
+    @abstractmethod
+    def perplexity(self, model: PreTrainedModel, tokens: Tensor) -> Perplexity | None:
+        """Return the loss on texts read token by token, or None where that means nothing."""
+
+
+class SinksAndRecent(DroppingHolder):
+    """Holds the first tokens of a prompt and its newest (StreamingLLM)."""
+
+    least = SINKS + 1
+
+    def places(self, model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
         tokens = prompts.stock.get_seq_length()
         slots = torch.arange(tokens)
-        kept = slots[(slots < SINKS) | (slots >= tokens - recent_tokens(tokens, self.ratio))]
-        yield lambda: Cache(
-            layers=[
-                DroppingLayer(tokens, layer.keys[:, :, kept], layer.values[:, :, kept])
-                for layer in prompts.stock.layers
-            ]
-        )
+        kept = slots[(slots < SINKS) | (slots >= tokens - self._recent(tokens))]
+        return [kept.view(1, 1, -1)] * len(prompts.stock.layers)
+
+    def perplexity(self, model: PreTrainedModel, tokens: Tensor) -> Perplexity:
+        length = tokens.shape[1]
+        seen = seen_beside_sinks(length, self._recent(length))
+        return losses(model, tokens, lambda: {"attention_mask": seen})
+
+    def _recent(self, tokens: int) -> int:
+        return self.kept_tokens(tokens) - SINKS
 
 
-def recent_tokens(tokens: int, ratio: float) -> int:
-    """Return how many of the newest tokens may stay beside the first ones."""
-    return max(1, int(ratio * tokens) - SINKS)
-
-
-@dataclass(frozen=True)
-class SnapKV:
+class SnapKV(DroppingHolder):
     """Holds the tokens of a prompt that its last ones attend to, of every head its own.
 
     Attention of the last `OBSERVED` tokens is summed over them and over the query heads of a KV
-    head, averaged over `POOLED` places, and the largest are kept, beside those last tokens.
-
-    Parameters
-    ----------
-    ratio : float
-        Share of the tokens that is kept.
+    head, averaged over `POOLED` places, and the largest are kept, beside those last tokens. That is
+    done once, after a prompt: a text that is read token by token has no loss.
     """
 
-    ratio: float
+    least = OBSERVED + 1
 
-    @contextmanager
-    def __call__(self, model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
+    def places(self, model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
         tokens = prompts.stock.get_seq_length()
-        count = max(OBSERVED + 1, int(self.ratio * tokens)) - OBSERVED
-        layers = []
+        count = self.kept_tokens(tokens) - OBSERVED
+        found = []
         for layer, weights in zip(prompts.stock.layers, _observed(model, prompts), strict=True):
             by_head = weights.unflatten(1, (layer.keys.shape[1], -1)).sum(dim=(2, 3))
             past = avg_pool1d(
                 by_head[..., :-OBSERVED], POOLED, stride=1, padding=POOLED // 2
             )  # (B, H_kv, n - OBSERVED)
-            best = past.topk(min(count, past.shape[-1]), dim=-1).indices.sort(dim=-1).values
-            last = torch.arange(tokens - OBSERVED, tokens).expand(*best.shape[:2], -1)
-            kept = torch.cat([best, last], dim=-1).unsqueeze(-1)
-            kept = kept.expand(-1, -1, -1, layer.keys.shape[3])  # (B, H_kv, kept, d)
-            layers.append((layer.keys.gather(2, kept), layer.values.gather(2, kept)))
-        yield lambda: Cache(layers=[DroppingLayer(tokens, *kept) for kept in layers])
+            best = past.topk(count, dim=-1).indices.sort(dim=-1).values
+            last = torch.arange(tokens - OBSERVED, tokens, device=best.device)
+            found.append(torch.cat([best, last.expand(*best.shape[:2], -1)], dim=-1))
+        return found
+
+    def perplexity(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        return None
 
 
 def _observed(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
