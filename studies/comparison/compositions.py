@@ -31,10 +31,12 @@ from manifoldkv import (
     full_rank_plan,
     quantize,
 )
+from manifoldkv.basis import Rotary
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.pipeline.bits import allocate_bits
+from manifoldkv.plan.quantization import Layout
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:
@@ -131,7 +133,7 @@ class Setting:
     model: PreTrainedModel
     calibration: Tensor
     window: int
-    rotary: Any
+    rotary: Rotary
     seed: int
     folder: Path
 
@@ -231,7 +233,7 @@ class Ranks:
 class Integers:
     """No rank is cut; every element is an integer."""
 
-    layout: Any
+    layout: Layout
     said: str
     all_bits: tuple[int, ...] = BITS
 
