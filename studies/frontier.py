@@ -168,14 +168,12 @@ class Frontier(Contest):
 
 def written_losses(point: Point, tokens: Tensor) -> pd.DataFrame:
     found = point.perplexity(tokens)
-    return pd.DataFrame({"nll": [math.nan] if found is None else found.by_sequence})
+    nothing = [math.nan] * len(tokens)
+    return pd.DataFrame({"nll": nothing if found is None else found.by_sequence})
 
 
 def read_losses(frame: pd.DataFrame, tokens: Tensor) -> Perplexity:
-    losses = tuple(frame["nll"])
-    if len(losses) < len(tokens):  # of one that has none
-        losses = losses * len(tokens)
-    return Perplexity(losses, tokens.shape[0] * (tokens.shape[1] - 1))
+    return Perplexity(tuple(frame["nll"]), tokens.shape[0] * (tokens.shape[1] - 1))
 
 
 if __name__ == "__main__":
