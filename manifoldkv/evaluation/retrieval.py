@@ -139,14 +139,15 @@ def retrieval_through(
         for chosen in _batches(questions, batch_size):
             batch = [questions[i] for i in chosen]
             prompts = _prefilled(model, batch)
-            for name, hold in caches.items():
+            for place, (name, hold) in enumerate(caches.items()):
                 with hold(model, prompts) as new_cache:
                     scores = _scores(model, tokenizer, batch, prompts, new_cache())
                     losses = _losses(model, batch, prompts, new_cache())
                 rows += [
                     {
-                        "cache": name,
+                        "place": place,
                         "item": item,
+                        "cache": name,
                         "task": question.task,
                         "length": len(question.prompt),
                         "depth": question.depth,
@@ -158,11 +159,8 @@ def retrieval_through(
                     )
                 ]
             bar.update(len(batch))
-    names = {name: place for place, name in enumerate(caches)}
-    by_cache = pd.DataFrame(rows).sort_values(
-        ["cache", "item"], key=lambda c: c.map(names) if c.name == "cache" else c
-    )
-    return by_cache.drop(columns="item").reset_index(drop=True)
+    found = pd.DataFrame(rows).sort_values(["place", "item"])
+    return found.drop(columns=["place", "item"]).reset_index(drop=True)
 
 
 @contextmanager

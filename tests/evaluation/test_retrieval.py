@@ -123,11 +123,12 @@ def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> 
     )
     try:
         found = retrieval_through(
-            *model, asked, {"one": uncompressed, "two": uncompressed}, batch_size=6
+            *model, asked, {"two": uncompressed, "one": uncompressed}, batch_size=6
         )
     finally:
         hook.remove()
     assert sum(length > 90 for length in calls) == len({len(q.prompt) for q in asked}) < 6
+    assert found["cache"].tolist() == ["two"] * len(asked) + ["one"] * len(asked)
     parts = [part.drop(columns="cache") for _, part in found.groupby("cache")]
     pd.testing.assert_frame_equal(*(part.reset_index(drop=True) for part in parts))
     assert len(parts[0]) == len(asked)
