@@ -31,15 +31,10 @@ from comparison.report import draw, summary
 from torch import Tensor
 from tqdm import tqdm
 
-from manifoldkv import (
-    open_text,
-    sample_tokens,
-)
+from manifoldkv import open_text, sample_tokens
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.evaluation.questions import TASKS, Question, questions
-from manifoldkv.evaluation.retrieval import (
-    summarize,
-)
+from manifoldkv.evaluation.retrieval import summarize
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import digest_of_tokens
 
