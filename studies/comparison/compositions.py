@@ -16,6 +16,7 @@ from comparison.rivals import (
     DroppingHolder,
     SinksAndRecent,
     SnapKV,
+    check_without_windows,
     float8_cache,
     in_float8,
     losses,
@@ -34,7 +35,12 @@ from manifoldkv import (
 from manifoldkv.basis import Rotary
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
-from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.models.support import (
+    attention_of,
+    cached_tokens,
+    decoder_layers,
+    sliding_windows,
+)
 from manifoldkv.pipeline.bits import allocate_bits
 from manifoldkv.plan.quantization import Layout
 
@@ -85,7 +91,13 @@ class Composition(Protocol):
         ...
 
     def point(self, at: Setting, ratio: float) -> Point:
-        """Return what it makes at a ratio."""
+        """Return what it makes at a ratio.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If it can make nothing for the model.
+        """
         ...
 
 
@@ -93,7 +105,13 @@ class Point(Protocol):
     """A way to hold tokens, made for a ratio."""
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of a cache of so many tokens."""
+        """Return the bytes of a cache of so many tokens; a plan is made for it.
+
+        Raises
+        ------
+        RankError, PlanError, UnsupportedModelError
+            If there is no such plan.
+        """
         ...
 
     def perplexity(self, tokens: Tensor) -> Perplexity | None:
@@ -137,12 +155,12 @@ class Setting:
     seed: int
     folder: Path
 
-    @property
-    def stock_bytes_per_token(self) -> int:
-        """Return the bytes of a token in the stock cache, in 16-bit numbers."""
+    def stock_bytes(self, tokens: int) -> int:
+        """Return the bytes of so many tokens in the stock cache, in 16-bit numbers."""
         attention = attention_of(decoder_layers(self.model)[0])
-        heads = self.model.config.get_text_config().num_key_value_heads
-        return 2 * len(decoder_layers(self.model)) * heads * int(attention.head_dim) * 2
+        elements = self.model.config.get_text_config().num_key_value_heads * attention.head_dim
+        windows = sliding_windows(self.model.config)
+        return 2 * elements * 2 * sum(cached_tokens(tokens, window) for window in windows)
 
     def compressed(self, recipe: Recipe, ratio: float) -> CompressionPlan:
         """Return the plan of a recipe."""
@@ -223,7 +241,7 @@ class Ranks:
         of_ranks = min(1.0, ratio * 16 / bits)
         while True:
             plan = at.rounded(at.compressed(self.recipe, of_ranks), Quantization(bits))
-            taken = plan.nbytes(at.window) / (at.window * at.stock_bytes_per_token)
+            taken = plan.nbytes(at.window) / at.stock_bytes(at.window)
             if taken <= ratio:
                 return plan
             of_ranks *= 0.995 * ratio / taken
@@ -296,6 +314,7 @@ class Float8:
         return ()
 
     def point(self, at: Setting, ratio: float) -> _Float8Point:
+        check_without_windows(at.model)
         return _Float8Point(at)
 
 
@@ -304,7 +323,7 @@ class _Float8Point:
     at: Setting
 
     def nbytes(self, tokens: int) -> int:
-        return tokens * self.at.stock_bytes_per_token // 2
+        return self.at.stock_bytes(tokens) // 2
 
     def perplexity(self, tokens: Tensor) -> Perplexity:
         return losses(
@@ -336,6 +355,7 @@ class Dropping:
         return (self.holder,)
 
     def point(self, at: Setting, ratio: float) -> _DroppingPoint:
+        check_without_windows(at.model)
         return _DroppingPoint(at, self.holder(ratio))
 
 
@@ -345,7 +365,7 @@ class _DroppingPoint:
     holder: DroppingHolder
 
     def nbytes(self, tokens: int) -> int:
-        return self.holder.kept_tokens(tokens) * self.at.stock_bytes_per_token
+        return self.at.stock_bytes(self.holder.kept_tokens(tokens))
 
     def perplexity(self, tokens: Tensor) -> Perplexity | None:
         return self.holder.perplexity(self.at.model, tokens)

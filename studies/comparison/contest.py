@@ -16,7 +16,14 @@ import pandas as pd
 from tqdm import tqdm
 
 from comparison.compositions import COMPOSITIONS, Point, Setting
-from manifoldkv import RankError, UnknownNameError, open_text, sample_tokens
+from manifoldkv import (
+    PlanError,
+    RankError,
+    UnknownNameError,
+    UnsupportedModelError,
+    open_text,
+    sample_tokens,
+)
 from manifoldkv.evaluation.questions import Question
 from manifoldkv.evaluation.retrieval import Holder, retrieval, retrieval_through
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
@@ -128,10 +135,12 @@ class Contest:
     def points(self) -> list[Asked]:
         """Return what every composition makes at every ratio that it reaches, with its bytes.
 
+        What cannot be made is left out, with a line on standard error that says why.
+
         Raises
         ------
         RankError
-            If none reaches any.
+            If nothing can be made.
         """
         found = []
         asked = [
@@ -140,16 +149,20 @@ class Contest:
             for ratio in COMPOSITIONS[name].ratios(list(self.given.ratios))
         ]
         for name, ratio in tqdm(asked, desc="plans", disable=None):
-            point = COMPOSITIONS[name].point(self.at, ratio)
             try:
-                made = self.stored(name, ratio).frame("made", partial(self._made, point))
-            except RankError as error:  # a rule may not reach a ratio: the others go on
+                found.append(self._asked(name, ratio))
+            except (RankError, PlanError, UnsupportedModelError) as error:
                 tqdm.write(f"{name} at {ratio:g} is left out: {error}", file=sys.stderr)
-                continue
-            found.append(Asked(name, ratio, point, made))
         if not found:
-            raise RankError("no composition reaches a ratio that was asked for")
+            raise RankError(
+                "no composition can be made for this model at a ratio that was asked for"
+            )
         return found
+
+    def _asked(self, name: str, ratio: float) -> Asked:
+        point = COMPOSITIONS[name].point(self.at, ratio)
+        made = self.stored(name, ratio).frame("made", partial(self._made, point))
+        return Asked(name, ratio, point, made)
 
     def stored(self, name: str, ratio: float) -> Checkpoints:
         """Return the checkpoints of a composition at a ratio."""
@@ -161,10 +174,9 @@ class Contest:
         start = time.perf_counter()
         nbytes = point.nbytes(self.at.window)
         seconds = time.perf_counter() - start
-        per_token = nbytes / self.at.window
         fact = {
-            "ratio": per_token / self.at.stock_bytes_per_token,
-            "bytes_per_token": per_token,
+            "ratio": nbytes / self.at.stock_bytes(self.at.window),
+            "bytes_per_token": nbytes / self.at.window,
             "seconds": seconds,
             "threads": self.given.threads,
         }

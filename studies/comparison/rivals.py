@@ -20,8 +20,10 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from manifoldkv import UnsupportedModelError
 from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.models.support import sliding_windows
 
 SINKS = 4
 """First tokens that StreamingLLM keeps (Xiao et al., 2024)."""
@@ -29,6 +31,22 @@ OBSERVED, POOLED = 32, 5
 """Last tokens of a prompt whose attention decides, and places over which it is averaged (SnapKV, Li
 et al., 2024)."""
 FLOAT8 = torch.float8_e4m3fn
+
+
+def check_without_windows(model: PreTrainedModel) -> None:
+    """Refuse a model that drops tokens by itself, which the caches here would hold.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If a layer has a sliding window.
+    """
+    for index, window in enumerate(sliding_windows(model.config)):
+        if window is not None:
+            raise UnsupportedModelError(
+                f"layer {index} has a sliding window of {window} tokens, and this cache is made "
+                "for layers without one"
+            )
 
 
 class Float8Layer(DynamicLayer):

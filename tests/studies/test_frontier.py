@@ -1,11 +1,15 @@
 """frontier as a user runs it, on few tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+from common import EMBEDDED
 from comparison.compositions import COMPOSITIONS, Ranks, attention_work
 from comparison.report import pareto
+from transformers import AutoTokenizer
 
 from manifoldkv import RECIPES
 from tests.drawings import assert_written, points
@@ -139,6 +143,35 @@ def test_every_recipe_is_a_composition() -> None:
         assert isinstance(known, Ranks)
         assert known.recipe == recipe
         assert known.bits is None
+
+
+def saved(family: str, folder: Path, **options: Any) -> Path:
+    """A tiny model with the vocabulary and the tokenizer of a reference model."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["reference-llama"])
+    model = tiny_model(family, torch.float32, vocab_size=len(tokenizer), **options)
+    for each in (model, tokenizer):
+        each.save_pretrained(folder)
+    return folder
+
+
+def test_what_cannot_be_made_for_a_model_is_left_out(tmp_path: Path) -> None:
+    """Layers with a sliding window hold less, of the stock cache too: ratios are those of it."""
+    model = saved("gemma3", tmp_path / "model", sliding_window=32, max_position_embeddings=256)
+    done = study(
+        *("--model", model, "--text", "pydoc-topics", "--sequences", 3, "--held-out", 2),
+        *("--sequence-length", 64, "--window", WINDOW, "--ratios", 0.5, "--out", tmp_path / "out"),
+        *("--tasks", "--compositions", "eigen-attention", "integers", "kivi", "fp8", *DROPPING),
+    )
+    assert done.code == 0, done.err
+    by_name = pd.read_csv(tmp_path / "out" / "results.csv").groupby("composition")["ratio"]
+    assert set(by_name.groups) == {"eigen-attention", "integers"}
+    assert 0.4 < by_name.get_group("eigen-attention").item() <= 0.5
+    of_head = [8 * bits / 8 + 4 for bits in (8, 4, 3, 2)]  # d 8, a scale and an offset
+    assert by_name.get_group("integers").tolist() == [nbytes / 16 for nbytes in of_head]
+    for name in ("fp8", *DROPPING):
+        assert f"{name} at 0.5 is left out: layer 0 has a sliding window of 32 tokens" in done.err
+    for bits in (4, 2):
+        assert f"kivi at {bits / 16:g} is left out: layer 0 has a sliding window" in done.err
 
 
 def test_unknown_compositions_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ IMPOSSIBLE = {
         (("--out", ""), "argument --out: the name is empty"),
         (
             ("--ratios", 0.001, "--compositions", "eigen-attention", *FEW),
-            "no composition reaches a ratio that was asked for",
+            "no composition can be made for this model at a ratio",
         ),
     ],
     "reproduce_paper": [

@@ -29,9 +29,12 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     return tiny_model(family, max_position_embeddings=TOKENS + ANSWERED, **options)
 
 
+def setting_of(model: PreTrainedModel) -> Setting:
+    return Setting(model, tiny_tokens(), TOKENS, "pre", 0, Path())
+
+
 def point_of(name: str, model: PreTrainedModel, ratio: float) -> Point:
-    at = Setting(model, tiny_tokens(), TOKENS, "pre", 0, Path())
-    return COMPOSITIONS[name].point(at, ratio)
+    return COMPOSITIONS[name].point(setting_of(model), ratio)
 
 
 @torch.no_grad()
@@ -125,6 +128,15 @@ def test_the_bytes_counted_are_those_held(name: str, ratio: float) -> None:
         _, prompt = ids_of(tokens)
         with point.holder(model, prompts_of(model, prompt)) as new_cache:
             assert held_bytes(new_cache()) == len(prompt) * point.nbytes(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_stock_bytes_are_those_of_the_stock_cache(family: str) -> None:
+    model = model_of(family, dtype=torch.bfloat16)  # sliding windows in no, all and some layers
+    for tokens in (3, TOKENS):
+        _, prompt = ids_of(tokens)
+        held = held_bytes(prompts_of(model, prompt).stock)
+        assert len(prompt) * setting_of(model).stock_bytes(tokens) == held
 
 
 @pytest.mark.parametrize("family", FAMILIES)
