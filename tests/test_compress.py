@@ -291,6 +291,17 @@ class TestQuantize:
         with pytest.raises(PlanError, match="quantised already"):
             quantize(plan, model, tokens, Quantization(4))
 
+    def test_a_layout_that_does_not_fit_is_refused_before_any_work(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(import_module("manifoldkv.pipeline.rounding"), "capture", None)
+        sliding, model = tiny_model("mistral"), tiny_model("llama")
+        recent = replace(random_plan(model), recent=3)
+        with pytest.raises(PlanError, match="layer 0 has a sliding window"):
+            quantize(random_plan(sliding), sliding, tiny_tokens(), Quantization(4, "kivi"))
+        with pytest.raises(PlanError, match="keeps its own newest tokens"):
+            quantize(recent, model, tiny_tokens(), Quantization(4, "kivi"))
+
     def test_an_unknown_rotation_is_refused(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(UnknownNameError, match="unknown rotation"):

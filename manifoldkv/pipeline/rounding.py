@@ -18,7 +18,7 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan.layer import detached
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.plan.quantization import Quantization
+from manifoldkv.plan.quantization import Quantization, check_layout
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
@@ -73,6 +73,8 @@ def quantize(
     plan.check_model(model)
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
+    for index, layer in enumerate(plan.layers):
+        check_layout(quantization, index, layer.window, recent=plan.recent > 0)
     _, tokens = calibration_tokens(model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:
