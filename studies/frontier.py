@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from manifoldkv import open_text, sample_tokens
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
-from manifoldkv.evaluation.questions import TASKS, Question, questions
+from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import summarize
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import digest_of_tokens
@@ -90,17 +90,7 @@ class Frontier(Contest):
             )
             for text in (given.text, *given.other_texts)
         }
-        self.tasks = {
-            task: questions(
-                task,
-                self.tokenizer,
-                self.source,
-                length=given.task_length,
-                items=given.items,
-                seed=given.seed,
-            )
-            for task in given.tasks
-        }
+        self.tasks = {task: self.posed(task, given.task_length) for task in given.tasks}
 
     def measure(self) -> pd.DataFrame:
         stock_losses = {name: self.stock_loss(name) for name in self.texts}

@@ -30,7 +30,7 @@ from comparison.contest import Asked, Contest
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from manifoldkv.evaluation.questions import TASKS, questions
+from manifoldkv.evaluation.questions import TASKS
 from manifoldkv.evaluation.retrieval import Holder, summarize, through_plan
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -75,15 +75,8 @@ class Recall(Contest):
 
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
         super().__init__(given, out, max(given.task_lengths))
-        self.posed = {
-            (task, length): questions(
-                task,
-                self.tokenizer,
-                self.source,
-                length=length,
-                items=given.items,
-                seed=given.seed,
-            )
+        self.tasks = {
+            (task, length): self.posed(task, length)
             for task in given.tasks
             for length in given.task_lengths
         }
@@ -92,7 +85,7 @@ class Recall(Contest):
         """Return means by task, length and cache, and every question of the map."""
         points = self.points()
         rows, answers = [], []
-        for (task, length), posed in tqdm(self.posed.items(), desc="tasks", disable=None):
+        for (task, length), posed in tqdm(self.tasks.items(), desc="tasks", disable=None):
             stock = self.stock_answers(posed)
             found = self.answers(posed, self.holders(points))
             known = {"task_length": length, "threads": self.given.threads}

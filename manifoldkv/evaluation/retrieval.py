@@ -133,7 +133,7 @@ def retrieval_through(
     TextError
         As `retrieval`.
     """
-    _check(model, questions)
+    check_questions(model, questions)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(questions), desc="questions", disable=None, leave=False) as bar:
         for chosen in _batches(questions, batch_size):
@@ -161,6 +161,18 @@ def retrieval_through(
             bar.update(len(batch))
     found = pd.DataFrame(rows).sort_values(["place", "item"])
     return found.drop(columns=["place", "item"]).reset_index(drop=True)
+
+
+def check_questions(model: PreTrainedModel, questions: Sequence[Question]) -> None:
+    """Raise `TextError` if there is no question, or one is longer than the model takes."""
+    if not questions:
+        raise TextError("there is no question to ask")
+    longest = max(len(q.prompt) + max(q.new_tokens, len(q.continuation)) for q in questions)
+    if longest > positions(model):
+        raise TextError(
+            f"a question with its answer takes {longest:,} tokens, the model "
+            f"{positions(model):,}: ask for shorter prompts"
+        )
 
 
 @contextmanager
@@ -219,17 +231,6 @@ def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
         for task, part in both.groupby("task", sort=False)
     ]
     return pd.DataFrame(rows)
-
-
-def _check(model: PreTrainedModel, questions: Sequence[Question]) -> None:
-    if not questions:
-        raise TextError("there is no question to ask")
-    longest = max(len(q.prompt) + max(q.new_tokens, len(q.continuation)) for q in questions)
-    if longest > positions(model):
-        raise TextError(
-            f"a question with its answer takes {longest:,} tokens, the model "
-            f"{positions(model):,}: ask for shorter prompts"
-        )
 
 
 def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[int]]:

@@ -24,8 +24,13 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.evaluation.questions import Question
-from manifoldkv.evaluation.retrieval import Holder, retrieval, retrieval_through
+from manifoldkv.evaluation.questions import Question, questions
+from manifoldkv.evaluation.retrieval import (
+    Holder,
+    check_questions,
+    retrieval,
+    retrieval_through,
+)
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length
@@ -97,7 +102,7 @@ class Contest:
     Parameters
     ----------
     given : Namespace
-        With what `add_arguments` adds, ``model`` and ``text``.
+        With what `add_arguments` adds, ``model``, ``text`` and ``items``.
     out : Path
         Folder of the results, and of steps.
     window : int
@@ -131,6 +136,27 @@ class Contest:
         self._of_plans = self.measured.keyed(
             **self.common, calibration_tokens=digest_of_tokens(calibration)
         )
+
+    def posed(self, task: str, length: int) -> list[Question]:
+        """Return the questions of a task with prompts of so many tokens, which the model takes.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is no such task.
+        TextError
+            If there are no such questions, or they and their answers are too long for the model.
+        """
+        found = questions(
+            task,
+            self.tokenizer,
+            self.source,
+            length=length,
+            items=self.given.items,
+            seed=self.given.seed,
+        )
+        check_questions(self.model, found)
+        return found
 
     def points(self) -> list[Asked]:
         """Return what every composition makes at every ratio that it reaches, with its bytes.

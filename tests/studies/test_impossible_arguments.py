@@ -77,3 +77,17 @@ def test_it_is_told(study: str, arguments: tuple, said: str, tmp_path: Path) -> 
     assert said.format(file=file) in done.last_line
     assert f"{study}" in done.last_line
     assert not [path for path in (tmp_path / "out").glob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("study", "length"), [("frontier", "--task-length"), ("recall", "--task-lengths")]
+)
+def test_questions_that_do_not_fit_are_told_before_anything_is_measured(
+    study: str, length: str, tmp_path: Path
+) -> None:
+    asked = ("--tasks", "passkey", "--items", 1, length, 1023)
+    done = run_here(study, *asked, "--sequences", 1, "--sequence-length", 16, "--out", tmp_path)
+    assert done.code == 2
+    assert "a question with its answer takes" in done.last_line
+    assert "tokens, the model 1,024: ask for shorter prompts" in done.last_line
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
