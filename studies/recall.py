@@ -8,9 +8,10 @@
 Every composition makes a cache a given number of times smaller, and the answers are decoded from
 it. Prompts are read as they are, and of plans also through what the cache holds: both are named. A
 task of which the uncompressed model finds less than half is marked, and left out of the averages.
-Written into --out: results.csv (a row for each task, length and cache), passkeys.csv (a row for
-each question), summary.md, and a map of passkeys found by depth and length. What is measured is
-stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at once.
+Written into --out: results.csv (a row for each task, length and cache) and summary.md; of passkeys
+also passkeys.csv (a row for each question) and a map of those found by depth and length. What is
+measured is stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at
+once.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def study(given: argparse.Namespace) -> None:
     recall = Recall(given, out)
     results, answers = recall.measure()
     results.to_csv(out / "results.csv", index=False)
-    answers.to_csv(out / "passkeys.csv", index=False)
     if len(answers):
+        answers.to_csv(out / "passkeys.csv", index=False)
         save_figure(draw(answers, name), out / "passkeys_by_depth_and_length")
     said = {name: COMPOSITIONS[name].said for name in given.compositions}
     common.write_summary(out, summary(results, name, said))

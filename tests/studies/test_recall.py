@@ -97,3 +97,10 @@ def test_what_is_measured_is_kept(done: tuple[Path, Done]) -> None:
     before = (done[0] / "results.csv").read_bytes()
     assert run(done[0]).code == 0
     assert (done[0] / "results.csv").read_bytes() == before  # with the seconds of the first run
+
+
+def test_without_passkeys_there_is_neither_table_nor_map_of_them(tmp_path: Path) -> None:
+    done = run(tmp_path, "--tasks", "copying", "--items", 1, "--compositions", "sinks-recent")
+    assert done.code == 0, done.err
+    files = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert files == {"results.csv", "summary.md"}
