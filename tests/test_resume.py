@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, OutputError, Recipe, RiemannianAdam, compress
+from manifoldkv import CompressionPlan, LayerPlan, OutputError, Recipe, RiemannianAdam, compress
 from manifoldkv.runs.files import only_run
 from tests.families import tiny_model, tiny_tokens
 
@@ -172,6 +172,28 @@ def test_what_other_code_made_is_not_taken(tmp_path: Path, monkeypatch: pytest.M
         assert len(now) == len(known) + 6  # three layers, two sites
         known = now
     assert bases() == known  # what has been is still there
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("gemma2", {"attn_logit_softcapping": 1.0}),
+    ],
+)
+def test_what_another_configuration_made_is_not_taken(
+    family: str, options: dict, tmp_path: Path
+) -> None:
+    """The same weights, with another base of rotation or another soft cap, make other bases."""
+
+    def bases(folder: Path | None = tmp_path, **options: object) -> list[LayerPlan]:
+        model = tiny_model(family, **options)
+        plan = compress(model, tiny_tokens(), recipe="eigen-attention", folder=folder)
+        return list(plan.layers)
+
+    first, expected = bases(), bases(None, **options)
+    assert bases(**options) == expected != first
+    assert bases() == first
 
 
 def test_code_without_a_source_is_not_stored(tmp_path: Path) -> None:

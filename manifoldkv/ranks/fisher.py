@@ -185,7 +185,6 @@ def fisher_moments(
             checkpoints = Checkpoints(Path(folder)).made_by(fisher_moments)
             checkpoints = checkpoints.keyed(
                 model=digest_of_model(model),
-                config=model.config.to_json_string(),
                 tokens=digest_of_tokens(tokens),
                 threads=threads,
                 seed=seed,

@@ -152,8 +152,11 @@ class Checkpoints:
 
 
 def digest_of_model(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of all weights."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of the configuration and of all weights: of all that a model computes.
+
+    The weights alone say neither how keys are rotated nor where scores are capped.
+    """
+    digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, tensor in named_weights(model):
         digest.update(name.encode())
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

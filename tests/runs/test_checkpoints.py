@@ -99,6 +99,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 def test_digests_tell_contents_apart() -> None:
     assert digest_of_model(tiny_model("llama")) == digest_of_model(tiny_model("llama"))
     assert digest_of_model(tiny_model("llama")) != digest_of_model(tiny_model("llama", seed=1))
+    yarn = tiny_model("llama-yarn")  # with the same weights
+    assert digest_of_model(tiny_model("llama")) != digest_of_model(yarn)
     tokens = tiny_tokens()
     assert digest_of_tokens(tokens) == digest_of_tokens(tokens.clone())
     assert digest_of_tokens(tokens) != digest_of_tokens(tokens.view(2, -1))
