@@ -1,7 +1,7 @@
 import itertools
 import re
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from manifoldkv import (
     UnknownNameError,
     UnsolvableError,
     UnsupportedModelError,
+    allocate_bits,
     capture,
     compress,
     compressed,
@@ -218,6 +219,23 @@ class TestRefusedBeforeAnyWork:
                 recipe="eigen-attention",
                 quantization=Quantization(4, "kivi"),
             )
+
+    @pytest.mark.parametrize("context", [0, -1, 2**20 + 1])
+    def test_contexts_that_no_plan_can_name(
+        self, context: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for part in ("config", "bits"):  # which would read the text
+            module = import_module(f"manifoldkv.pipeline.{part}")
+            monkeypatch.setattr(module, "calibration_tokens", None)
+        for make in (compress, allocate_bits):
+            with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):
+                make(tiny_model("llama"), "docstrings", ratio=0.5, context=context)
+
+    def test_a_plan_for_the_longest_context_is_read_again(self, tmp_path: Path) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        for make in (partial(compress, recipe="eigen-attention"), allocate_bits):
+            make(model, tokens, ratio=0.5, context=2**20).save(tmp_path)
+            assert CompressionPlan.load(tmp_path).provenance.context == 2**20
 
     @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, -(10**30), 0.5])
     def test_seeds_that_no_generator_takes(self, seed: int) -> None:

@@ -20,6 +20,7 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import cached_tokens, sliding_windows, unwrapped
 from manifoldkv.plan.coding import NORM_BYTES, Coding
+from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
@@ -105,7 +106,7 @@ def allocate_bits(
     seed : int
         Of `fisher_moments`.
     context : int, optional
-        Tokens that the ratio holds for; those of a calibration sequence if omitted.
+        Tokens that the ratio holds for, 2^20 at most; those of a calibration sequence if omitted.
     folder : str or Path, optional
         Where Fisher moments are stored, for a run that goes on.
 
@@ -114,13 +115,18 @@ def allocate_bits(
     RankError
         If there is no such ratio, it is too small for anything, or packs of latents do not fit
         the features of a layer.
-    UnsupportedModelError, TextError, SeedError, PlanError, OutputError, DivergenceError
+    PlanError
+        If there is no plan for a context of so many tokens, or keys cannot be stored as `rotary`
+        says.
+    UnsupportedModelError, TextError, SeedError, OutputError, DivergenceError
         As `fisher_moments`.
     """
     model = unwrapped(model)
     widths = checked_widths(widths)
     if not 0 < ratio <= 1:
         raise RankError(f"ratio {ratio:g} is not in (0, 1]")
+    if context is not None:
+        check_context(context)
     name, ids = calibration_tokens(model, tokens)
     context = ids.shape[1] if context is None else context
     moments = fisher_moments(model, ids, seed=seed, rotary=rotary, first=sinks, folder=folder)

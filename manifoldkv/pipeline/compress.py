@@ -85,7 +85,8 @@ def compress(
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
         short, or the sequences are longer than the model takes.
     PlanError
-        If the layout of the quantisation does not fit the model.
+        If the layout of the quantisation does not fit the model, or there is no plan for a context
+        of so many tokens.
     ExecutorError
         If Ray is not installed or reached, or a task is lost for good.
     OutputError

@@ -16,6 +16,7 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, Recipe, recipe_named
 from manifoldkv.pipeline.solve import BasisFinder
+from manifoldkv.plan.files import check_context
 from manifoldkv.plan.quantization import Quantization, check_layout
 from manifoldkv.ranks import RANK_RULES, Budget, RankRule
 from manifoldkv.ranks.base import CandidateRanks
@@ -49,8 +50,8 @@ class CompressionConfig:
         How much of a text is read: so many windows of so many tokens; 64 of 512, or of what the
         model can take, if omitted.
     context : int, optional
-        Tokens of the text that the ratio holds for; those of a calibration sequence if omitted.
-        It matters where tokens stay exact, and where layers have sliding windows.
+        Tokens of the text that the ratio holds for, 2^20 at most; those of a calibration sequence
+        if omitted. It matters where tokens stay exact, and where layers have sliding windows.
 
     Raises
     ------
@@ -120,9 +121,11 @@ def prepare(
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
         check_layout(config.quantization, index, window, recent=recipe.recent_share > 0)
+    if config.context is not None:
+        check_context(config.context)
     BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    Budget(config.ratio, head_dim, windows, config.context or 1)  # refuses what is no ratio
+    Budget(config.ratio, head_dim, windows, context=1)  # refuses what is no ratio
     text, ids = calibration_tokens(model, tokens, config.sequences, config.length)
     context = ids.shape[1] if config.context is None else config.context
     budget = Budget(config.ratio, head_dim, windows, context, recipe.recent_share)

@@ -48,6 +48,15 @@ class PlanContents(NamedTuple):
     sinks: int
 
 
+def check_context(context: int) -> None:
+    """Raise `PlanError` if no plan that is made for so many tokens could be read again."""
+    if not 1 <= context <= LARGEST_INTEGER:
+        raise PlanError(
+            f"a plan cannot be made for a context of {context:,} tokens, only for 1 to "
+            f"{LARGEST_INTEGER:,}"
+        )
+
+
 def payload_of(contents: PlanContents) -> bytes:
     """Return all tensors of a plan as a safetensors file."""
     tensors: dict[str, Tensor] = {"fingerprint": contents.fingerprint.contiguous()}
