@@ -34,6 +34,9 @@ class MixedWidthStore(Store):
         bits = coding.bits[: self._stored].to(device, torch.int64)
         self._half = (2 ** (bits - 1)).float()  # (stored,)
         self._step = coding.step[:, : self._stored].to(device).unsqueeze(1)  # (G, 1, stored)
+        self._given_back = self._step
+        if coding.gain is not None:
+            self._given_back = self._step * coding.gain[:, : self._stored].to(device).unsqueeze(1)
         self._dtype = dtype
         self._codes = GrowingTensor()  # (B, G, n, bytes)
         self._norms = GrowingTensor()  # (B, G, n, 1)
@@ -58,7 +61,7 @@ class MixedWidthStore(Store):
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         packed = self._codes.view
-        step, middle = self._step.to(self._dtype), (0.5 - self._half).to(self._dtype)
+        step, middle = self._given_back.to(self._dtype), (0.5 - self._half).to(self._dtype)
         for start, stop in split_tiles(first, len(self), size):
             x = (self._unpacked(packed[:, :, start:stop]).to(self._dtype) + middle) * step
             if self._deviation is not None:

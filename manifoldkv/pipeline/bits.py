@@ -18,14 +18,30 @@ from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site
 from manifoldkv.errors import RankError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
-from manifoldkv.models.support import cached_tokens, sliding_windows, unwrapped
+from manifoldkv.models.support import (
+    attention_of,
+    cached_tokens,
+    check_supported,
+    decoder_layers,
+    sliding_windows,
+    unwrapped,
+)
 from manifoldkv.plan.coding import NORM_BYTES, Coding
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.ranks.bits import WIDTHS, allocate, checked_widths, fit_quantizers, pack_size
-from manifoldkv.ranks.fisher import SiteMoments, fisher_moments
+from manifoldkv.ranks.bits import (
+    WIDTHS,
+    allocate,
+    best_gains,
+    checked_widths,
+    coherent_costs,
+    fit_quantizers,
+    pack_size,
+    quantized,
+)
+from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
 from manifoldkv.runs.progress import follow
 from manifoldkv.runs.source import versions
 from manifoldkv.text.sources import TextSource
@@ -34,7 +50,7 @@ from manifoldkv.text.tokens import calibration_tokens
 LOG = logging.getLogger(__name__)
 
 SITES: tuple[Site, ...] = get_args(Site)
-RIDGE = 1e-4
+RIDGE = 1e-2
 """Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
 SAMPLES = 4096
 """Tokens that quantisers are fitted to, of each site."""
@@ -81,12 +97,13 @@ def allocate_bits(
     Let F = E[g gᵀ] be the Fisher information of the keys or values x of a layer, all heads side by
     side (`fisher_moments`), and C their covariance. With F^½ C F^½ = V Λ Vᵀ, the latents
     y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer, costs half
-    its square in nats, to second order. What all of them cost together is in the plan's provenance,
-    as ``predicted_nats``: on the calibration text predictions were measured to diverge by 1.4 to
-    1.7 times that, on other text by 2 to 5 times (both reference models, 8 × 128 tokens, ratios
-    1/4 and 1/8): a Fisher matrix of few tokens fits these tokens. One water-filling over all
-    latents of the model is then the whole allocation: of ranks (latents of 0 bits are not stored)
-    and of bits.
+    its square in nats, to second order; what shrinks all tokens alike costs more than noise
+    (`coherent_costs`), and codes are given back with a gain that allows for it. One water-filling
+    over all latents of the model is then the whole allocation: of ranks (latents of 0 bits are not
+    stored) and of bits. What all of them cost together is in the plan's provenance, as
+    ``predicted_nats``: on the calibration text predictions were measured to diverge by 1.0 to 1.4
+    times that, on other text by 2.3 to 3.8 times (both reference models, 8 × 128 tokens, ratios
+    1/8 and 1/4): a Fisher matrix of few tokens fits these tokens.
 
     Parameters
     ----------
@@ -127,40 +144,34 @@ def allocate_bits(
         raise RankError(f"ratio {ratio:g} is not in (0, 1]")
     if context is not None:
         check_context(context)
+    check_supported(model)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    grouping = HeadGrouping("all", kv_heads)
+    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
+    _check_packs(features, widths)
     name, ids = calibration_tokens(model, tokens)
     context = ids.shape[1] if context is None else context
-    moments = fisher_moments(model, ids, seed=seed, rotary=rotary, first=sinks, folder=folder)
-    sites: list[_Coordinates] = []
-    kv_heads = head_dim = 0
-    LOG.info("fitting quantisers of %d layers", len(moments))
-    for activations in follow(capture(model, ids), len(moments)):
-        kv_heads, head_dim = activations.kv_heads, activations.head_dim
-        of_layer = moments[activations.layer]
-        keys, values = activations.keys_in(rotary), activations.values_of()
-        for own, x, centred in (
-            (of_layer.key, keys, rotary == "pre"),
-            (of_layer.value, values, True),
-        ):
-            sites.append(_coordinates(own, x[:, :, sinks:], widths, norms=norms, centred=centred))
     windows = sliding_windows(model.config)
+    budget = _latent_bytes(ratio, context, windows, features, norms, sinks)
+    moments = fisher_moments(model, ids, seed=seed, rotary=rotary, first=sinks, folder=folder)
+    sites = _all_coordinates(model, ids, moments, widths, rotary, norms=norms, sinks=sinks)
     cached = [cached_tokens(context, window) for window in windows for _ in SITES]
-    budget = _latent_bytes(ratio, context, windows, kv_heads * head_dim, norms, sinks)
     bits = allocate([site.costs for site in sites], widths, budget, cached)
     predicted = sum(
         float(site.costs[np.arange(len(chosen)), [widths.index(b) for b in chosen]].sum())
         for site, chosen in zip(sites, bits, strict=True)
     )
     LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
-    grouping = HeadGrouping("all", kv_heads)
-    layers = []
-    for index, window in enumerate(windows):
-        (key, key_coding), (value, value_coding) = (
-            _coded(sites[2 * index + place], bits[2 * index + place], widths, grouping, norms)
-            for place in range(2)
+    coded = [
+        _coded(site, chosen, widths, grouping, norms=norms)
+        for site, chosen in zip(sites, bits, strict=True)
+    ]
+    layers = [
+        LayerPlan(key, value, window, key_coding=key_coding, value_coding=value_coding)
+        for (key, key_coding), (value, value_coding), window in zip(
+            coded[::2], coded[1::2], windows, strict=True
         )
-        layers.append(
-            LayerPlan(key, value, window, key_coding=key_coding, value_coding=value_coding)
-        )
+    ]
     provenance = Provenance(
         model=model.config._name_or_path,
         text=name,
@@ -190,18 +201,44 @@ def allocate_bits(
     )
 
 
+def _check_packs(features: int, widths: tuple[int, ...]) -> None:
+    """Refuse widths of which packs of latents do not fit the features of a layer."""
+    if features % pack_size(widths):
+        raise RankError(
+            f"{features} features of a layer are no packs of {pack_size(widths)} latents: leave "
+            f"out widths of {widths} that are odd"
+        )
+
+
+def _all_coordinates(
+    model: PreTrainedModel,
+    ids: Tensor,
+    moments: list[LayerMoments],
+    widths: tuple[int, ...],
+    rotary: Rotary,
+    *,
+    norms: bool,
+    sinks: int,
+) -> list[_Coordinates]:
+    """Return the coordinates of keys and of values of all layers, one after the other."""
+    LOG.info("fitting quantisers of %d layers", len(moments))
+    sites = []
+    for activations in follow(capture(model, ids), len(moments)):
+        of_layer = moments[activations.layer]
+        keys, values = activations.keys_in(rotary), activations.values_of()
+        for own, x, centred in (
+            (of_layer.key, keys, rotary == "pre"),
+            (of_layer.value, values, True),
+        ):
+            sites.append(_coordinates(own, x[:, :, sinks:], widths, norms=norms, centred=centred))
+    return sites
+
+
 def _coordinates(
     moments: SiteMoments, x: Tensor, widths: tuple[int, ...], *, norms: bool, centred: bool
 ) -> _Coordinates:
     """Return the Fisher coordinates of keys or values (S, H_kv, n, d)."""
-    features = x.shape[1] * x.shape[3]
-    per_pack = pack_size(widths)
-    if features % per_pack:
-        raise RankError(
-            f"{features} features of a layer are no packs of {per_pack} latents: leave out widths "
-            f"of {widths} that are odd"
-        )
-    x = x.transpose(1, 2).reshape(-1, features).cpu().double()
+    x = x.transpose(1, 2).flatten(2).flatten(0, 1).cpu().double()  # (S·n, D)
     x = x[torch.linspace(0, len(x) - 1, min(len(x), SAMPLES)).long()]
     root, inverse = _square_roots(moments.fisher)
     second = moments.covariance
@@ -211,7 +248,7 @@ def _coordinates(
     down, up = root @ directions, inverse @ directions
     latents = (x - moments.mean if centred else x) @ down
     fitted = fit_quantizers(latents, widths, _norms(latents) if norms else None)
-    costs = fitted.distortion.unflatten(0, (-1, per_pack)).sum(dim=1) / 2
+    costs = coherent_costs(fitted.distortion).unflatten(0, (-1, pack_size(widths))).sum(dim=1) / 2
     return _Coordinates(down, up, moments.mean if centred else None, latents, costs.numpy())
 
 
@@ -260,6 +297,7 @@ def _coded(
     bits: NDArray[np.int64],
     widths: tuple[int, ...],
     grouping: HeadGrouping,
+    *,
     norms: bool,
 ) -> tuple[Basis, Coding]:
     """Return basis and coding of the latents that have bits, widest first."""
@@ -270,11 +308,13 @@ def _coded(
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
     chosen = of_latents[columns]
     latents = site.latents[:, columns[:stored]]
-    norm = _norms(latents) if norms and stored else None
-    steps = torch.ones(len(columns), dtype=torch.float64)
+    norm = _norms(latents) if norms and stored else torch.ones(1, 1, dtype=torch.float64)
+    steps, gains = (torch.ones(len(columns), dtype=torch.float64) for _ in range(2))
     for width in set(chosen[:stored].tolist()):
-        own = chosen[:stored] == width
-        steps[:stored][own] = fit_quantizers(latents[:, own], (0, width), norm).step[:, 1]
+        own = chosen == width
+        x = latents[:, own[:stored]]
+        steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
+        gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
     deviation = None
     if norms:
         deviation = torch.ones(len(columns), dtype=torch.float64)
@@ -285,5 +325,6 @@ def _coded(
         steps.float().unsqueeze(0),
         None if site.mean is None else site.mean.float().unsqueeze(0),
         None if deviation is None else deviation.float().unsqueeze(0),
+        gains.float().unsqueeze(0),
     )
     return Basis(down, up, grouping), coding

@@ -24,7 +24,8 @@ class Coding:
 
     A latent y of a step s and b bits is stored as ``floor(y / s)``, clamped to
     ``[-2^(b - 1), 2^(b - 1) - 1]``, and given back as the middle of its interval: the uniform
-    mid-rise quantiser. A latent of 0 bits is not stored and given back as 0.
+    mid-rise quantiser; multiplied by a gain if there are some. A latent of 0 bits is not stored and
+    given back as 0.
 
     Parameters
     ----------
@@ -39,12 +40,16 @@ class Coding:
         Root mean squares of the latents, (head groups, features), float32. With them a token's
         latents are divided by its norm, the root mean square of ``y / deviation`` over the latents
         that are stored, which is stored too, in float16; steps are those of what is left.
+    gain : Tensor or None
+        What is given back is multiplied by it: middles of wide intervals are too close to 0, and
+        attention adds up what all tokens miss. (head groups, features), float32.
     """
 
     bits: Tensor
     step: Tensor
     mean: Tensor | None = field(default=None, repr=False)
     deviation: Tensor | None = field(default=None, repr=False)
+    gain: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits.dtype != torch.uint8 or self.bits.ndim != 1 or not len(self.bits):
@@ -61,6 +66,8 @@ class Coding:
             _check("deviations", self.deviation, tuple(shape))
             if not bool((self.deviation > 0).all()):
                 raise PlanError("a deviation of a latent is not positive")
+        if self.gain is not None:
+            _check("gains", self.gain, tuple(shape))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Coding):
@@ -70,6 +77,7 @@ class Coding:
             and equal(self.step, other.step)
             and equal(self.mean, other.mean)
             and equal(self.deviation, other.deviation)
+            and equal(self.gain, other.gain)
         )
 
     def __hash__(self) -> int:
@@ -82,6 +90,7 @@ class Coding:
             "step": self.step,
             "mean": self.mean,
             "deviation": self.deviation,
+            "gain": self.gain,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

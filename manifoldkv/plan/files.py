@@ -249,8 +249,8 @@ def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | None
     if f"{name}.bits" not in tensors:
         return None
     bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))
-    mean, deviation = (tensors.pop(f"{name}.{part}", None) for part in ("mean", "deviation"))
-    return Coding(bits, step, mean, deviation)
+    optional = (tensors.pop(f"{name}.{part}", None) for part in ("mean", "deviation", "gain"))
+    return Coding(bits, step, *optional)
 
 
 def _read(path: Path) -> bytes:

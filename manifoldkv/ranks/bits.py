@@ -20,8 +20,14 @@ from torch import Tensor
 
 from manifoldkv.errors import RankError
 
-WIDTHS = (0, 2, 4, 8)
-"""Bits that a latent may have: packs of these are unpacked by shifts of whole bytes."""
+WIDTHS = tuple(range(9))
+"""Bits that a latent may have."""
+COHERENCE = 3.0
+"""How much more a part of the error costs that is proportional to the latent, against noise.
+
+Noise of many tokens averages out where they are mixed; what shrinks all of them alike does not. Of
+1, 2, 4 and 16 the two in the middle diverged least on a language model of 135 million parameters.
+"""
 GAUSSIAN_STEPS = {
     1: 1.596,
     2: 0.9957,
@@ -123,6 +129,54 @@ def fit_quantizers(
         steps[:, place] = previous
         distortion[:, place] = best.values
     return FittedQuantizers(widths, steps, distortion)
+
+
+def coherent_costs(distortion: Tensor, coherence: float = COHERENCE) -> Tensor:
+    """Return what errors cost if those in proportion to a latent cost more than noise.
+
+    The best quantiser of a coordinate of power one with a mean squared error D gives back
+    ``(1 - D) y`` and noise of power ``D (1 - D)``. Multiplied by a gain g, the first misses
+    ``1 - g (1 - D)``, of which the square counts `coherence` times. With the best g all this is
+    ``coherence D / (coherence (1 - D) + D)``: D itself if coherence is 1, and with 0 bits
+    coherence.
+
+    Parameters
+    ----------
+    distortion : Tensor
+        As in `FittedQuantizers`: (coordinates, widths).
+    coherence : float
+        At least 1.
+
+    Returns
+    -------
+    Tensor
+        (coordinates, widths), in units of the distortion; never more for a smaller distortion.
+    """
+    power = distortion[:, :1]
+    missed = (distortion / power.clamp(min=TINY)).clamp(max=1)
+    return power * coherence * missed / (coherence * (1 - missed) + missed)
+
+
+def best_gains(samples: Tensor, given_back: Tensor, coherence: float = COHERENCE) -> Tensor:
+    """Return what quantised latents are best multiplied by, as in `coherent_costs`.
+
+    Parameters
+    ----------
+    samples, given_back : Tensor
+        Latents, and what a quantiser makes of them, (tokens, coordinates).
+    coherence : float
+        At least 1.
+
+    Returns
+    -------
+    Tensor
+        (coordinates,), positive.
+    """
+    power = samples.square().mean(dim=0).clamp(min=TINY)
+    kept = (samples * given_back).mean(dim=0) / power
+    noise = given_back.square().mean(dim=0) / power - kept.square()
+    gains = coherence * kept / (coherence * kept.square() + noise).clamp(min=TINY)
+    return torch.where(kept > 0, gains, torch.ones_like(gains))
 
 
 def pack_size(widths: Sequence[int]) -> int:

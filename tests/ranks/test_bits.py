@@ -15,12 +15,14 @@ from manifoldkv.ranks.bits import (
     GAUSSIAN_STEPS,
     WIDTHS,
     allocate,
+    best_gains,
+    coherent_costs,
     fit_quantizers,
     pack_size,
     quantized,
 )
 
-ALL_WIDTHS = tuple(range(9))
+FEW_WIDTHS = (0, 2, 4, 8)
 
 
 def gaussian_distortion(step: float, bits: int) -> float:
@@ -45,14 +47,14 @@ def test_fitted_steps_find_the_gaussian_ones_and_wider_ones_for_tails() -> None:
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(20_000, 2, generator=generator, dtype=torch.float64)
     normal[:, 1] *= 100
-    found = fit_quantizers(normal, ALL_WIDTHS)
+    found = fit_quantizers(normal, WIDTHS)
     for place, bits in enumerate(found.widths[1:], 1):
         ratio = found.step[:, place] / (GAUSSIAN_STEPS[bits] * torch.tensor([1.0, 100.0]))
         assert ratio.sub(1).abs().max() < 0.25
         expected = gaussian_distortion(GAUSSIAN_STEPS[bits], bits)
         assert float(found.distortion[0, place]) == pytest.approx(expected, rel=0.15)
     tails = normal[:, :1] ** 3
-    of_tails = fit_quantizers(tails, ALL_WIDTHS)
+    of_tails = fit_quantizers(tails, WIDTHS)
     scale = tails.square().mean().sqrt()
     assert (of_tails.step[0, 4:] > 1.3 * scale * found.step[0, 4:]).all()
 
@@ -62,8 +64,47 @@ def test_distortion_never_rises_with_a_bit_more(seed: int, coordinates: int) -> 
     generator = torch.Generator().manual_seed(seed)
     samples = torch.randn(64, coordinates, generator=generator, dtype=torch.float64)
     samples = samples * torch.randn(64, 1, generator=generator, dtype=torch.float64).exp()
-    distortion = fit_quantizers(samples, ALL_WIDTHS).distortion
+    distortion = fit_quantizers(samples, WIDTHS).distortion
     assert (distortion.diff(dim=1) <= 1e-12 * distortion[:, :1]).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(1, 20))
+def test_no_gain_costs_less_and_a_bit_more_never_costs_more(seed: int, coherence: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    samples = torch.randn(500, 3, generator=generator, dtype=torch.float64)
+    fitted = fit_quantizers(samples)
+    costs = coherent_costs(fitted.distortion, coherence)
+    assert (costs.diff(dim=1) <= 1e-12).all()
+    power = samples.square().mean(dim=0)
+    torch.testing.assert_close(costs[:, 0], coherence * power)
+    torch.testing.assert_close(coherent_costs(fitted.distortion, 1.0), fitted.distortion)
+    for place, bits in enumerate(WIDTHS[1:], 1):
+        given_back = quantized(samples, fitted.step[:, place], bits)
+        gains = best_gains(samples, given_back, coherence)
+
+        def cost(gain: float, c: int, given_back: torch.Tensor = given_back) -> float:
+            """What remains of the latent counts `coherence` times, noise once."""
+            x, y = samples[:, c], given_back[:, c]
+            kept = float((x * y).mean() / power[c])
+            noise = float((y - kept * x).square().mean() / power[c])
+            return coherence * (1 - gain * kept) ** 2 + gain**2 * noise
+
+        for c in range(3):
+            best = minimize_scalar(cost, bounds=(0.1, 5), args=(c,), method="bounded")
+            assert float(gains[c]) == pytest.approx(best.x, abs=1e-3)
+            # The formula is that of a quantiser whose levels are the means of what they stand for.
+            assert float(costs[c, place] / power[c]) == pytest.approx(best.fun, rel=0.2)
+
+
+def test_at_full_coherence_what_is_given_back_is_unbiased() -> None:
+    samples = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0)).double()
+    given_back = quantized(samples, torch.tensor([1.0, 0.5]), 2)
+    gains = best_gains(samples, given_back, 1e12)
+    torch.testing.assert_close(
+        (samples * gains * given_back).mean(dim=0), samples.square().mean(dim=0)
+    )
+    nothing = torch.zeros(5, 1, dtype=torch.float64)
+    assert best_gains(nothing, nothing).tolist() == [1.0]
 
 
 def test_what_is_given_back_lies_in_the_middle_of_an_interval() -> None:
@@ -128,10 +169,10 @@ def test_unequal_steps_and_any_costs_are_within_a_step_of_the_best(
 ) -> None:
     costs = [np.array(rows)]
     bytes_of = [0, 1, 2, 4]
-    bits = allocate(costs, WIDTHS, budget)
-    taken = sum(bytes_of[WIDTHS.index(b)] for b in bits[0])
+    bits = allocate(costs, FEW_WIDTHS, budget)
+    taken = sum(bytes_of[FEW_WIDTHS.index(b)] for b in bits[0])
     assert taken <= budget
-    found = cost_of(costs, bits, WIDTHS)
+    found = cost_of(costs, bits, FEW_WIDTHS)
     assert found >= brute_force(costs, bytes_of, budget) - 1e-12
     # What the last bytes could still save is at most what the widest step does.
     assert found <= brute_force(costs, bytes_of, max(0, budget - 3)) + 1e-12
@@ -139,14 +180,14 @@ def test_unequal_steps_and_any_costs_are_within_a_step_of_the_best(
 
 def test_a_budget_for_everything_gives_everything() -> None:
     costs = [np.array([[4.0, 2.0, 1.0, 0.5], [1.0, 0.1, 0.01, 0.01]])]
-    (bits,) = allocate(costs, WIDTHS, 100)
+    (bits,) = allocate(costs, FEW_WIDTHS, 100)
     assert bits.tolist() == [8, 4]  # the last step would save nothing
-    (none,) = allocate(costs, WIDTHS, 0)
+    (none,) = allocate(costs, FEW_WIDTHS, 0)
     assert none.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
-    ("widths", "latents"), [(WIDTHS, 4), (ALL_WIDTHS, 8), ((0, 4, 8), 2), ((0, 8), 1)]
+    ("widths", "latents"), [(FEW_WIDTHS, 4), (WIDTHS, 8), ((0, 4, 8), 2), ((0, 8), 1)]
 )
 def test_packs_fill_whole_bytes(widths: tuple[int, ...], latents: int) -> None:
     assert pack_size(widths) == latents
@@ -164,7 +205,7 @@ def test_widths_that_are_none(widths: tuple[int, ...]) -> None:
 
 def test_no_budget_is_negative() -> None:
     with pytest.raises(RankError, match="a budget of -1 bytes"):
-        allocate([np.ones((1, 4))], WIDTHS, -1)
+        allocate([np.ones((1, 4))], FEW_WIDTHS, -1)
 
 
 def test_a_constant_coordinate_needs_no_bits() -> None:
