@@ -150,6 +150,11 @@ class Basis:
         """Return the features of a head, d."""
         return self.down.shape[-2] // self.grouping.width
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of its elements."""
+        return self.down.dtype
+
     def like(self, x: Tensor) -> Basis:
         """Return the same basis in the dtype and on the device of a tensor."""
         down = self.down.to(x)
@@ -157,8 +162,9 @@ class Basis:
 
     def project(self, x: Tensor) -> Tensor:
         """Return what attention sees of `x`, projected down and up: (B, H, n, d), same shape."""
-        latents = self.grouping.split(x) @ self.down  # (B, H/width, n, width·r)
-        return self.grouping.merge(latents @ self.up.mT)
+        basis = self.like(x)
+        latents = self.grouping.split(x) @ basis.down  # (B, H/width, n, width·r)
+        return self.grouping.merge(latents @ basis.up.mT)
 
     def projector(self) -> Tensor:
         """Return ``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""

@@ -8,6 +8,7 @@ from manifoldkv import (
     DivergenceError,
     PlanError,
     Quantization,
+    allocate_bits,
     compress,
     compressed,
     load_model,
@@ -17,7 +18,8 @@ from manifoldkv import (
 )
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers
-from manifoldkv.pipeline.tune import MovingBases
+from manifoldkv.pipeline import tune as tuning
+from manifoldkv.pipeline.moving import MovingBases
 from manifoldkv.plan.plan import config_hash
 from manifoldkv.runs.checkpoints import Checkpoints
 from tests.families import FAMILIES, tiny_model, tiny_tokens
@@ -54,6 +56,35 @@ def test_predictions_come_closer_and_bases_stay_bases(
         assert after.key.down.dtype == before.key.down.dtype
 
 
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("ratio", [0.2, 0.35])
+def test_coordinates_steps_and_means_move_within_their_bytes(rotary: str, ratio: float) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    start = allocate_bits(model, tokens, ratio=ratio, rotary=rotary, sinks=1, norms=False)
+    tuned = tune(model, start, tokens, steps=20)
+    assert lost(model, tuned, tokens) < 0.9 * lost(model, start, tokens)
+    assert tuned.nbytes(100) == start.nbytes(100)
+    for before, after in zip(start.layers, tuned.layers, strict=True):
+        for site, coding in before.codings.items():
+            assert torch.equal(coding.bits, after.codings[site].bits)
+            for name, tensor in coding.tensors().items():
+                moved = after.codings[site].tensors()[name]
+                assert torch.equal(tensor, moved) == (name in ("bits", "deviation"))
+
+
+def test_coordinates_at_a_rate_of_nothing_stay() -> None:
+    model, tokens = tiny_model("qwen3"), tiny_tokens()
+    start = allocate_bits(model, tokens, ratio=0.4, sinks=1)
+    tuned = tune(model, start, tokens, steps=2, learning_rate=0.0)
+    for before, after in zip(start.layers, tuned.layers, strict=True):
+        for (_, one), (_, other) in zip(before.sites, after.sites, strict=True):
+            torch.testing.assert_close(one.down, other.down, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(one.up, other.up, rtol=1e-4, atol=1e-5)
+        for site, coding in before.codings.items():
+            for name, tensor in coding.tensors().items():
+                torch.testing.assert_close(tensor, after.codings[site].tensors()[name])
+
+
 @pytest.mark.parametrize("oblique", [False, True])
 def test_a_rate_of_nothing_keeps_the_projectors(oblique: bool) -> None:
     model = tiny_model("llama")
@@ -76,8 +107,19 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_the_loss_is_that_of_the_cache(exact: dict[str, int]) -> None:
     model, tokens = tiny_model("gemma3"), tiny_tokens()
     plan = random_plan(model, **exact)
-    found = MovingBases(plan, torch.device("cpu")).differentiate(model, tokens, plan)
+    found = tuning.differentiate(model, tokens, plan, MovingBases(plan, torch.device("cpu")))
     assert found == pytest.approx(lost(model, plan, tokens), rel=1e-4)
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_the_loss_of_coded_latents_is_that_of_the_cache(family: str, rotary: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens()
+    plan = allocate_bits(model, tokens, ratio=0.5, rotary=rotary, sinks=1)
+    bases = MovingBases(plan, torch.device("cpu"))
+    found = tuning.differentiate(model, tokens, plan, bases)
+    assert found == pytest.approx(lost(model, plan, tokens), rel=1e-3)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in bases.parameters())
 
 
 def test_nothing_to_move() -> None:
@@ -94,9 +136,17 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     assert first.digest() == second.digest() != start.digest()
 
 
-def test_an_interrupted_tuning_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, start, tokens = tiny_model("llama"), random_plan(tiny_model("llama")), tiny_tokens()
-    differentiate, calls = MovingBases.differentiate, []
+@pytest.mark.parametrize("coded", [False, True])
+def test_an_interrupted_tuning_goes_on(
+    coded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    start = (
+        allocate_bits(model, tokens, ratio=0.4, sinks=1, norms=False)
+        if coded
+        else random_plan(model)
+    )
+    differentiate, calls = tuning.differentiate, []
 
     def interrupted(*arguments: object) -> float:
         calls.append(arguments)
@@ -105,7 +155,7 @@ def test_an_interrupted_tuning_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         return differentiate(*arguments)
 
     expected = tune(model, start, tokens, steps=25)
-    monkeypatch.setattr(MovingBases, "differentiate", interrupted)
+    monkeypatch.setattr(tuning, "differentiate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(model, start, tokens, steps=25, checkpoints=Checkpoints(tmp_path))
     assert (
@@ -154,11 +204,10 @@ def test_running_layers_again_changes_no_gradient(family: str, recent: int) -> N
     model, tokens = tiny_model(family).requires_grad_(False), tiny_tokens()
     plan = random_plan(model, recent=recent)
     bases = MovingBases(plan, model.device)
-    lost = bases.differentiate(model, tokens, plan)
+    lost = tuning.differentiate(model, tokens, plan, bases)
     found = [p.grad.clone() for p in bases.parameters()]
     exact = log_probabilities(model, tokens)
-    moving = {i: (key(), value()) for i, (key, value) in enumerate(bases._layers)}
-    with projected(model, moving, recent=recent):
+    with projected(model, bases.now(), recent=recent):
         expected = divergence(exact, log_probabilities(model, tokens))
     assert lost == pytest.approx(expected.item())
     for one, other in zip(found, torch.autograd.grad(expected, bases.parameters()), strict=True):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, Rotary
+from manifoldkv.basis import Rotary
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -33,7 +33,21 @@ from manifoldkv.models.support import (
     unwrapped,
 )
 
-Bases = Mapping[int, tuple[Basis | None, Basis | None]]
+
+class Projection(Protocol):
+    """What keys or values become in a cache: a basis, for one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype it is computed in at least."""
+        ...
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return what attention sees of `x`, (B, H, n, d), same shape and dtype."""
+        ...
+
+
+Bases = Mapping[int, tuple[Projection | None, Projection | None]]
 """Layer index to key basis and value basis; what is missing or None stays exact."""
 
 
@@ -136,12 +150,11 @@ def _is_exact(tokens: int, recent: int, sinks: int, device: torch.device) -> Ten
     return (slots.unsqueeze(1) - slots < recent) | (slots < sinks)
 
 
-def _project(x: Tensor, basis: Basis | None) -> Tensor:
+def _project(x: Tensor, basis: Projection | None) -> Tensor:
     """Return `x` projected, in its own dtype, computed in the wider one of the two."""
     if basis is None:
         return x
-    wide = x.to(torch.promote_types(x.dtype, basis.down.dtype))
-    return basis.like(wide).project(wide).to(x.dtype)
+    return basis.project(x.to(torch.promote_types(x.dtype, basis.dtype))).to(x.dtype)
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:

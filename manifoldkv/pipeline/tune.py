@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis
 from manifoldkv.errors import DivergenceError, PlanError
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers, unwrapped
-from manifoldkv.plan.layer import detached
+from manifoldkv.pipeline.moving import MovingBases
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
@@ -35,6 +34,13 @@ LOG = logging.getLogger(__name__)
 BETAS = (0.9, 0.95)
 STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
+RATE = 0.1
+"""Learning rate of bases."""
+CODED_RATE = 0.03
+"""Learning rate of coordinates whose latents are coded: they also turn noise into each other."""
+SCALE_RATE = 0.1
+"""Learning rate of steps, gains and means relative to that of their coordinates; they move one by
+one."""
 
 
 def tune(
@@ -43,7 +49,7 @@ def tune(
     tokens: Tensor | TextSource | str,
     *,
     steps: int = 200,
-    learning_rate: float = 0.1,
+    learning_rate: float | None = None,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
@@ -51,8 +57,10 @@ def tune(
     """Return the plan with bases tuned so that predictions diverge least from the model's own.
 
     A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
-    as the two subspaces that make its projector, each a point of one. Ranks, grouping and bytes
-    stay what they are. The weights of the model get no gradient.
+    as the two subspaces that make its projector, each a point of one. Coordinates whose latents are
+    coded in bits (`allocate_bits`) turn in the metric they were made in, and steps, gains and means
+    move too; rounding passes a gradient straight through. Ranks, bits, grouping and bytes stay what
+    they are. The weights of the model get no gradient.
 
     Parameters
     ----------
@@ -62,8 +70,9 @@ def tune(
         The start, without quantisation.
     steps : int
         Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
-    learning_rate : float
-        At the start; nearly the length of a step on each manifold.
+    learning_rate : float, optional
+        At the start; nearly the length of a step on each manifold. `RATE` if omitted, `CODED_RATE`
+        for a plan of coded latents.
     sequences_per_step : int
         Calibration sequences in a step. Of every layer only its inputs are held; what is between
         is computed again for the gradient.
@@ -83,6 +92,9 @@ def tune(
     DivergenceError
         If the divergence is not finite.
     """
+    if learning_rate is None:
+        coded = any(layer.codings for layer in plan.layers)
+        learning_rate = CODED_RATE if coded else RATE
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
     check_seed(seed)
@@ -95,7 +107,7 @@ def tune(
         return plan
     generator = torch.Generator().manual_seed(seed)
     batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
-    optimizer = geoopt.optim.RiemannianAdam(bases.parameters(), betas=BETAS, stabilize=10)
+    optimizer = _optimizer(bases, learning_rate)
     checkpoints = (
         (checkpoints or Checkpoints())
         .made_by(MovingBases)
@@ -112,10 +124,11 @@ def tune(
         tqdm(range(done, steps), "tuning", steps, initial=done, disable=None) as bar,
     ):
         for step in bar:
-            optimizer.param_groups[0]["lr"] = learning_rate * _cosine(step / steps)
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * _cosine(step / steps)
             chosen = batches[step]
             optimizer.zero_grad(set_to_none=True)
-            loss = bases.differentiate(model, tokens[chosen.to(tokens.device)], plan)
+            loss = differentiate(model, tokens[chosen.to(tokens.device)], plan, bases)
             if not math.isfinite(loss):
                 raise DivergenceError(
                     f"the divergence of the predictions is {loss} at step {step} of tuning; "
@@ -130,6 +143,19 @@ def tune(
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 
 
+def _optimizer(bases: MovingBases, learning_rate: float) -> geoopt.optim.RiemannianAdam:
+    """Return the optimiser of all that moves: points of manifolds, and numbers beside them."""
+    points: list[nn.Parameter] = []
+    numbers: list[nn.Parameter] = []
+    for parameter in bases.parameters():
+        of_manifold = isinstance(parameter, geoopt.ManifoldParameter)
+        (points if of_manifold else numbers).append(parameter)
+    groups = [{"params": points, "peak": learning_rate}]
+    if numbers:
+        groups.append({"params": numbers, "peak": learning_rate * SCALE_RATE})
+    return geoopt.optim.RiemannianAdam(groups, betas=BETAS, stabilize=10)
+
+
 def _cosine(share: float) -> float:
     """Return a factor that falls from 1 to 0 as the share of the steps goes from 0 to 1."""
     return (1 + math.cos(math.pi * share)) / 2
@@ -138,7 +164,7 @@ def _cosine(share: float) -> float:
 def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
     """Return the points, and all that the optimiser knows of them."""
     found = {}
-    for index, point in enumerate(optimizer.param_groups[0]["params"]):
+    for index, point in enumerate(_moved(optimizer)):
         for name, value in ({"point": point.detach()} | optimizer.state[point]).items():
             found[f"{index}.{name}"] = torch.as_tensor(value).cpu().contiguous()
     return found
@@ -148,7 +174,7 @@ def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | 
     """Restore what `_state` returned, and return how many steps are done."""
     if known is None:
         return 0
-    for index, point in enumerate(optimizer.param_groups[0]["params"]):
+    for index, point in enumerate(_moved(optimizer)):
         point.data.copy_(known[f"{index}.point"])
         # Strides like those of the point, as before: products may depend on them in the last bit.
         averages = {
@@ -159,84 +185,21 @@ def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | 
     return int(known["0.step"])
 
 
-class MovingBases:
-    """The bases of a plan as points of manifolds; those of full rank do not move."""
-
-    def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
-        self._layers = [
-            (_MovingBasis(layer.key, device), _MovingBasis(layer.value, device))
-            for layer in plan.layers
-        ]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the points that move."""
-        return [p for layer in self._layers for basis in layer for p in basis.parameters()]
-
-    def differentiate(self, model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> float:
-        """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
-        with torch.no_grad():
-            exact = log_probabilities(model, tokens)
-        bases = {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
-        seen = projected(model, bases, rotary=plan.rotary, recent=plan.recent, sinks=plan.sinks)
-        with _recomputed(model), seen:
-            loss = divergence(exact, log_probabilities(model, tokens))
-            loss.backward()  # inside: layers are run again
-        return loss.item()
-
-    @torch.no_grad()
-    def plan(self, start: CompressionPlan) -> CompressionPlan:
-        """Return the plan with these bases."""
-        layers = [
-            replace(layer, key=key.as_basis(), value=value.as_basis())
-            for layer, (key, value) in zip(start.layers, self._layers, strict=True)
-        ]
-        return replace(start, layers=tuple(layers))
+def _moved(optimizer: geoopt.optim.RiemannianAdam) -> list[nn.Parameter]:
+    return [point for group in optimizer.param_groups for point in group["params"]]
 
 
-class _MovingBasis(nn.Module):
-    """One basis: `down` and, unless it is orthonormal, the subspace that is projected along.
-
-    The projector of an oblique basis depends on the spans of `down` and `up` only, so that both
-    stay orthonormal while they move.
-    """
-
-    def __init__(self, basis: Basis, device: torch.device) -> None:
-        super().__init__()
-        self._start = basis
-        self._moves = basis.rank < basis.head_dim
-        if self._moves:
-            manifold = geoopt.Stiefel(canonical=True)
-            self._down = geoopt.ManifoldParameter(_span(basis.down).to(device), manifold=manifold)
-            if not basis.orthonormal:
-                self._up = geoopt.ManifoldParameter(_span(basis.up).to(device), manifold=manifold)
-
-    def forward(self) -> Basis | None:
-        if not self._moves:
-            return None
-        if self._start.orthonormal:
-            return Basis(self._down, self._down, self._start.grouping)
-        return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
-
-    def as_basis(self) -> Basis:
-        """Return the basis as a plan stores it."""
-        if not self._moves:
-            return self._start
-        down = detached(_span(self._down.double()))
-        up = down
-        if not self._start.orthonormal:
-            up = detached(_dual(detached(self._up.double()), down))
-        return Basis(down, up, self._start.grouping).like(self._start.down)
-
-
-def _dual(span: Tensor, down: Tensor) -> Tensor:
-    """Return the columns in a span for which ``upᵀ down`` is the identity."""
-    return torch.linalg.solve(span.mT @ down, span.mT).mT
-
-
-def _span(columns: Tensor) -> Tensor:
-    """Return orthonormal columns with the same span and the same signs."""
-    q, r = torch.linalg.qr(columns.double())
-    return (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(columns.dtype)
+def differentiate(
+    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: MovingBases
+) -> float:
+    """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
+    with torch.no_grad():
+        exact = log_probabilities(model, tokens)
+    seen = projected(model, bases.now(), rotary=plan.rotary, recent=plan.recent, sinks=plan.sinks)
+    with _recomputed(model), seen:
+        loss = divergence(exact, log_probabilities(model, tokens))
+        loss.backward()  # inside: layers are run again
+    return loss.item()
 
 
 @contextmanager

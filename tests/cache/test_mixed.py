@@ -1,5 +1,7 @@
 """Latents of mixed widths: what is given back is what a quantiser in floating point gives."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifoldkv import PlanError
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.mixed import MixedWidthStore
+from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.quantization import packed_bytes
 from manifoldkv.ranks.bits import quantized
@@ -26,9 +30,11 @@ def codings(draw: st.DrawFn) -> tuple[Coding, Tensor]:
     deviation = None
     if draw(st.booleans()):
         deviation = torch.rand(2, len(bits), generator=generator) + 0.5
+    gain = torch.rand(2, len(bits), generator=generator) + 0.5 if draw(st.booleans()) else None
     tokens = draw(st.integers(1, 20))
     latents = 3 * torch.randn(2, 2, tokens, len(bits), generator=generator)
-    return Coding(torch.tensor(bits, dtype=torch.uint8), step, deviation=deviation), latents
+    coding = Coding(torch.tensor(bits, dtype=torch.uint8), step, deviation=deviation, gain=gain)
+    return coding, latents
 
 
 def given_back(coding: Coding, latents: Tensor) -> Tensor:
@@ -44,7 +50,8 @@ def given_back(coding: Coding, latents: Tensor) -> Tensor:
         else torch.zeros_like(latents[..., i])
         for i, bits in enumerate(coding.bits)
     ]
-    return torch.stack(columns, dim=-1)
+    found = torch.stack(columns, dim=-1)
+    return found if coding.gain is None else found * coding.gain.unsqueeze(1)
 
 
 @given(codings(), st.integers(1, 20), st.integers(1, 7))
@@ -61,6 +68,42 @@ def test_it_is_the_quantisers_of_all_coordinates(
     assert found.shape == latents.shape
     torch.testing.assert_close(found, given_back(coding, latents), rtol=1e-5, atol=1e-6)
     assert store.nbytes == 2 * 2 * latents.shape[2] * coding.token_bytes
+
+
+@given(codings(), st.integers(0, 2**32 - 1))
+def test_attention_sees_what_the_cache_gives_back(
+    given_coding: tuple[Coding, Tensor], seed: int
+) -> None:
+    coding, latents = given_coding
+    size, columns = len(coding.bits) + 3, len(coding.bits)
+    generator = torch.Generator().manual_seed(seed)
+    down, up = (torch.randn(1, size, columns, generator=generator) for _ in range(2))
+    grouping = HeadGrouping("shared", 2)
+    x = torch.randn(2, 2, latents.shape[2], size, generator=generator)
+    coding = replace(coding, mean=torch.randn(2, size, generator=generator))
+    found = CodedBasis(Basis(down, up, grouping), coding).project(x)
+    mean = coding.mean.unsqueeze(1)
+    expected = given_back(coding, (x - mean) @ down) @ up.mT + mean
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_pass_rounding_within_the_range_and_no_further() -> None:
+    """Against the derivatives of what is given back, of which every code is held."""
+    identity = torch.eye(2).unsqueeze(0)
+    step = torch.tensor([[0.5, 0.5]], requires_grad=True)
+    gain = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    coding = Coding(torch.tensor([2, 2], dtype=torch.uint8), step, gain=gain)
+    x = torch.tensor([[[[0.3, 5.0]]]], requires_grad=True)
+    found = CodedBasis(Basis(identity, identity, HeadGrouping("all", 1)), coding).project(x)
+    assert found.tolist() == [[[[0.25, 1.5]]]]
+    found.sum().backward()
+    assert x.grad is not None
+    assert step.grad is not None
+    assert gain.grad is not None
+    assert x.grad.tolist() == [[[[1.0, 0.0]]]]
+    # Code 0 stands for half a step and lies at 0.6 of one; code 1 is the last.
+    assert step.grad.tolist() == [[pytest.approx(0.5 - 0.6), 2 * 1.5]]
+    assert gain.grad.tolist() == [[0.25, 0.75]]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
