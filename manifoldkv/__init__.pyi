@@ -44,7 +44,7 @@ from .pipeline.bits import allocate_bits
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
-from .pipeline.recipes import RECIPES, Recipe
+from .pipeline.recipes import RECIPES, BitRecipe, Recipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
 from .plan.layer import LayerPlan
@@ -84,6 +84,7 @@ __all__ = [
     "SOLVERS",
     "Basis",
     "Batch",
+    "BitRecipe",
     "CacheError",
     "ClosedForm",
     "CompressedCache",

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, Rotary
+from manifoldkv.basis import Basis, Projection, Rotary
 from manifoldkv.layers.activations import Batch, LayerActivations
 from manifoldkv.layers.decoder import attention_output, layer_output
 
@@ -36,8 +36,8 @@ class LayerErrors:
 @torch.no_grad()
 def layer_errors(
     activations: LayerActivations,
-    key_basis: Basis | None = None,
-    value_basis: Basis | None = None,
+    key_basis: Projection | None = None,
+    value_basis: Projection | None = None,
     *,
     rotary: Rotary = "pre",
 ) -> LayerErrors:

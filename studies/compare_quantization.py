@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from manifoldkv import RECIPES, Quantization, Uniform, compress, quantize
+from manifoldkv import RECIPES, Quantization, Recipe, Uniform, compress, quantize
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.figures import save_figure
 from manifoldkv.pipeline.rounding import ROTATIONS
@@ -40,7 +40,7 @@ def main() -> int:
     add(
         "--recipes",
         nargs="+",
-        choices=RECIPES,
+        choices=[name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)],
         default=["eigen-attention", "fast"],
         help="whose bases, with the same ranks in every layer (%(default)s)",
     )

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
-from manifoldkv import RECIPES, Recipe
+from manifoldkv import RECIPES, BitRecipe, Recipe
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 
 
-def short(name: str) -> Recipe:
+def short(name: str) -> Recipe | BitRecipe:
     """One of the library's recipes, with all its parts and few steps of each."""
     recipe = RECIPES[name]
+    if isinstance(recipe, BitRecipe):
+        return replace(recipe, tuning_steps=TUNING_STEPS)
     few = {"epochs": EPOCHS, "steps": STEPS}
     known = {field: count for field, count in few.items() if hasattr(recipe.solver, field)}
     return replace(

@@ -135,7 +135,7 @@ def test_more_bytes_lose_less_and_theory_says_how_much() -> None:
         assert plan.ratio <= ratio
         compared = Comparison(stock, perplexity(model, held_out, plan))
         lost.append(compared.added_nll)
-        predicted.append(plan.provenance.recipe["predicted_nats"])
+        predicted.append(plan.provenance.predicted_nats)
         diverged.append(divergence(model, calibration, plan))
     assert abs(lost[0]) < 0.01
     assert lost[0] < lost[1] + 0.005 < lost[2]

@@ -294,6 +294,27 @@ def test_ranks_are_multiples_where_that_is_asked(tmp_path: Path, capsys, monkeyp
     assert plan.provenance.context == 300
 
 
+def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
+    ask = ("compress", "--model", MODEL, "--recipe", "bits", "--ratio", 0.2, "--out", tmp_path)
+    code, out, err = run(capsys, monkeypatch, *ask, *FEW)
+    assert code == 0
+    assert phases(err) == ["loading", "reading", "fitting", "bits"]
+    plan = CompressionPlan.load(tmp_path)
+    assert f"loss    {plan.provenance.predicted_nats:.4f} nats per token predicted" in out
+    lines = out.partition("layer   key rank")[2].splitlines()[1:]
+    for line, layer in zip(lines, plan.layers, strict=False):
+        bits = [float(x) for x in line.split()[-2:]]
+        assert bits == pytest.approx([*layer.mean_bits.values()], abs=0.01)
+    for more, expected in (
+        (("--rank-multiple", 8), "--rank-multiple is for recipes that choose ranks"),
+        (("--ranks", "uniform"), "leave the rank rule out"),
+        (("--bits", 4), "leave the quantisation out"),
+    ):
+        code, _, err = run(capsys, monkeypatch, *ask, "--force", *FEW, *more)
+        assert code == 2
+        assert expected in err
+
+
 def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> None:
     ask = ("compress", "--model", MODEL, "--recipe", "eigen-attention", *FEW)
     ask = (*ask, "--work", tmp_path / "work", "--bits", 4, "--threads", torch.get_num_threads())

@@ -3,13 +3,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import RANK_RULES, RECIPES, RankError, Recipe, UnknownNameError, UnsolvableError
+from manifoldkv import (
+    RANK_RULES,
+    RECIPES,
+    BitRecipe,
+    RankError,
+    Recipe,
+    UnknownNameError,
+    UnsolvableError,
+)
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.pipeline.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
+RANKED = [name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]
 
-@pytest.mark.parametrize("recipe", RECIPES)
+
+@pytest.mark.parametrize("recipe", RANKED)
 @pytest.mark.parametrize("rule", RANK_RULES.names())
 def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
     found = estimate(tiny_model("llama"), tiny_tokens(6, 16), recipe=recipe, ranks=rule)
@@ -17,6 +27,21 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
     assert found.seconds["capture"] > 0
     assert (found.seconds["ranks"] > 0) == (rule != "uniform")
     assert (found.seconds["tuning"] > 0) == (RECIPES[recipe].tuning_steps > 0)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_bits_take_time_for_moments_for_quantisers_and_for_tuning(steps: int) -> None:
+    model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
+    recipe = BitRecipe(tuning_steps=steps)
+    found = estimate(model, tokens, ratio=0.5, recipe=recipe)
+    assert min(found.seconds[part] for part in ("capture", "bases", "ranks")) > 0
+    assert (found.seconds["tuning"] > 0) == (steps > 0)
+    assert found.activation_bytes == 6 * 16 * 4 * (3 + 2) * 32
+    assert found.cache_bytes == found.stock_bytes / 2
+    with pytest.raises(RankError, match="too small"):
+        estimate(model, tokens, ratio=0.01, recipe=recipe)
+    with pytest.raises(RankError, match="are no packs of 8 latents"):
+        estimate(tiny_model("llama", head_dim=6), tokens, ratio=0.5, recipe=recipe)
 
 
 def test_bytes_by_hand() -> None:

@@ -154,6 +154,15 @@ class TestDamagedFiles:
         with pytest.raises(PlanError):
             CompressionPlan.load(self.rewritten(tmp_path, layers=layers))
 
+    @pytest.mark.parametrize("predicted", ["0.1", 1, float("nan"), float("inf"), [0.1], {}])
+    def test_a_prediction_that_is_no_number_is_refused(
+        self, predicted: Any, tmp_path: Path
+    ) -> None:
+        provenance = json.loads((self.saved(tmp_path) / "plan.json").read_text())["provenance"]
+        provenance["predicted_nats"] = predicted
+        with pytest.raises(PlanError, match="is no number"):
+            CompressionPlan.load(self.rewritten(tmp_path, provenance=provenance))
+
     def test_extra_tensors_are_refused(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path) / "plan.safetensors"
         save_file(load_file(path) | {"more": torch.zeros(1)}, path)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -6,15 +7,22 @@ import typer
 from manifoldkv import (
     KQSVD,
     RECIPES,
+    BitRecipe,
     CompressionConfig,
     Optimal,
+    PlanError,
     Predictor,
+    Quantization,
     RankError,
     Recipe,
     Sequential,
     UnknownNameError,
+    allocate_bits,
     compress,
     compressed,
+    load_model,
+    open_text,
+    tune,
 )
 from manifoldkv.cli.app import app
 from manifoldkv.pipeline.recipes import recipe_named
@@ -29,9 +37,43 @@ def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
     recipe = short(name)
     plan = compress(model, tokens, recipe=recipe)
     assert plan.ratio <= 0.5
-    assert (plan.recent > 0) == (recipe.recent_share > 0)
+    assert (plan.recent > 0) == (getattr(recipe, "recent_share", 0) > 0)
     with compressed(model, plan):
         assert model(input_ids=tokens).logits.isfinite().all()
+
+
+def test_bits_are_those_of_one_budget_and_tuned_if_asked_for(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
+    recipe = BitRecipe(widths=(0, 2, 4, 8), norms=False, sinks=1)
+    options = {"widths": recipe.widths, "norms": False, "sinks": 1}
+    settings = {"ratio": 0.3, "rotary": "post", "seed": 3, "context": 50}
+    plan = compress(model, tokens, recipe=recipe, **settings)
+    assert plan == allocate_bits(model, tokens, **options, **settings)
+    assert plan.provenance.recipe == recipe.describe()
+    tuned = replace(recipe, tuning_steps=4)
+    found = compress(model, tokens, recipe=tuned, folder=tmp_path, **settings)
+    assert found == tune(model, plan, tokens, steps=4, seed=3)
+    assert found.provenance.tuning_steps == 4
+    assert list(tmp_path.glob("tuning*"))
+
+
+def test_a_text_is_read_as_far_as_it_is_asked_for() -> None:
+    model, _ = load_model("studies/reference_models/reference-qwen3")
+    plan = compress(
+        model, open_text("docstrings"), recipe="bits", ratio=0.2, sequences=2, length=40
+    )
+    provenance = plan.provenance
+    assert (provenance.sequences, provenance.length, provenance.context) == (2, 40, 40)
+    assert provenance.text != "tokens"
+
+
+def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
+    with pytest.raises(RankError, match="leave the rank rule out"):
+        CompressionConfig(recipe="bits", ranks="uniform")
+    with pytest.raises(PlanError, match="leave the quantisation out"):
+        CompressionConfig(recipe="bits", quantization=Quantization(4))
+    with pytest.raises(RankError, match="increase from 0 to at most 8"):
+        BitRecipe(widths=(2, 4))
 
 
 def test_names_stand_for_objects_with_default_fields() -> None:
@@ -58,8 +100,8 @@ def test_python_and_the_command_line_have_the_same_default() -> None:
 
 def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
     assert recipe_named("best") is RECIPES["best"]
-    own = Recipe("k-svd", "closed-form")
-    assert recipe_named(own) is own
+    for own in (Recipe("k-svd", "closed-form"), BitRecipe(norms=False)):
+        assert recipe_named(own) is own
 
 
 def test_unknown_names_are_refused() -> None:

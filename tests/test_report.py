@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
+from manifoldkv import CompressionPlan, OutputError, Quantization, allocate_bits, quantize
 from manifoldkv.reports.plan import KEY_COLOUR, VALUE_COLOUR, write_report
 from tests.drawings import colours_of_pdf
 from tests.families import tiny_model, tiny_tokens
@@ -91,6 +91,15 @@ def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
     plan = quantize(plan_of(model, key_rank=4, value_rank=6), model, tokens, Quantization(4))
     write_report(tmp_path / "r.html", model, plan, tokens)
     assert "4 bits, static ranges" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
+    plan = allocate_bits(model, tokens, ratio=0.4, sinks=1)
+    write_report(tmp_path / "r.html", model, plan, tokens)
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert f"{plan.provenance.predicted_nats:.4f} nats per token, from the calibration" in page
+    assert re.findall(r'<div class="chart" id="(\w+)">', page) == ["errors", "bits", "ranks"]
 
 
 def test_one_sequence_has_no_standard_error(tmp_path: Path) -> None:

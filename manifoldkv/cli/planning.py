@@ -12,12 +12,13 @@ from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
 from manifoldkv.cli.inputs import held_out_tokens, load
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
-from manifoldkv.errors import ExecutorError, OutputError
+from manifoldkv.errors import ExecutorError, OutputError, RankError
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.recipes import recipe_named
+from manifoldkv.pipeline.recipes import BitRecipe, recipe_named
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.ranks import RANK_RULES, RankRule
@@ -115,16 +116,22 @@ def inspect(folder: Path) -> Answer:
     return Answer(_plan_facts(plan), _plan_lines(plan))
 
 
-def _rank_rule(recipe: str, name: str | None, multiple: int | None) -> RankRule:
-    """Return the rank rule of the recipe or of another name, with its multiple set if there is one.
+def _rank_rule(recipe: str, name: str | None, multiple: int | None) -> RankRule | None:
+    """Return the rank rule of a run if it is not simply the recipe's, its multiple set.
 
     Raises
     ------
     UnknownNameError
         If there is no recipe or rule of the name.
+    RankError
+        If the recipe has no ranks of which there could be a multiple.
     """
-    rule = recipe_named(recipe).ranks if name is None else RANK_RULES.resolve(name)
-    return rule if multiple is None else replace(rule, multiple=multiple)
+    if multiple is None:
+        return None if name is None else RANK_RULES.resolve(name)
+    named = recipe_named(recipe)
+    if isinstance(named, BitRecipe):
+        raise RankError(f"--rank-multiple is for recipes that choose ranks, {recipe} gives bits")
+    return replace(named.ranks if name is None else RANK_RULES.resolve(name), multiple=multiple)
 
 
 def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
@@ -185,6 +192,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
                 "key_grouping": layer.key.grouping.name,
                 "value_grouping": layer.value.grouping.name,
                 "window": layer.window,
+                "bits": layer.mean_bits,
             }
             for layer in plan.layers
         ],
@@ -193,10 +201,13 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
 
 def _plan_lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
+    coded = any(layer.codings for layer in plan.layers)
     exact = f"the newest {plan.recent} tokens as they are, " if plan.recent else ""
     exact += f"the first {plan.sinks} tokens as they are, " if plan.sinks else ""
     rounding = plan.quantization
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
+    predicted = provenance.predicted_nats
+    foretold = [] if predicted is None else [f"loss    {predicted:.4f} nats per token predicted"]
     return [
         f"model   {provenance.model}",
         f"bases   {provenance.origin}, {provenance.threads} threads, "
@@ -204,11 +215,21 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
         f"        {exact}keys {plan.rotary}-rotation",
+        *foretold,
         f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
-        "layer   key rank  value rank  (of head_dim)",
+        "layer   key rank  value rank  (of head_dim)"
+        + ("   key bits  value bits" if coded else ""),
         *(
             f"{index:5}   {layer.key.rank:8}  {layer.value.rank:10}  ({layer.key.head_dim})"
+            f"{_bits(layer)}"
             for index, layer in enumerate(plan.layers)
         ),
     ]
+
+
+def _bits(layer: LayerPlan) -> str:
+    """Return the mean bits of keys and values as the end of a layer's line."""
+    if not layer.mean_bits:
+        return ""
+    return f"{layer.mean_bits['key']:22.2f}{layer.mean_bits['value']:12.2f}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import Projection, Rotary
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -32,20 +32,6 @@ from manifoldkv.models.support import (
     uncompiled,
     unwrapped,
 )
-
-
-class Projection(Protocol):
-    """What keys or values become in a cache: a basis, for one."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype it is computed in at least."""
-        ...
-
-    def project(self, x: Tensor) -> Tensor:
-        """Return what attention sees of `x`, (B, H, n, d), same shape and dtype."""
-        ...
-
 
 Bases = Mapping[int, tuple[Projection | None, Projection | None]]
 """Layer index to key basis and value basis; what is missing or None stays exact."""

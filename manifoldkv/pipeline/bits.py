@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rotary
 from manifoldkv.errors import RankError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
@@ -26,6 +26,7 @@ from manifoldkv.models.support import (
     sliding_windows,
     unwrapped,
 )
+from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.coding import NORM_BYTES, Coding
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
@@ -35,7 +36,6 @@ from manifoldkv.ranks.bits import (
     WIDTHS,
     allocate,
     best_gains,
-    checked_widths,
     coherent_costs,
     fit_quantizers,
     pack_size,
@@ -44,6 +44,7 @@ from manifoldkv.ranks.bits import (
 from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
 from manifoldkv.runs.progress import follow
 from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 
@@ -89,6 +90,8 @@ def allocate_bits(
     sinks: int = 4,
     rotary: Rotary = "pre",
     seed: int = 0,
+    sequences: int | None = None,
+    length: int | None = None,
     context: int | None = None,
     folder: str | Path | None = None,
 ) -> CompressionPlan:
@@ -122,6 +125,8 @@ def allocate_bits(
         Whether keys are stored before rotation or after it.
     seed : int
         Of `fisher_moments`.
+    sequences, length : int, optional
+        How much of a text is read, as in `CompressionConfig`.
     context : int, optional
         Tokens that the ratio holds for, 2^20 at most; those of a calibration sequence if omitted.
     folder : str or Path, optional
@@ -139,31 +144,39 @@ def allocate_bits(
         As `fisher_moments`.
     """
     model = unwrapped(model)
-    widths = checked_widths(widths)
-    if not 0 < ratio <= 1:
-        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
-    if context is not None:
-        check_context(context)
-    check_supported(model)
-    kv_heads = model.config.get_text_config().num_key_value_heads
-    grouping = HeadGrouping("all", kv_heads)
-    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    _check_packs(features, widths)
-    name, ids = calibration_tokens(model, tokens)
-    context = ids.shape[1] if context is None else context
-    windows = sliding_windows(model.config)
-    budget = _latent_bytes(ratio, context, windows, features, norms, sinks)
-    moments = fisher_moments(model, ids, seed=seed, rotary=rotary, first=sinks, folder=folder)
-    sites = _all_coordinates(model, ids, moments, widths, rotary, norms=norms, sinks=sinks)
-    cached = [cached_tokens(context, window) for window in windows for _ in SITES]
-    bits = allocate([site.costs for site in sites], widths, budget, cached)
+    run = prepare_bits(
+        model,
+        tokens,
+        BitRecipe(widths, norms, sinks),
+        ratio=ratio,
+        rotary=rotary,
+        seed=seed,
+        sequences=sequences,
+        length=length,
+        context=context,
+    )
+    return solve_bits(model, run, folder)
+
+
+def solve_bits(
+    model: PreTrainedModel, run: PreparedBits, folder: str | Path | None
+) -> CompressionPlan:
+    """Return the plan of a run of `allocate_bits`, nothing tuned."""
+    recipe, ids, windows = run.recipe, run.tokens, sliding_windows(model.config)
+    widths = recipe.widths
+    moments = fisher_moments(
+        model, ids, seed=run.seed, rotary=run.rotary, first=recipe.sinks, folder=folder
+    )
+    sites = _all_coordinates(model, run, moments)
+    cached = [cached_tokens(run.context, window) for window in windows for _ in SITES]
+    bits = allocate([site.costs for site in sites], widths, run.budget, cached)
     predicted = sum(
         float(site.costs[np.arange(len(chosen)), [widths.index(b) for b in chosen]].sum())
         for site, chosen in zip(sites, bits, strict=True)
     )
     LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
     coded = [
-        _coded(site, chosen, widths, grouping, norms=norms)
+        _coded(site, chosen, widths, run.grouping, norms=recipe.norms)
         for site, chosen in zip(sites, bits, strict=True)
     ]
     layers = [
@@ -174,31 +187,89 @@ def allocate_bits(
     ]
     provenance = Provenance(
         model=model.config._name_or_path,
-        text=name,
+        text=run.text,
         sequences=ids.shape[0],
         length=ids.shape[1],
-        context=context,
-        recipe={
-            "objective": {"name": "fisher"},
-            "solver": {"name": "closed-form"},
-            "ranks": {"name": "bits", "widths": list(widths), "norms": norms},
-            "key_grouping": "all",
-            "value_grouping": "all",
-            "predicted_nats": predicted,
-        },
-        seed=seed,
-        requested_ratio=ratio,
+        context=run.context,
+        recipe=recipe.describe(),
+        seed=run.seed,
+        requested_ratio=run.ratio,
         threads=torch.get_num_threads(),
         versions=versions(),
+        predicted_nats=predicted,
     )
     return CompressionPlan(
         tuple(layers),
-        rotary,
+        run.rotary,
         config_hash(model.config),
         fingerprint(model),
         provenance,
-        sinks=sinks,
+        sinks=recipe.sinks,
     )
+
+
+@dataclass(frozen=True)
+class PreparedBits:
+    """A run of `allocate_bits` before its long work; all that could refuse it has been asked.
+
+    Parameters
+    ----------
+    recipe : BitRecipe
+        How the plan is made.
+    ratio, rotary, seed
+        As in `allocate_bits`.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length), int64.
+    context : int
+        Tokens that the budget holds for.
+    grouping : HeadGrouping
+        Of all KV heads of a layer.
+    budget : int
+        Bytes of the latents of all layers.
+    """
+
+    recipe: BitRecipe
+    ratio: float
+    rotary: Rotary
+    seed: int
+    text: str
+    tokens: Tensor
+    context: int
+    grouping: HeadGrouping
+    budget: int
+
+
+def prepare_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    recipe: BitRecipe,
+    *,
+    ratio: float,
+    rotary: Rotary,
+    seed: int,
+    sequences: int | None,
+    length: int | None,
+    context: int | None,
+) -> PreparedBits:
+    """Read the text and return what a run of `allocate_bits` starts from; its errors come here."""
+    if not 0 < ratio <= 1:
+        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
+    check_seed(seed)
+    check_rotary(rotary)
+    if context is not None:
+        check_context(context)
+    check_supported(model)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
+    _check_packs(features, recipe.widths)
+    name, ids = calibration_tokens(model, tokens, sequences, length)
+    context = ids.shape[1] if context is None else context
+    windows = sliding_windows(model.config)
+    budget = _latent_bytes(ratio, context, windows, features, recipe)
+    grouping = HeadGrouping("all", kv_heads)
+    return PreparedBits(recipe, ratio, rotary, seed, name, ids, context, grouping, budget)
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
@@ -211,31 +282,25 @@ def _check_packs(features: int, widths: tuple[int, ...]) -> None:
 
 
 def _all_coordinates(
-    model: PreTrainedModel,
-    ids: Tensor,
-    moments: list[LayerMoments],
-    widths: tuple[int, ...],
-    rotary: Rotary,
-    *,
-    norms: bool,
-    sinks: int,
+    model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments]
 ) -> list[_Coordinates]:
     """Return the coordinates of keys and of values of all layers, one after the other."""
+    recipe = run.recipe
     LOG.info("fitting quantisers of %d layers", len(moments))
     sites = []
-    for activations in follow(capture(model, ids), len(moments)):
+    for activations in follow(capture(model, run.tokens), len(moments)):
         of_layer = moments[activations.layer]
-        keys, values = activations.keys_in(rotary), activations.values_of()
+        keys, values = activations.keys_in(run.rotary), activations.values_of()
         for own, x, centred in (
-            (of_layer.key, keys, rotary == "pre"),
+            (of_layer.key, keys, run.rotary == "pre"),
             (of_layer.value, values, True),
         ):
-            sites.append(_coordinates(own, x[:, :, sinks:], widths, norms=norms, centred=centred))
+            sites.append(_coordinates(own, x[:, :, recipe.sinks :], recipe, centred=centred))
     return sites
 
 
 def _coordinates(
-    moments: SiteMoments, x: Tensor, widths: tuple[int, ...], *, norms: bool, centred: bool
+    moments: SiteMoments, x: Tensor, recipe: BitRecipe, *, centred: bool
 ) -> _Coordinates:
     """Return the Fisher coordinates of keys or values (S, H_kv, n, d)."""
     x = x.transpose(1, 2).flatten(2).flatten(0, 1).cpu().double()  # (S·n, D)
@@ -247,8 +312,9 @@ def _coordinates(
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     down, up = root @ directions, inverse @ directions
     latents = (x - moments.mean if centred else x) @ down
-    fitted = fit_quantizers(latents, widths, _norms(latents) if norms else None)
-    costs = coherent_costs(fitted.distortion).unflatten(0, (-1, pack_size(widths))).sum(dim=1) / 2
+    fitted = fit_quantizers(latents, recipe.widths, _norms(latents) if recipe.norms else None)
+    costs = coherent_costs(fitted.distortion) / 2
+    costs = costs.unflatten(0, (-1, pack_size(recipe.widths))).sum(dim=1)
     return _Coordinates(down, up, moments.mean if centred else None, latents, costs.numpy())
 
 
@@ -275,19 +341,19 @@ def _latent_bytes(
     context: int,
     windows: Sequence[int | None],
     features: int,
-    norms: bool,
-    sinks: int,
+    recipe: BitRecipe,
 ) -> int:
     """Return the bytes that are left for latents of a text, after norms and sinks."""
     cached = [cached_tokens(context, window) for window in windows]
     full = 4 * features * sum(cached)
-    of_sinks = 4 * features * sum(min(sinks, context) for window in windows if window is None)
-    of_norms = 2 * NORM_BYTES * sum(cached) if norms else 0
+    exact = min(recipe.sinks, context)
+    of_sinks = 4 * features * sum(exact for window in windows if window is None)
+    of_norms = 2 * NORM_BYTES * sum(cached) if recipe.norms else 0
     left = int(ratio * full + 1e-9) - of_sinks - of_norms
     if left < 0:
         raise RankError(
-            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are and norms take "
-            f"{(of_sinks + of_norms) / full:.3g} of the cache of {context} tokens"
+            f"ratio {ratio:g} is too small: {recipe.sinks} tokens that stay as they are and norms "
+            f"take {(of_sinks + of_norms) / full:.3g} of the cache of {context} tokens"
         )
     return left
 

@@ -22,7 +22,9 @@ from manifoldkv.models.support import (
     sliding_windows,
     unwrapped,
 )
+from manifoldkv.pipeline.bits import prepare_bits, solve_bits
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.pipeline.solve import BasisFinder, find_bases
 from manifoldkv.pipeline.tune import tune
@@ -67,7 +69,8 @@ def compress(
         a time.
     executor : {"local", "ray"} or Executor
         Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
-        plan is the same. The sequential rule, tuning and rounding run in this process.
+        plan is the same. The sequential rule, tuning, rounding and all of a `BitRecipe` run in
+        this process.
     **settings
         Fields of `CompressionConfig`, in place of those of `config`: ``ratio=0.25``.
 
@@ -76,7 +79,8 @@ def compress(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     RankError
-        If the ratio is above 1, or too small for the ranks to choose from.
+        If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
+        given to a `BitRecipe`, or its packs of latents do not fit the features of a layer.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
     SeedError
@@ -96,7 +100,10 @@ def compress(
     config = replace(config or CompressionConfig(), **settings)
     model = unwrapped(model)
     executor = executor_named(executor)
-    run = prepare(model, tokens, config)
+    recipe = config.complete_recipe()
+    if isinstance(recipe, BitRecipe):
+        return _compress_to_bits(model, tokens, config, recipe, folder)
+    run = prepare(model, tokens, config, recipe)
     threads = torch.get_num_threads()
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(threads):  # all of it, also what is no task
@@ -122,6 +129,38 @@ def compress(
         if config.quantization is None:
             return plan
         return quantize(plan, model, run.tokens, config.quantization)
+
+
+def _compress_to_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: BitRecipe,
+    folder: str | Path | None,
+) -> CompressionPlan:
+    run = prepare_bits(
+        model,
+        tokens,
+        recipe,
+        ratio=config.ratio,
+        rotary=config.rotary,
+        seed=config.seed,
+        sequences=config.sequences,
+        length=config.length,
+        context=config.context,
+    )
+    plan = solve_bits(model, run, folder)
+    threads = torch.get_num_threads()
+    alone = nullcontext() if folder is None else only_run(Path(folder))
+    with alone, on_threads(threads):
+        return tune(
+            model,
+            plan,
+            run.tokens,
+            steps=recipe.tuning_steps,
+            seed=config.seed,
+            checkpoints=_checkpoints(folder, model, run.tokens, threads),
+        )
 
 
 def _checkpoints(

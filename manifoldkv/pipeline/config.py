@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary
+from manifoldkv.errors import PlanError, RankError
 from manifoldkv.models.support import (
     attention_of,
     check_supported,
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, Recipe, recipe_named
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, Recipe, recipe_named
 from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.quantization import Quantization, check_layout
@@ -35,15 +36,17 @@ class CompressionConfig:
         Largest share of the bytes of an uncompressed cache that a text of `context` tokens may
         take, before quantisation, in (0, 1]. The achieved one is `CompressionPlan.ratio`;
         `ratio_from_bytes` returns the one of a budget in bytes.
-    recipe : Recipe or str
+    recipe : Recipe, BitRecipe or str
         How: a composition of one's own, or a name out of `RECIPES`.
     ranks : RankRule or str, optional
         The recipe's own rule if omitted; a name stands for a registered one with default fields
-        (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``).
+        (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). None goes with a
+        `BitRecipe`.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (better) or after it (faster).
     quantization : Quantization, optional
-        Also round the latents to integers; see `quantize`.
+        Also round the latents to integers; see `quantize`. Those of a `BitRecipe` are rounded
+        already.
     seed : int
         Of everything random.
     sequences, length : int, optional
@@ -57,10 +60,12 @@ class CompressionConfig:
     ------
     UnknownNameError
         If a recipe or a rank rule does not exist.
+    RankError, PlanError
+        If a rank rule or a quantisation is given to a `BitRecipe`.
     """
 
     ratio: float = 0.5
-    recipe: Recipe | str = DEFAULT_RECIPE
+    recipe: Recipe | BitRecipe | str = DEFAULT_RECIPE
     ranks: RankRule | str | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None
@@ -72,9 +77,21 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         self.complete_recipe()
 
-    def complete_recipe(self) -> Recipe:
+    def complete_recipe(self) -> Recipe | BitRecipe:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
+        if isinstance(recipe, BitRecipe):
+            if self.ranks is not None:
+                raise RankError(
+                    "recipe bits finds ranks and bits from one budget: leave the rank rule out, or "
+                    "take another recipe"
+                )
+            if self.quantization is not None:
+                raise PlanError(
+                    "recipe bits rounds every latent to bits of its own: leave the quantisation "
+                    "out, or take another recipe"
+                )
+            return recipe
         if self.ranks is None:
             return recipe
         return replace(recipe, ranks=RANK_RULES.resolve(self.ranks))
@@ -109,15 +126,17 @@ class PreparedRun:
 
 
 def prepare(
-    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: Recipe,
 ) -> PreparedRun:
     """Read the text and return what a run of `compress` starts from; its errors are raised here.
 
-    Nothing here takes long.
+    Nothing here takes long. The recipe is the complete one of the run.
     """
     check_supported(model)
     check_seed(config.seed)
-    recipe = config.complete_recipe()
     windows = sliding_windows(model.config)
     for index, window in enumerate(windows):
         check_layout(config.quantization, index, window, recent=recipe.recent_share > 0)

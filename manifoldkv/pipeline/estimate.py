@@ -19,10 +19,13 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
+from manifoldkv.pipeline.bits import SAMPLES, prepare_bits
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.pipeline.solve import SITES
 from manifoldkv.pipeline.tune import SEQUENCES_PER_STEP
 from manifoldkv.ranks import Rehearsal
+from manifoldkv.ranks.bits import fit_quantizers
 from manifoldkv.solvers import ClosedForm
 from manifoldkv.text.sources import TextSource
 
@@ -34,6 +37,10 @@ REHEARSED_SEQUENCES = 4
 FORWARDS_OF_TUNING = 5
 """What tuning costs for each sequence of a step, in forward passes: the exact one, the compressed
 one, and the compressed one again with its gradient."""
+
+FORWARDS_OF_FISHER = 5
+"""What Fisher moments cost for each sequence, in forward passes: one forwards and backwards, and
+every layer again."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,78 @@ def estimate(
         What `compress` would raise before any long work.
     """
     model = unwrapped(model)
-    run = prepare(model, tokens, replace(config or CompressionConfig(), **settings))
-    tokens, layers, head_dim = run.tokens, run.budget.layers, run.budget.head_dim
+    config = replace(config or CompressionConfig(), **settings)
+    recipe = config.complete_recipe()
+    if isinstance(recipe, BitRecipe):
+        return _estimate_of_bits(model, tokens, config, recipe)
+    run = prepare(model, tokens, config, recipe)
+    layers = run.budget.layers
+    rehearsed = _rehearse(model, run.tokens)
+    activations, forward = rehearsed.activations, rehearsed.forward
+    ranks = run.recipe.ranks.estimated_seconds(_rehearsal(activations, run, forward))
+    stock = _stock_bytes(model, activations)
+    return Estimate(
+        {
+            "capture": forward + layers * rehearsed.per_layer,
+            "bases": _solving(activations, run),
+            "ranks": ranks,
+            "tuning": _tuning(run.recipe.tuning_steps, forward),
+        },
+        weight_bytes=_weight_bytes(model),
+        activation_bytes=run.tokens.numel() * _bytes_per_token(activations, run),
+        cache_bytes=run.budget.ratio * stock,
+        stock_bytes=stock,
+    )
+
+
+def _estimate_of_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: BitRecipe,
+) -> Estimate:
+    run = prepare_bits(
+        model,
+        tokens,
+        recipe,
+        ratio=config.ratio,
+        rotary=config.rotary,
+        seed=config.seed,
+        sequences=config.sequences,
+        length=config.length,
+        context=config.context,
+    )
+    layers = len(decoder_layers(model))
+    rehearsed = _rehearse(model, run.tokens)
+    activations, forward = rehearsed.activations, rehearsed.forward
+    latents = torch.randn(SAMPLES, activations.kv_heads * activations.head_dim)
+    fitting, _ = _timed(partial(fit_quantizers, latents, recipe.widths))
+    stock = _stock_bytes(model, activations)
+    inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
+    return Estimate(
+        {
+            "capture": forward + layers * rehearsed.per_layer,
+            "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward,
+            "ranks": 2 * layers * fitting,
+            "tuning": _tuning(recipe.tuning_steps, forward),
+        },
+        weight_bytes=_weight_bytes(model),
+        activation_bytes=run.tokens.numel() * (layers + 2) * inputs,
+        cache_bytes=config.ratio * stock,
+        stock_bytes=stock,
+    )
+
+
+@dataclass(frozen=True)
+class _Rehearsed:
+    """The first layer on a few sequences, and the seconds of a sequence and of a layer."""
+
+    activations: LayerActivations
+    forward: float
+    per_layer: float
+
+
+def _rehearse(model: PreTrainedModel, tokens: Tensor) -> _Rehearsed:
     LOG.info("rehearsing on %d sequences", min(REHEARSED_SEQUENCES, len(tokens)))
     few = tokens[:REHEARSED_SEQUENCES].to(model.device)
     with torch.no_grad():
@@ -89,20 +166,17 @@ def estimate(
     captured = capture(model, few, [0])  # keeps the layer's weights loaded as long as it is there
     first, activations = _timed(lambda: next(captured))
     per_layer = max(0.0, first - forward) * len(tokens) / len(few)
-    stock = 2 * layers * activations.kv_heads * head_dim * model.dtype.itemsize
-    seconds = {
-        "capture": forward + layers * per_layer,
-        "bases": _solving(activations, run),
-        "ranks": run.recipe.ranks.estimated_seconds(_rehearsal(activations, run, forward)),
-        "tuning": run.recipe.tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward,
-    }
-    return Estimate(
-        seconds,
-        weight_bytes=_weight_bytes(model),
-        activation_bytes=tokens.numel() * _bytes_per_token(activations, run),
-        cache_bytes=run.budget.ratio * stock,
-        stock_bytes=stock,
-    )
+    return _Rehearsed(activations, forward, per_layer)
+
+
+def _tuning(steps: int, forward: float) -> float:
+    """Return the seconds of tuning, given those of a sequence."""
+    return steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * forward
+
+
+def _stock_bytes(model: PreTrainedModel, activations: LayerActivations) -> int:
+    per_layer = 2 * activations.kv_heads * activations.head_dim * model.dtype.itemsize
+    return len(decoder_layers(model)) * per_layer
 
 
 def _solving(activations: LayerActivations, run: PreparedRun) -> float:

@@ -9,6 +9,7 @@ from manifoldkv.basis import Site, parse_grouping
 from manifoldkv.errors import RankError, UnknownNameError
 from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
 from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform
+from manifoldkv.ranks.bits import WIDTHS, checked_widths
 from manifoldkv.solvers import SOLVERS, ClosedForm, Predictor, RiemannianAdam, Solver
 
 
@@ -76,7 +77,46 @@ class Recipe:
 
 _REGISTRIES: dict[str, Any] = {"objective": OBJECTIVES, "solver": SOLVERS, "ranks": RANK_RULES}
 
-RECIPES = {
+
+@dataclass(frozen=True)
+class BitRecipe:
+    """How a plan of rank and bits from one budget is made, by `allocate_bits`.
+
+    Parameters
+    ----------
+    widths, norms, sinks
+        As in `allocate_bits`.
+    tuning_steps : int
+        Of `tune`, at the end; 0 leaves coordinates in closed form.
+
+    Raises
+    ------
+    RankError
+        If the widths do not increase from 0 to at most 8 bits.
+    """
+
+    widths: tuple[int, ...] = WIDTHS
+    norms: bool = True
+    sinks: int = 4
+    tuning_steps: int = 0
+
+    def __post_init__(self) -> None:
+        checked_widths(self.widths)
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `Recipe.describe` does."""
+        return {
+            "objective": {"name": "fisher"},
+            "solver": {"name": "closed-form"},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "ranks": {"name": "bits", "widths": list(self.widths), "norms": self.norms},
+            "sinks": self.sinks,
+            "tuning_steps": self.tuning_steps,
+        }
+
+
+RECIPES: dict[str, Recipe | BitRecipe] = {
     "eigen-attention": Recipe(EigenAttention(), ClosedForm()),
     "paper": Recipe(
         LayerOutput(),
@@ -93,11 +133,12 @@ RECIPES = {
         recent_share=0.25,
         tuning_steps=200,
     ),
+    "bits": BitRecipe(),
 }
 DEFAULT_RECIPE = "best"
 
 
-def recipe_named(recipe: str | Recipe) -> Recipe:
+def recipe_named(recipe: str | Recipe | BitRecipe) -> Recipe | BitRecipe:
     """Return a recipe by its name, or itself.
 
     Raises
@@ -105,7 +146,7 @@ def recipe_named(recipe: str | Recipe) -> Recipe:
     UnknownNameError
         If there is none of this name.
     """
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe | BitRecipe):
         return recipe
     if recipe not in RECIPES:
         raise UnknownNameError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")

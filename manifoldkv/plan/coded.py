@@ -35,6 +35,10 @@ class CodedBasis:
         """Return the dtype of the basis."""
         return self.basis.down.dtype
 
+    def like(self, x: Tensor) -> CodedBasis:
+        """Return the same with the basis in the dtype and on the device of a tensor."""
+        return CodedBasis(self.basis.like(x), self.coding)
+
     def project(self, x: Tensor) -> Tensor:
         """Return what the cache gives back for `x`, as if it were added now: (B, H, n, d), same."""
         basis, coding = self.basis.like(x), self.coding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -213,6 +214,9 @@ def _provenance(fields: dict[str, Any]) -> Provenance:
     found = Provenance(**fields | {name: _integer(fields, name) for name in integers})
     for part in ("objective", "solver", "ranks"):
         found.method(part)
+    predicted = found.predicted_nats
+    if predicted is not None and not (isinstance(predicted, float) and math.isfinite(predicted)):
+        raise PlanError(f"predicted_nats {predicted!r} is no number")
     return found
 
 

@@ -10,12 +10,14 @@ from torch import Tensor
 from manifoldkv.basis import (
     ORTHONORMAL_TOLERANCE,
     Basis,
+    Projection,
     Site,
     equal,
     orthonormality_error,
 )
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import cached_tokens
+from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
 
@@ -68,6 +70,23 @@ class LayerPlan:
             ("value", self.value_coding),
         )
         return {site: coding for site, coding in pairs if coding is not None}
+
+    @property
+    def mean_bits(self) -> dict[Site, float]:
+        """Return the mean bits of an element of keys and of values, norms left out, if coded."""
+        return {
+            site: float(self.codings[site].bits.float().sum()) / basis.down.shape[1]
+            for site, basis in self.sites
+            if site in self.codings
+        }
+
+    def projections(self) -> tuple[Projection, Projection]:
+        """Return what keys and values become in the cache, coding included."""
+        key, value = (
+            CodedBasis(basis, self.codings[site]) if site in self.codings else basis
+            for site, basis in self.sites
+        )
+        return key, value
 
     def cached_tokens(self, tokens: int) -> int:
         """Return how many of `tokens` tokens seen the layer caches."""

@@ -33,6 +33,8 @@ class Provenance:
         On which torch computed: the same seed gives the same bytes on as many threads.
     tuning_steps : int
         Taken by `tune` since.
+    predicted_nats : float or None
+        Divergence of the predictions per token that `allocate_bits` expects; not that after tuning.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Provenance:
     versions: dict[str, str] = field(hash=False)
     threads: int
     tuning_steps: int = 0
+    predicted_nats: float | None = None
 
     @property
     def origin(self) -> str:

@@ -82,11 +82,13 @@ def write_report(
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=None if plan.quantization is None else asdict(plan.quantization),
         folder=str(folder),
+        predicted=plan.provenance.predicted_nats,
         layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),
         charts={
             "errors": drawing.errors(layers),
             "ranks": drawing.ranks(layers, plan.layers[0].key.head_dim),
-            "surface": drawing.surfaces(surfaces, plan),
+            "surface": drawing.surfaces(surfaces, plan) if surfaces else None,
+            "bits": drawing.bits(layers) if "key bits" in layers else None,
         },
     )
     write_whole(Path(path), html.encode())
@@ -118,10 +120,12 @@ def _measure_layers(
     rows, surfaces = [], []
     for activations in capture(model, tokens):
         layer = plan.layers[activations.layer]
-        errors = layer_errors(activations, layer.key, layer.value, rotary=plan.rotary)
+        errors = layer_errors(activations, *layer.projections(), rotary=plan.rotary)
         rows.append({"layer": activations.layer, "error": errors.layer_output_error})
         rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
-        surfaces.append(_surface(activations, layer, plan))
+        rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
+        if not layer.codings:  # ranks are not what a coded plan chooses
+            surfaces.append(_surface(activations, layer, plan))
     return pd.DataFrame(rows), surfaces
 
 
@@ -160,18 +164,28 @@ class _Drawing:
 
     def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
         figure = self._figure("layer", f"rank per head, of {head_dim}")
+        self._add_sites(figure, layers, "", "rank %{y}")
+        figure.update_yaxes(range=[0, 1.05 * head_dim])
+        return self._html(figure)
+
+    def bits(self, layers: pd.DataFrame) -> str:
+        figure = self._figure("layer", "bits per number, mean")
+        self._add_sites(figure, layers, " bits", "%{y:.2f} bits")
+        figure.update_yaxes(rangemode="tozero")
+        return self._html(figure)
+
+    def _add_sites(self, figure: Any, layers: pd.DataFrame, column: str, shown: str) -> None:
+        """Add a line for keys and one for values."""
         for site, colour in (("key", KEY_COLOUR), ("value", VALUE_COLOUR)):
             figure.add_scatter(
                 x=layers["layer"],
-                y=layers[site],
+                y=layers[f"{site}{column}"],
                 name=f"{site}s",
                 mode="lines+markers",
                 line={"color": colour, "shape": "hvh"},
-                hovertemplate=f"layer %{{x}}: {site} rank %{{y}}<extra></extra>",
+                hovertemplate=f"layer %{{x}}: {site} {shown}<extra></extra>",
             )
-        figure.update_yaxes(range=[0, 1.05 * head_dim])
         figure.update_layout(hovermode="x")
-        return self._html(figure)
 
     def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
         """Return a heat map per layer, one of them shown, and a list to choose from."""

@@ -23,6 +23,7 @@ from comparison.rivals import (
 )
 from manifoldkv import (
     RECIPES,
+    BitRecipe,
     CompressionPlan,
     Optimal,
     Quantization,
@@ -41,7 +42,7 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.pipeline.bits import allocate_bits
+from manifoldkv.pipeline.bits import solve_bits
 from manifoldkv.plan.quantization import Layout
 
 
@@ -162,7 +163,7 @@ class Setting:
         windows = sliding_windows(self.model.config)
         return 2 * elements * 2 * sum(cached_tokens(tokens, window) for window in windows)
 
-    def compressed(self, recipe: Recipe, ratio: float) -> CompressionPlan:
+    def compressed(self, recipe: Recipe | BitRecipe, ratio: float) -> CompressionPlan:
         """Return the plan of a recipe."""
         return compress(
             self.model,
@@ -273,29 +274,20 @@ class Integers:
 class Bits:
     """Rank and bits from one budget."""
 
+    recipe: BitRecipe
     said: str
 
     def ratios(self, asked: Sequence[float]) -> Sequence[float]:
         return asked
 
     def describe(self) -> dict[str, Any]:
-        return {"allocated": "bits"}
+        return {"recipe": self.recipe.describe()}
 
     def made_by(self) -> tuple[Callable[..., Any], ...]:
-        return (allocate_bits,)
+        return (solve_bits,)
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
-        make = partial(
-            allocate_bits,
-            at.model,
-            at.calibration,
-            ratio=ratio,
-            rotary=at.rotary,
-            seed=at.seed,
-            context=at.window,
-            folder=at.folder,
-        )
-        return PlanPoint(at, make)
+        return PlanPoint(at, partial(at.compressed, self.recipe, ratio))
 
 
 @dataclass(frozen=True)
@@ -374,20 +366,21 @@ class _DroppingPoint:
         return {}
 
 
-BEST = RECIPES["best"]
-FAST_UNIFORM = replace(RECIPES["fast"], ranks=Uniform())
+RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)}
+BEST = RANKED["best"]
+FAST_UNIFORM = replace(RANKED["fast"], ranks=Uniform())
 GROUPED = replace(BEST, ranks=Uniform(), recent_share=0.0, tuning_steps=0)
 COMPOSITIONS: dict[str, Composition] = {
-    "eigen-attention": Ranks(RECIPES["eigen-attention"], "the recipe"),
-    "paper": Ranks(RECIPES["paper"], "the recipe, with the paper's solver", only_at=(0.5,)),
-    "fast": Ranks(RECIPES["fast"], "the recipe: the paper's objective, Riemannian Adam"),
+    "eigen-attention": Ranks(RANKED["eigen-attention"], "the recipe"),
+    "paper": Ranks(RANKED["paper"], "the recipe, with the paper's solver", only_at=(0.5,)),
+    "fast": Ranks(RANKED["fast"], "the recipe: the paper's objective, Riemannian Adam"),
     "fast-uniform": Ranks(FAST_UNIFORM, "fast, the same ranks in every layer"),
     "best": Ranks(BEST, "the recipe"),
     "best-latents-only": Ranks(
         replace(BEST, recent_share=0.0), "best, no token kept exact", only_at=(0.5,)
     ),
     "grouped-orthonormal": Ranks(
-        replace(RECIPES["eigen-attention"], key_grouping="all", value_grouping="all"),
+        replace(RANKED["eigen-attention"], key_grouping="all", value_grouping="all"),
         "eigen-attention, all heads in one basis",
     ),
     "grouped": Ranks(GROUPED, "kq-svd (oblique), all heads in one basis"),
@@ -405,17 +398,18 @@ COMPOSITIONS: dict[str, Composition] = {
         "fast (layer-output, orthonormal), all heads in one basis",
     ),
     "fast-optimal-tuned": Ranks(
-        replace(RECIPES["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
+        replace(RANKED["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
         "fast in the paper's head sharing, optimal ranks, tuned",
         only_at=(0.5,),
     ),
     "eigen-attention-recent": Ranks(
-        replace(RECIPES["eigen-attention"], recent_share=BEST.recent_share),
+        replace(RANKED["eigen-attention"], recent_share=BEST.recent_share),
         "eigen-attention, the newest tokens exact",
     ),
     "bits": Bits(
+        BitRecipe(),
         "rank and bits from one budget: Fisher coordinates, a norm per token, the first 4 tokens "
-        "exact"
+        "exact",
     ),
     "integers": Integers(
         "token",
