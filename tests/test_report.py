@@ -99,6 +99,9 @@ def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) ->
     write_report(tmp_path / "r.html", model, plan, tokens)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert f"{plan.provenance.predicted_nats:.4f} nats per token, from the calibration" in page
+    full = 3 * 2 * 2 * 8 * 2 * 12
+    stored = plan.nbytes(12)
+    assert f"{100 * stored / full:.1f} % of the uncompressed one: {stored:,} of {full:,}" in page
     assert re.findall(r'<div class="chart" id="(\w+)">', page) == ["errors", "bits", "ranks"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -69,6 +70,8 @@ def write_report(
     LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
+    # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
+    dtype = torch.bfloat16 if plan.layers[0].codings else model.dtype
     full = sum(layer.elements(length, recent=length) for layer in plan.layers)
     html = page.render(
         library=drawing.library,
@@ -77,9 +80,9 @@ def write_report(
         quality=quality,
         sequences=tokens.shape[0],
         length=length,
-        cache_bytes=plan.nbytes(length, dtype=model.dtype),
-        full_bytes=full * model.dtype.itemsize,
-        dtype=str(model.dtype).removeprefix("torch."),
+        cache_bytes=plan.nbytes(length, dtype=dtype),
+        full_bytes=full * dtype.itemsize,
+        dtype=str(dtype).removeprefix("torch."),
         quantization=None if plan.quantization is None else asdict(plan.quantization),
         folder=str(folder),
         predicted=plan.provenance.predicted_nats,
