@@ -62,6 +62,8 @@ def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
 
 def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, index: int) -> None:
     line = line.dropna(subset=[measure]).sort_values("bytes_per_token")
+    if line.empty:  # SnapKV has no loss on a text
+        return
     error = "nll_error" if measure == "added_nll" else "score_error"
     rival = composition in RIVALS
     axes.errorbar(
@@ -81,8 +83,8 @@ def _finish(axes: Axes, on: pd.DataFrame, title: str, measure: str) -> None:
     axes.set_title(common.short(title), fontsize=9)
     axes.set_xlabel("bytes per token", fontsize=9)
     if measure == "added_nll":
-        axes.set_yscale("symlog", linthresh=0.01)
-        axes.set_ylim(bottom=min(-0.01, 2 * float(on["added_nll"].min())))
+        axes.set_yscale("symlog", linthresh=0.01, linscale=0.4)
+        axes.set_ylim(min(-0.01, 2 * on["added_nll"].min()), 2 * max(0.01, on["added_nll"].max()))
         axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
     else:
         axes.set_ylim(-0.03, 1.05)
