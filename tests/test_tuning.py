@@ -61,7 +61,7 @@ def test_predictions_come_closer_and_bases_stay_bases(
 def test_coordinates_steps_and_means_move_within_their_bytes(rotary: str, ratio: float) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     start = allocate_bits(model, tokens, ratio=ratio, rotary=rotary, sinks=1, norms=False)
-    tuned = tune(model, start, tokens, steps=20)
+    tuned = tune(model, start, tokens, steps=20, learning_rate=0.03)
     assert lost(model, tuned, tokens) < 0.9 * lost(model, start, tokens)
     assert tuned.nbytes(100) == start.nbytes(100)
     for before, after in zip(start.layers, tuned.layers, strict=True):

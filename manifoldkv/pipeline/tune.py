@@ -36,8 +36,9 @@ STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
 RATE = 0.1
 """Learning rate of bases."""
-CODED_RATE = 0.03
-"""Learning rate of coordinates whose latents are coded: they also turn noise into each other."""
+CODED_RATE = 0.003
+"""Learning rate of coordinates whose latents are coded: a turn also carries large variances into
+coordinates of few bits."""
 SCALE_RATE = 0.1
 """Learning rate of steps, gains and means relative to that of their coordinates; they move one by
 one."""
@@ -61,6 +62,11 @@ def tune(
     coded in bits (`allocate_bits`) turn in the metric they were made in, and steps, gains and means
     move too; rounding passes a gradient straight through. Ranks, bits, grouping and bytes stay what
     they are. The weights of the model get no gradient.
+
+    Measure coded latents before and after: at an eighth of the cache the divergence of a model of
+    five million parameters fell from 0.048 to 0.044 nats (0.040 at a rate of 0.03, 60 steps each),
+    that of one of 135 million rose from 0.053 to 0.063 at a rate of 0.01 (20 steps), and to 0.097
+    at 0.03 (36 steps).
 
     Parameters
     ----------

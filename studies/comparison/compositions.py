@@ -415,9 +415,6 @@ COMPOSITIONS: dict[str, Composition] = {
         BitRecipe(widths=(0, 2, 4, 8)), "the same, latents of 0, 2, 4 and 8 bits only"
     ),
     "bits-without-norms": Bits(BitRecipe(norms=False), "bits without a norm per token"),
-    "bits-tuned": Bits(
-        BitRecipe(tuning_steps=100), "bits, then 100 steps of tuning on the divergence"
-    ),
     "integers": Integers(
         "token",
         "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
