@@ -173,6 +173,27 @@ def test_an_interrupted_tuning_goes_on(
     assert len(calls) == 54
 
 
+@pytest.mark.parametrize("name", ["tune.py", "moving.py", "coded.py", "projected.py"])
+def test_a_state_that_other_code_left_is_not_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    read, taken = Path.read_bytes, []
+
+    def written() -> set[str]:
+        tune(model, random_plan(model), tokens, steps=1, checkpoints=Checkpoints(tmp_path))
+        return {path.name for path in tmp_path.glob("tuning*")}
+
+    def edited(path: Path) -> bytes:
+        taken.append(path.name)
+        return read(path) + b"# edited" * (path.name == name)
+
+    before = written()
+    monkeypatch.setattr(Path, "read_bytes", edited)
+    assert len(written()) == 2 * len(before) == 2
+    assert name in taken
+
+
 def test_impossible_starts_are_refused() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     with pytest.raises(PlanError, match="tune first, then quantise"):

@@ -116,7 +116,7 @@ def tune(
     optimizer = _optimizer(bases, learning_rate)
     checkpoints = (
         (checkpoints or Checkpoints())
-        .made_by(MovingBases)
+        .made_by(tune)
         .keyed(
             plan=plan.digest(),
             tuning=[steps, learning_rate, sequences_per_step, seed],
