@@ -80,6 +80,9 @@ def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, index:
 
 def _finish(axes: Axes, on: pd.DataFrame, title: str, measure: str) -> None:
     axes.set_xscale("log", base=2)
+    smallest, largest = np.log2([on["bytes_per_token"].min(), on["bytes_per_token"].max()])
+    if np.ceil(smallest) > np.floor(largest):  # no power of two would be marked
+        axes.set_xlim(2 ** np.floor(smallest), 2 ** np.ceil(largest))
     axes.set_title(common.short(title), fontsize=9)
     axes.set_xlabel("bytes per token", fontsize=9)
     if measure == "added_nll":
