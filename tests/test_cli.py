@@ -39,6 +39,8 @@ from manifoldkv.pipeline.recipes import DEFAULT_RECIPE
 from manifoldkv.plan.quantization import BITS
 from manifoldkv.text import sources
 from manifoldkv.text.tokens import LENGTH, SEQUENCES
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import bits_plan
 
 COMMAND = [sys.executable, "-c", "from manifoldkv.cli import main; main()"]
 MODEL = str(Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama")
@@ -292,6 +294,22 @@ def test_ranks_are_multiples_where_that_is_asked(tmp_path: Path, capsys, monkeyp
     assert {basis.rank % 8 for layer in plan.layers for basis in (layer.key, layer.value)} == {0}
     assert plan.provenance.recipe["ranks"]["multiple"] == 8
     assert plan.provenance.context == 300
+
+
+def test_a_plan_with_bits_for_values_alone_is_inspected(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    model = tiny_model("llama")
+    plan = bits_plan(model, tiny_tokens(), ratio=0.5, sinks=0, norms=False)
+    layers = [replace(layer, key_coding=None) for layer in plan.layers]
+    replace(plan, layers=(layers[0], *plan.layers[1:])).save(tmp_path)
+    code, out, _ = run(capsys, monkeypatch, "inspect", "--plan", tmp_path)
+    assert code == 0
+    (first,) = re.findall(r"^ +0 .*", out, re.MULTILINE)
+    assert first.split()[-2:] == [
+        f"{16 * layers[0].key.rank / 8:.2f}",
+        f"{layers[0].mean_bits['value']:.2f}",
+    ]
 
 
 def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -192,7 +192,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
                 "key_grouping": layer.key.grouping.name,
                 "value_grouping": layer.value.grouping.name,
                 "window": layer.window,
-                "bits": layer.mean_bits,
+                "bits": layer.mean_bits if plan.coded else None,
             }
             for layer in plan.layers
         ],
@@ -201,7 +201,6 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
 
 def _plan_lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
-    coded = any(layer.codings for layer in plan.layers)
     exact = f"the newest {plan.recent} tokens as they are, " if plan.recent else ""
     exact += f"the first {plan.sinks} tokens as they are, " if plan.sinks else ""
     rounding = plan.quantization
@@ -219,10 +218,10 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
         f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"
-        + ("   key bits  value bits" if coded else ""),
+        + ("   key bits  value bits" if plan.coded else ""),
         *(
             f"{index:5}   {layer.key.rank:8}  {layer.value.rank:10}  ({layer.key.head_dim})"
-            f"{_bits(layer)}"
+            + (_bits(layer) if plan.coded else "")
             for index, layer in enumerate(plan.layers)
         ),
     ]
@@ -230,6 +229,4 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
 
 def _bits(layer: LayerPlan) -> str:
     """Return the mean bits of keys and values as the end of a layer's line."""
-    if not layer.mean_bits:
-        return ""
     return f"{layer.mean_bits['key']:22.2f}{layer.mean_bits['value']:12.2f}"

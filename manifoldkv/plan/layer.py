@@ -73,12 +73,16 @@ class LayerPlan:
 
     @property
     def mean_bits(self) -> dict[Site, float]:
-        """Return the mean bits of an element of keys and of values, norms left out, if coded."""
-        return {
-            site: float(self.codings[site].bits.float().sum()) / basis.down.shape[1]
-            for site, basis in self.sites
-            if site in self.codings
-        }
+        """Return the mean bits of an element of keys and of values, norms left out.
+
+        Latents without a coding count as 16 bits.
+        """
+        return {site: self._bits(site, basis) / basis.down.shape[1] for site, basis in self.sites}
+
+    def _bits(self, site: Site, basis: Basis) -> float:
+        if site in self.codings:
+            return float(self.codings[site].bits.float().sum())
+        return 16.0 * basis.down.shape[2]
 
     def projections(self) -> tuple[Projection, Projection]:
         """Return what keys and values become in the cache, coding included."""

@@ -178,12 +178,17 @@ class CompressionPlan(OnHub):
         """
         return self.ratio_at(self.provenance.context)
 
+    @property
+    def coded(self) -> bool:
+        """Return whether latents have bits of their own."""
+        return any(layer.codings for layer in self.layers)
+
     def ratio_at(self, tokens: int) -> float:
         """Return the cached elements of a text of some tokens over the uncompressed model's.
 
         Where latents have bits of their own it is bytes that are compared, in 16-bit numbers.
         """
-        if any(layer.codings for layer in self.layers):
+        if self.coded:
             full = sum(2 * layer.elements(tokens, recent=tokens) for layer in self.layers)
             return self.nbytes(tokens) / full
         cached = sum(layer.elements(tokens, self.recent, self.sinks) for layer in self.layers)

@@ -71,7 +71,7 @@ def write_report(
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
     # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
-    dtype = torch.bfloat16 if plan.layers[0].codings else model.dtype
+    dtype = torch.bfloat16 if plan.coded else model.dtype
     full = sum(layer.elements(length, recent=length) for layer in plan.layers)
     html = page.render(
         library=drawing.library,
@@ -91,7 +91,7 @@ def write_report(
             "errors": drawing.errors(layers),
             "ranks": drawing.ranks(layers, plan.layers[0].key.head_dim),
             "surface": drawing.surfaces(surfaces, plan) if surfaces else None,
-            "bits": drawing.bits(layers) if "key bits" in layers else None,
+            "bits": drawing.bits(layers) if plan.coded else None,
         },
     )
     write_whole(Path(path), html.encode())
@@ -127,7 +127,7 @@ def _measure_layers(
         rows.append({"layer": activations.layer, "error": errors.layer_output_error})
         rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
         rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
-        if not layer.codings:  # ranks are not what a coded plan chooses
+        if not plan.coded:  # ranks are not what a coded plan chooses
             surfaces.append(_surface(activations, layer, plan))
     return pd.DataFrame(rows), surfaces
 
