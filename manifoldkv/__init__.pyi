@@ -40,7 +40,6 @@ from .objectives import (
     Problem,
     register_objective,
 )
-from .pipeline.bits import allocate_bits
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
@@ -128,7 +127,6 @@ __all__ = [
     "UnknownNameError",
     "UnsolvableError",
     "UnsupportedModelError",
-    "allocate_bits",
     "capture",
     "check_supported",
     "checked",

@@ -11,15 +11,18 @@ from transformers.masking_utils import eager_mask
 
 from manifoldkv import (
     Basis,
+    BitRecipe,
     CompressionPlan,
     HeadGrouping,
     LayerPlan,
     Provenance,
     Quantization,
+    compress,
 )
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan.plan import config_hash
+from manifoldkv.ranks.bits import WIDTHS
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)
@@ -80,6 +83,19 @@ def random_plan(
         recent,
         sinks,
     )
+
+
+def bits_plan(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    widths: tuple[int, ...] = WIDTHS,
+    norms: bool = True,
+    sinks: int = 4,
+    **settings: Any,
+) -> CompressionPlan:
+    """Rank and bits from one budget."""
+    return compress(model, tokens, recipe=BitRecipe(widths, norms, sinks), **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:

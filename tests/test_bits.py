@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from manifoldkv import (
     CompressionPlan,
     RankError,
-    allocate_bits,
     compressed,
     load_model,
     open_text,
@@ -19,6 +18,7 @@ from manifoldkv import (
 )
 from manifoldkv.evaluation import Comparison, perplexity
 from tests.families import tiny_model, tiny_tokens
+from tests.plans import bits_plan
 
 MODEL = "studies/reference_models/reference-qwen3"
 
@@ -35,7 +35,7 @@ def test_a_cache_is_as_large_as_its_plan_says_and_no_larger_than_asked(
     family: str, rotary: str
 ) -> None:
     model, tokens = tiny_model(family), tiny_tokens(3, 14)
-    plan = allocate_bits(model, tokens, ratio=0.4, rotary=rotary, sinks=1, norms=False)
+    plan = bits_plan(model, tokens, ratio=0.4, rotary=rotary, sinks=1, norms=False)
     windows = [layer.window for layer in plan.layers]
     assert plan.nbytes(14) <= 0.4 * stock_bytes(model, 14, windows)
     assert plan.ratio == pytest.approx(plan.nbytes(14) / stock_bytes(model, 14, windows))
@@ -62,9 +62,9 @@ def test_the_budget_is_never_exceeded(
     exact = stock_bytes(model, sinks, layers) + norms * 24 * 4 * len(layers)
     if ratio * full < exact:
         with pytest.raises(RankError, match="too small"):
-            allocate_bits(model, tokens, ratio=ratio, **options)
+            bits_plan(model, tokens, ratio=ratio, **options)
         return
-    plan = allocate_bits(model, tokens, ratio=ratio, **options)
+    plan = bits_plan(model, tokens, ratio=ratio, **options)
     assert plan.nbytes(24) <= ratio * full + 1e-6
     used = {int(b) for layer in plan.layers for c in layer.codings.values() for b in c.bits}
     assert used <= set(widths)
@@ -74,7 +74,7 @@ def test_the_budget_is_never_exceeded(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 def test_decoding_token_by_token_is_one_pass(family: str, rotary: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 14)
-    plan = allocate_bits(model, tokens, ratio=0.5, rotary=rotary, sinks=2, norms=True)
+    plan = bits_plan(model, tokens, ratio=0.5, rotary=rotary, sinks=2, norms=True)
     with compressed(model, plan) as new_cache:
         whole = model(input_ids=tokens).logits
         cache = new_cache()
@@ -86,7 +86,7 @@ def test_decoding_token_by_token_is_one_pass(family: str, rotary: str) -> None:
 
 def test_saved_and_loaded_it_gives_the_same_bytes_and_tokens(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    plan = allocate_bits(model, tokens, ratio=0.5)
+    plan = bits_plan(model, tokens, ratio=0.5)
     plan.save(tmp_path / "plan")
     loaded = CompressionPlan.load(tmp_path / "plan")
     assert loaded == plan
@@ -106,9 +106,9 @@ def test_saved_and_loaded_it_gives_the_same_bytes_and_tokens(tmp_path: Path) -> 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    first, again = (allocate_bits(model, tokens, ratio=0.3, seed=1) for _ in range(2))
+    first, again = (bits_plan(model, tokens, ratio=0.3, seed=1) for _ in range(2))
     assert first.digest() == again.digest()
-    assert first.digest() != allocate_bits(model, tokens, ratio=0.3, seed=2).digest()
+    assert first.digest() != bits_plan(model, tokens, ratio=0.3, seed=2).digest()
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def test_more_bytes_lose_less_and_theory_says_how_much() -> None:
     stock = perplexity(model, held_out)
     lost, predicted, diverged = [], [], []
     for ratio in (1 / 2, 1 / 4, 1 / 8):
-        plan = allocate_bits(model, calibration, ratio=ratio)
+        plan = bits_plan(model, calibration, ratio=ratio)
         assert plan.ratio <= ratio
         compared = Comparison(stock, perplexity(model, held_out, plan))
         lost.append(compared.added_nll)
@@ -148,6 +148,6 @@ def test_what_cannot_be_done() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     for ratio in (0, 1.5, float("nan")):
         with pytest.raises(RankError, match="is not in"):
-            allocate_bits(model, tokens, ratio=ratio)
+            bits_plan(model, tokens, ratio=ratio)
     with pytest.raises(RankError, match="too small: 4 tokens that stay as they are and norms take"):
-        allocate_bits(model, tokens, ratio=0.1)
+        bits_plan(model, tokens, ratio=0.1)

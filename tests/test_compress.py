@@ -1,7 +1,7 @@
 import itertools
 import re
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from manifoldkv import (
     UnknownNameError,
     UnsolvableError,
     UnsupportedModelError,
-    allocate_bits,
     capture,
     compress,
     compressed,
@@ -227,14 +226,14 @@ class TestRefusedBeforeAnyWork:
         for part in ("config", "bits"):  # which would read the text
             module = import_module(f"manifoldkv.pipeline.{part}")
             monkeypatch.setattr(module, "calibration_tokens", None)
-        for make in (compress, allocate_bits):
+        for recipe in ("best", "bits"):
             with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):
-                make(tiny_model("llama"), "docstrings", ratio=0.5, context=context)
+                compress(tiny_model("llama"), "docstrings", recipe=recipe, context=context)
 
     def test_a_plan_for_the_longest_context_is_read_again(self, tmp_path: Path) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        for make in (partial(compress, recipe="eigen-attention"), allocate_bits):
-            make(model, tokens, ratio=0.5, context=2**20).save(tmp_path)
+        for recipe in ("eigen-attention", "bits"):
+            compress(model, tokens, recipe=recipe, context=2**20).save(tmp_path)
             assert CompressionPlan.load(tmp_path).provenance.context == 2**20
 
     @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30, -(10**30), 0.5])

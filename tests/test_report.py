@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from manifoldkv import CompressionPlan, OutputError, Quantization, allocate_bits, quantize
+from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
 from manifoldkv.reports.plan import KEY_COLOUR, VALUE_COLOUR, write_report
 from tests.drawings import colours_of_pdf
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import random_plan
+from tests.plans import bits_plan, random_plan
 
 pytest.importorskip("plotly")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -95,7 +95,7 @@ def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
 
 def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
-    plan = allocate_bits(model, tokens, ratio=0.4, sinks=1)
+    plan = bits_plan(model, tokens, ratio=0.4, sinks=1)
     write_report(tmp_path / "r.html", model, plan, tokens)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert f"{plan.provenance.predicted_nats:.4f} nats per token, from the calibration" in page

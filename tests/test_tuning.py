@@ -8,7 +8,6 @@ from manifoldkv import (
     DivergenceError,
     PlanError,
     Quantization,
-    allocate_bits,
     compress,
     compressed,
     load_model,
@@ -23,7 +22,7 @@ from manifoldkv.pipeline.moving import MovingBases
 from manifoldkv.plan.plan import config_hash
 from manifoldkv.runs.checkpoints import Checkpoints
 from tests.families import FAMILIES, tiny_model, tiny_tokens
-from tests.plans import random_plan
+from tests.plans import bits_plan, random_plan
 
 
 def lost(model, plan: CompressionPlan, tokens: torch.Tensor) -> float:
@@ -60,7 +59,7 @@ def test_predictions_come_closer_and_bases_stay_bases(
 @pytest.mark.parametrize("ratio", [0.2, 0.35])
 def test_coordinates_steps_and_means_move_within_their_bytes(rotary: str, ratio: float) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    start = allocate_bits(model, tokens, ratio=ratio, rotary=rotary, sinks=1, norms=False)
+    start = bits_plan(model, tokens, ratio=ratio, rotary=rotary, sinks=1, norms=False)
     tuned = tune(model, start, tokens, steps=20, learning_rate=0.03)
     assert lost(model, tuned, tokens) < 0.9 * lost(model, start, tokens)
     assert tuned.nbytes(100) == start.nbytes(100)
@@ -74,7 +73,7 @@ def test_coordinates_steps_and_means_move_within_their_bytes(rotary: str, ratio:
 
 def test_coordinates_at_a_rate_of_nothing_stay() -> None:
     model, tokens = tiny_model("qwen3"), tiny_tokens()
-    start = allocate_bits(model, tokens, ratio=0.4, sinks=1)
+    start = bits_plan(model, tokens, ratio=0.4, sinks=1)
     tuned = tune(model, start, tokens, steps=2, learning_rate=0.0)
     for before, after in zip(start.layers, tuned.layers, strict=True):
         for (_, one), (_, other) in zip(before.sites, after.sites, strict=True):
@@ -115,7 +114,7 @@ def test_the_loss_is_that_of_the_cache(exact: dict[str, int]) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
 def test_the_loss_of_coded_latents_is_that_of_the_cache(family: str, rotary: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens()
-    plan = allocate_bits(model, tokens, ratio=0.5, rotary=rotary, sinks=1)
+    plan = bits_plan(model, tokens, ratio=0.5, rotary=rotary, sinks=1)
     bases = MovingBases(plan, torch.device("cpu"))
     found = tuning.differentiate(model, tokens, plan, bases)
     assert found == pytest.approx(lost(model, plan, tokens), rel=1e-3)
@@ -142,9 +141,7 @@ def test_an_interrupted_tuning_goes_on(
 ) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     start = (
-        allocate_bits(model, tokens, ratio=0.4, sinks=1, norms=False)
-        if coded
-        else random_plan(model)
+        bits_plan(model, tokens, ratio=0.4, sinks=1, norms=False) if coded else random_plan(model)
     )
     differentiate, calls = tuning.differentiate, []
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rotary
+from manifoldkv.basis import Basis, HeadGrouping, Site, check_rotary
 from manifoldkv.errors import RankError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
@@ -24,8 +24,8 @@ from manifoldkv.models.support import (
     check_supported,
     decoder_layers,
     sliding_windows,
-    unwrapped,
 )
+from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.coding import NORM_BYTES, Coding
 from manifoldkv.plan.files import check_context
@@ -33,7 +33,6 @@ from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.ranks.bits import (
-    WIDTHS,
     allocate,
     best_gains,
     coherent_costs,
@@ -80,92 +79,29 @@ class _Coordinates:
     costs: NDArray[np.float64]
 
 
-def allocate_bits(
-    model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
-    *,
-    ratio: float,
-    widths: tuple[int, ...] = WIDTHS,
-    norms: bool = True,
-    sinks: int = 4,
-    rotary: Rotary = "pre",
-    seed: int = 0,
-    sequences: int | None = None,
-    length: int | None = None,
-    context: int | None = None,
-    folder: str | Path | None = None,
+def solve_bits(
+    model: PreTrainedModel, run: PreparedBits, folder: str | Path | None
 ) -> CompressionPlan:
-    """Return the plan whose latents have the bits that cost least, within a ratio.
-
-    Let F = E[g gᵀ] be the Fisher information of the keys or values x of a layer, all heads side by
-    side (`fisher_moments`), and C their covariance. With F^½ C F^½ = V Λ Vᵀ, the latents
-    y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer, costs half
-    its square in nats, to second order; what shrinks all tokens alike costs more than noise
-    (`coherent_costs`), and codes are given back with a gain that allows for it. One water-filling
-    over all latents of the model is then the whole allocation: of ranks (latents of 0 bits are not
-    stored) and of bits. What all of them cost together is in the plan's provenance, as
-    ``predicted_nats``: on the calibration text predictions were measured to diverge by 1.0 to 1.4
-    times that, on other text by 2.3 to 3.8 times (both reference models, 8 × 128 tokens, ratios
-    1/8 and 1/4): a Fisher matrix of few tokens fits these tokens.
+    """Return the plan of a run, nothing tuned.
 
     Parameters
     ----------
-    model, tokens
-        As in `compress`.
-    ratio : float
-        Largest share of the bytes of an uncompressed cache in 16 bits that a text of `context`
-        tokens may take, in (0, 1]: latents, norms and sinks.
-    widths : tuple of int
-        Bits that a latent may have, increasing from 0 to at most 8.
-    norms : bool
-        Whether a token's latents are divided by its norm, of two bytes for each layer and site.
-    sinks : int
-        The first tokens, which stay as they are.
-    rotary : {"pre", "post"}
-        Whether keys are stored before rotation or after it.
-    seed : int
-        Of `fisher_moments`.
-    sequences, length : int, optional
-        How much of a text is read, as in `CompressionConfig`.
-    context : int, optional
-        Tokens that the ratio holds for, 2^20 at most; those of a calibration sequence if omitted.
+    model : PreTrainedModel
+        As in `compress`, and unwrapped.
+    run : PreparedBits
+        From `prepare_bits`.
     folder : str or Path, optional
         Where Fisher moments are stored, for a run that goes on.
 
     Raises
     ------
-    RankError
-        If there is no such ratio, it is too small for anything, or packs of latents do not fit
-        the features of a layer.
-    PlanError
-        If there is no plan for a context of so many tokens, or keys cannot be stored as `rotary`
-        says.
-    UnsupportedModelError, TextError, SeedError, OutputError, DivergenceError
+    OutputError, DivergenceError
         As `fisher_moments`.
     """
-    model = unwrapped(model)
-    run = prepare_bits(
-        model,
-        tokens,
-        BitRecipe(widths, norms, sinks),
-        ratio=ratio,
-        rotary=rotary,
-        seed=seed,
-        sequences=sequences,
-        length=length,
-        context=context,
-    )
-    return solve_bits(model, run, folder)
-
-
-def solve_bits(
-    model: PreTrainedModel, run: PreparedBits, folder: str | Path | None
-) -> CompressionPlan:
-    """Return the plan of a run of `allocate_bits`, nothing tuned."""
-    recipe, ids, windows = run.recipe, run.tokens, sliding_windows(model.config)
-    widths = recipe.widths
+    config, recipe, ids = run.config, run.recipe, run.tokens
+    windows, widths = sliding_windows(model.config), recipe.widths
     moments = fisher_moments(
-        model, ids, seed=run.seed, rotary=run.rotary, first=recipe.sinks, folder=folder
+        model, ids, seed=config.seed, rotary=config.rotary, first=recipe.sinks, folder=folder
     )
     sites = _all_coordinates(model, run, moments)
     cached = [cached_tokens(run.context, window) for window in windows for _ in SITES]
@@ -192,15 +128,15 @@ def solve_bits(
         length=ids.shape[1],
         context=run.context,
         recipe=recipe.describe(),
-        seed=run.seed,
-        requested_ratio=run.ratio,
+        seed=config.seed,
+        requested_ratio=config.ratio,
         threads=torch.get_num_threads(),
         versions=versions(),
         predicted_nats=predicted,
     )
     return CompressionPlan(
         tuple(layers),
-        run.rotary,
+        config.rotary,
         config_hash(model.config),
         fingerprint(model),
         provenance,
@@ -210,14 +146,14 @@ def solve_bits(
 
 @dataclass(frozen=True)
 class PreparedBits:
-    """A run of `allocate_bits` before its long work; all that could refuse it has been asked.
+    """A run of `compress` by a `BitRecipe`, all asked that could refuse it before its long work.
 
     Parameters
     ----------
+    config : CompressionConfig
+        What plan to make.
     recipe : BitRecipe
-        How the plan is made.
-    ratio, rotary, seed
-        As in `allocate_bits`.
+        How.
     text : str
         Name of the calibration text.
     tokens : Tensor
@@ -230,10 +166,8 @@ class PreparedBits:
         Bytes of the latents of all layers.
     """
 
+    config: CompressionConfig
     recipe: BitRecipe
-    ratio: float
-    rotary: Rotary
-    seed: int
     text: str
     tokens: Tensor
     context: int
@@ -244,32 +178,25 @@ class PreparedBits:
 def prepare_bits(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
     recipe: BitRecipe,
-    *,
-    ratio: float,
-    rotary: Rotary,
-    seed: int,
-    sequences: int | None,
-    length: int | None,
-    context: int | None,
 ) -> PreparedBits:
-    """Read the text and return what a run of `allocate_bits` starts from; its errors come here."""
-    if not 0 < ratio <= 1:
-        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
-    check_seed(seed)
-    check_rotary(rotary)
-    if context is not None:
-        check_context(context)
+    """Read the text and return what a run starts from; its errors are raised here."""
+    if not 0 < config.ratio <= 1:
+        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
+    check_seed(config.seed)
+    check_rotary(config.rotary)
+    if config.context is not None:
+        check_context(config.context)
     check_supported(model)
     kv_heads = model.config.get_text_config().num_key_value_heads
     features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
     _check_packs(features, recipe.widths)
-    name, ids = calibration_tokens(model, tokens, sequences, length)
-    context = ids.shape[1] if context is None else context
+    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    context = ids.shape[1] if config.context is None else config.context
     windows = sliding_windows(model.config)
-    budget = _latent_bytes(ratio, context, windows, features, recipe)
-    grouping = HeadGrouping("all", kv_heads)
-    return PreparedBits(recipe, ratio, rotary, seed, name, ids, context, grouping, budget)
+    budget = _latent_bytes(config.ratio, context, windows, features, recipe)
+    return PreparedBits(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), budget)
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
@@ -285,14 +212,14 @@ def _all_coordinates(
     model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments]
 ) -> list[_Coordinates]:
     """Return the coordinates of keys and of values of all layers, one after the other."""
-    recipe = run.recipe
+    recipe, rotary = run.recipe, run.config.rotary
     LOG.info("fitting quantisers of %d layers", len(moments))
     sites = []
     for activations in follow(capture(model, run.tokens), len(moments)):
         of_layer = moments[activations.layer]
-        keys, values = activations.keys_in(run.rotary), activations.values_of()
+        keys, values = activations.keys_in(rotary), activations.values_of()
         for own, x, centred in (
-            (of_layer.key, keys, run.rotary == "pre"),
+            (of_layer.key, keys, rotary == "pre"),
             (of_layer.value, values, True),
         ):
             sites.append(_coordinates(own, x[:, :, recipe.sinks :], recipe, centred=centred))

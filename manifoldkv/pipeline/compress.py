@@ -138,17 +138,7 @@ def _compress_to_bits(
     recipe: BitRecipe,
     folder: str | Path | None,
 ) -> CompressionPlan:
-    run = prepare_bits(
-        model,
-        tokens,
-        recipe,
-        ratio=config.ratio,
-        rotary=config.rotary,
-        seed=config.seed,
-        sequences=config.sequences,
-        length=config.length,
-        context=config.context,
-    )
+    run = prepare_bits(model, tokens, config, recipe)
     plan = solve_bits(model, run, folder)
     threads = torch.get_num_threads()
     alone = nullcontext() if folder is None else only_run(Path(folder))

@@ -116,17 +116,7 @@ def _estimate_of_bits(
     config: CompressionConfig,
     recipe: BitRecipe,
 ) -> Estimate:
-    run = prepare_bits(
-        model,
-        tokens,
-        recipe,
-        ratio=config.ratio,
-        rotary=config.rotary,
-        seed=config.seed,
-        sequences=config.sequences,
-        length=config.length,
-        context=config.context,
-    )
+    run = prepare_bits(model, tokens, config, recipe)
     layers = len(decoder_layers(model))
     rehearsed = _rehearse(model, run.tokens)
     activations, forward = rehearsed.activations, rehearsed.forward

@@ -59,7 +59,7 @@ def tune(
 
     A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
     as the two subspaces that make its projector, each a point of one. Coordinates whose latents are
-    coded in bits (`allocate_bits`) turn in the metric they were made in, and steps, gains and means
+    coded in bits (`BitRecipe`) turn in the metric they were made in, and steps, gains and means
     move too; rounding passes a gradient straight through. Ranks, bits, grouping and bytes stay what
     they are. The weights of the model get no gradient.
 
@@ -99,8 +99,7 @@ def tune(
         If the divergence is not finite.
     """
     if learning_rate is None:
-        coded = any(layer.codings for layer in plan.layers)
-        learning_rate = CODED_RATE if coded else RATE
+        learning_rate = CODED_RATE if plan.coded else RATE
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
     check_seed(seed)

@@ -34,7 +34,7 @@ class Provenance:
     tuning_steps : int
         Taken by `tune` since.
     predicted_nats : float or None
-        Divergence of the predictions per token that `allocate_bits` expects; not that after tuning.
+        Divergence of the predictions per token that a `BitRecipe` expects; not that after tuning.
     """
 
     model: str
