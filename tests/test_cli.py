@@ -68,7 +68,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     assert f"plan: {folder}" in done.stdout
-    assert phases(done.stderr) == ["loading", "reading", "finding", "choosing"]
+    estimated = ["reading", "rehearsing"]
+    assert phases(done.stderr) == ["loading", *estimated, "reading", "finding", "choosing"]
     return folder
 
 
@@ -276,7 +277,7 @@ def test_a_study_becomes_a_page(tmp_path: Path, capsys, monkeypatch) -> None:
 
 def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
-    ask = ("compress", "--model", MODEL, "--out", out, "--dry-run", *FEW)
+    ask = ("compress", "--model", MODEL, "--out", out, "--dry-run", *FEW, "--recipe", "low-rank")
     facts = json.loads(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["cache_bytes"] == facts["stock_bytes"] / 2 == 6 * 2 * 2 * 32 * 4 / 2
     assert set(facts["seconds"]) == {"capture", "bases", "ranks", "tuning"}
@@ -313,7 +314,7 @@ def test_a_plan_with_bits_for_values_alone_is_inspected(
 
 
 def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
-    ask = ("compress", "--model", MODEL, "--recipe", "bits", "--ratio", 0.2, "--out", tmp_path)
+    ask = ("compress", "--model", MODEL, "--ratio", 0.2, "--out", tmp_path)
     code, out, err = run(capsys, monkeypatch, *ask, *FEW)
     assert code == 0
     assert phases(err) == ["loading", "reading", "fitting", "bits"]
@@ -349,7 +350,7 @@ def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> Non
         (("inspect", "--plan", "nowhere"), "cannot read nowhere/plan.safetensors"),
         (("compress", "--model", "./nowhere"), "no model at ./nowhere"),
         (("compress", "--model", MODEL, "--ratio", 2), "ratio 2 is not"),
-        (("compress", "--model", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: eigen"),
+        (("compress", "--model", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: best"),
         (("compress", "--model", MODEL, "--text", "./x.txt"), "cannot read text"),
         (("compress", "--model", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
         (("compress", "--model", MODEL, "--report", "r.pdf"), "r.pdf is no file that ends in .htm"),
@@ -471,13 +472,16 @@ class TestWhatIsInTheWay:
 def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("plotly")
     few = Optimal(candidates=(0.25, 0.5, 1.0), sequences=1)
-    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], ranks=few, tuning_steps=2))
+    recipe = replace(RECIPES["low-rank"], ranks=few, tuning_steps=2)
+    monkeypatch.setitem(RECIPES, "low-rank", recipe)
     ask = ("compress", "--model", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
-    more = ("--length", 32, "--report", tmp_path / "r.html")
+    more = ("--length", 32, "--recipe", "low-rank", "--report", tmp_path / "r.html")
     code, out, err = run(capsys, monkeypatch, *ask, *more)
     assert code == 0
-    expected = ["loading", "reading", "reading", "finding", "choosing", "tuning", "rounding"]
-    assert phases(err) == [*expected, "measuring", "measuring", "measuring"]
+    estimated = ["reading", "rehearsing"]
+    found = ["reading", "finding", "choosing", "tuning", "rounding"]
+    measured = ["measuring"] * 3
+    assert phases(err) == ["loading", "reading", *estimated, *found, *measured]
     assert not re.search(r"\d\d:\d\d:\d\d", out)
 
 
@@ -504,7 +508,7 @@ class TestInterruption:
 
     def test_a_real_one(self, tmp_path: Path) -> None:
         work = tmp_path / "work"
-        ask = ("compress", "--model", MODEL, *FEW, "--work", str(work))
+        ask = ("compress", "--model", MODEL, "--recipe", "low-rank", *FEW, "--work", str(work))
         with subprocess.Popen(
             [*COMMAND, *ask, "--out", str(tmp_path / "plan")],
             stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
 import itertools
 import re
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -118,10 +118,11 @@ def test_ranks_can_be_given() -> None:
         model, tokens, recipe="eigen-attention", ratio=0.6, ranks=GivenRanks(ranks=ranks)
     )
     assert tuple((layer.key.rank, layer.value.rank) for layer in plan.layers) == ranks
+    low_rank = partial(compress, model, tokens, recipe="low-rank")
     with pytest.raises(RankError, match="too small"):
-        compress(model, tokens, ratio=0.4, ranks=GivenRanks(ranks=ranks))
+        low_rank(ratio=0.4, ranks=GivenRanks(ranks=ranks))
     with pytest.raises(RankError, match="of 1 layers for 3"):
-        compress(model, tokens, ranks=GivenRanks(ranks=((2, 2),)))
+        low_rank(ranks=GivenRanks(ranks=((2, 2),)))
 
 
 def test_an_oblique_recipe_runs() -> None:
@@ -194,7 +195,7 @@ class TestRefusedBeforeAnyWork:
     def test_unknown_names(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with pytest.raises(
-            UnknownNameError, match="unknown recipe 'nothing'; known: eigen-attention"
+            UnknownNameError, match="unknown recipe 'nothing'; known: best, low-rank"
         ):
             compress(model, tokens, recipe="nothing")
         with pytest.raises(UnknownNameError, match="unknown rank rule"):
@@ -226,13 +227,13 @@ class TestRefusedBeforeAnyWork:
         for part in ("config", "bits"):  # which would read the text
             module = import_module(f"manifoldkv.pipeline.{part}")
             monkeypatch.setattr(module, "calibration_tokens", None)
-        for recipe in ("best", "bits"):
+        for recipe in ("low-rank", "best"):
             with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):
                 compress(tiny_model("llama"), "docstrings", recipe=recipe, context=context)
 
     def test_a_plan_for_the_longest_context_is_read_again(self, tmp_path: Path) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        for recipe in ("eigen-attention", "bits"):
+        for recipe in ("eigen-attention", "best"):
             compress(model, tokens, recipe=recipe, context=2**20).save(tmp_path)
             assert CompressionPlan.load(tmp_path).provenance.context == 2**20
 
@@ -247,7 +248,7 @@ class TestRefusedBeforeAnyWork:
     @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63)])
     def test_the_largest_and_the_smallest_seed(self, seed: int) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        found = compress(model, tokens, recipe=short("best"), seed=seed)
+        found = compress(model, tokens, recipe=short("low-rank"), seed=seed)
         assert found.provenance.seed == seed
         assert found.provenance.tuning_steps > 0
 
@@ -342,7 +343,7 @@ class TestRankRules:
     ) -> None:
         monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
         with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.125"):
-            compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, recipe="best")
+            compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, recipe="low-rank")
 
     @pytest.mark.parametrize("grouping", ["shared", "all"])
     def test_threshold_takes_the_least_error_that_keeps_the_budget(

@@ -44,7 +44,7 @@ MAKE = {
     "Provenance": lambda: replace(plan_of().provenance),
     "ErrorSurface": lambda: ErrorSurface((1, 2), (1, 2), torch.tensor([[4.0, 3.0], [2.0, 1.0]])),
     "Solution": lambda: Solution(plan_of().layers[0].key, [1.0, 0.5], "converged"),
-    "Recipe": lambda: replace(RECIPES["best"]),
+    "Recipe": lambda: replace(RECIPES["low-rank"]),
     "Quantization": lambda: Quantization(4),
     "HeadGrouping": lambda: HeadGrouping("all", 2),
 }

@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ import torch
 from manifoldkv import (
     OBJECTIVES,
     RANK_RULES,
-    RECIPES,
     SOLVERS,
     CompressionPlan,
     HeadGrouping,
-    Optimal,
 )
 from manifoldkv.cli import main
 from manifoldkv.solvers.predictor import Predictor
@@ -54,8 +51,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Enough to run, not to be good.
     monkeypatch.setattr(text_tokens, "SEQUENCES", 2)
-    few = Optimal(candidates=(0.25, 0.5, 0.75, 1.0), sequences=1)
-    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], ranks=few, tuning_steps=2))
     monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
     monkeypatch.setattr(SOLVERS, "_classes", dict(SOLVERS._classes))
     monkeypatch.setattr(RANK_RULES, "_classes", dict(RANK_RULES._classes))

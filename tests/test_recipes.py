@@ -59,7 +59,7 @@ def test_bits_are_those_of_one_budget_and_tuned_if_asked_for(tmp_path: Path) -> 
 def test_a_text_is_read_as_far_as_it_is_asked_for() -> None:
     model, _ = load_model("studies/reference_models/reference-qwen3")
     plan = compress(
-        model, open_text("docstrings"), recipe="bits", ratio=0.2, sequences=2, length=40
+        model, open_text("docstrings"), recipe="best", ratio=0.2, sequences=2, length=40
     )
     provenance = plan.provenance
     assert (provenance.sequences, provenance.length, provenance.context) == (2, 40, 40)
@@ -68,9 +68,9 @@ def test_a_text_is_read_as_far_as_it_is_asked_for() -> None:
 
 def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
     with pytest.raises(RankError, match="leave the rank rule out"):
-        CompressionConfig(recipe="bits", ranks="uniform")
+        CompressionConfig(recipe="best", ranks="uniform")
     with pytest.raises(PlanError, match="leave the quantisation out"):
-        CompressionConfig(recipe="bits", quantization=Quantization(4))
+        CompressionConfig(recipe="best", quantization=Quantization(4))
     with pytest.raises(RankError, match="increase from 0 to at most 8"):
         BitRecipe(widths=(2, 4))
     with pytest.raises(RankError, match="-1 first tokens"):
@@ -106,7 +106,7 @@ def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: eigen-attention"):
+    with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: best, low-rank"):
         recipe_named("nothing")
     with pytest.raises(UnknownNameError, match=r"unknown rank rule .best.; known: .*uniform"):
         Recipe("k-svd", "closed-form", ranks="best")

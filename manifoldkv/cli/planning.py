@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
@@ -17,7 +20,7 @@ from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.recipes import BitRecipe, recipe_named
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, recipe_named
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
@@ -25,10 +28,15 @@ from manifoldkv.ranks import RANK_RULES, RankRule
 from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
-from manifoldkv.text.sources import open_text
+from manifoldkv.text.sources import TextSource, open_text
+
+LOG = logging.getLogger(__name__)
 
 REPORT_SEQUENCES = 8
 """Of held-out text, on which a report is measured."""
+
+LONG_SECONDS = 600.0
+"""A run that takes longer says so before it begins."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,8 @@ def compress(
         held_out = held_out_tokens(
             GivenText(request.text, REPORT_SEQUENCES, request.length), model, tokenizer
         )
+    if request.executor == "local" and config.recipe != DEFAULT_RECIPE:
+        _warn_of_long_work(model, source, config)
     with _resumable(work):
         plan = find_plan(model, source, config, folder=work, executor=executor)
     plan.save(out)
@@ -148,6 +158,19 @@ def _check_report(report: Path) -> None:
     if report.suffix != ".html" or report.is_dir():
         raise OutputError(f"--report {report} is no file that ends in .html")
     template("plan.html")  # raises if a library is absent
+
+
+def _warn_of_long_work(model: PreTrainedModel, text: TextSource, config: CompressionConfig) -> None:
+    """Say before the work begins that another recipe is quicker, if it takes too long."""
+    seconds = sum(estimate_run(model, text, config).seconds.values())
+    if seconds > LONG_SECONDS:
+        LOG.warning(
+            "recipe %s takes about %s here if nothing of it is done yet, by an estimate; "
+            "recipe %s is quicker",
+            config.recipe,
+            duration(seconds),
+            DEFAULT_RECIPE,
+        )
 
 
 @contextmanager

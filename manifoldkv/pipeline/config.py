@@ -83,13 +83,13 @@ class CompressionConfig:
         if isinstance(recipe, BitRecipe):
             if self.ranks is not None:
                 raise RankError(
-                    "recipe bits finds ranks and bits from one budget: leave the rank rule out, or "
-                    "take another recipe"
+                    "recipe best finds ranks and bits from one budget: leave the rank rule out, or "
+                    "take another recipe (low-rank)"
                 )
             if self.quantization is not None:
                 raise PlanError(
-                    "recipe bits rounds every latent to bits of its own: leave the quantisation "
-                    "out, or take another recipe"
+                    "recipe best rounds every latent to bits of its own: leave the quantisation "
+                    "out, or take another recipe (low-rank)"
                 )
             return recipe
         if self.ranks is None:

@@ -137,6 +137,15 @@ class BitRecipe:
 
 
 RECIPES: dict[str, Recipe | BitRecipe] = {
+    "best": BitRecipe(),
+    "low-rank": Recipe(
+        KQSVD(),
+        ClosedForm(),
+        key_grouping="all",
+        value_grouping="all",
+        ranks=Optimal(),
+        tuning_steps=200,
+    ),
     "eigen-attention": Recipe(EigenAttention(), ClosedForm()),
     "paper": Recipe(
         LayerOutput(),
@@ -144,16 +153,6 @@ RECIPES: dict[str, Recipe | BitRecipe] = {
         ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
     ),
     "fast": Recipe(LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
-    "best": Recipe(
-        KQSVD(),
-        ClosedForm(),
-        key_grouping="all",
-        value_grouping="all",
-        ranks=Optimal(),
-        recent_share=0.25,
-        tuning_steps=200,
-    ),
-    "bits": BitRecipe(),
 }
 DEFAULT_RECIPE = "best"
 

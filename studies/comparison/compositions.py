@@ -367,17 +367,20 @@ class _DroppingPoint:
 
 
 RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)}
-BEST = RANKED["best"]
+LOW_RANK = RANKED["low-rank"]
+RECENT_SHARE = 0.25
+"""Of the bytes, for the newest tokens of compositions that keep them."""
 FAST_UNIFORM = replace(RANKED["fast"], ranks=Uniform())
-GROUPED = replace(BEST, ranks=Uniform(), recent_share=0.0, tuning_steps=0)
+GROUPED = replace(LOW_RANK, ranks=Uniform(), tuning_steps=0)
 COMPOSITIONS: dict[str, Composition] = {
     "eigen-attention": Ranks(RANKED["eigen-attention"], "the recipe"),
     "paper": Ranks(RANKED["paper"], "the recipe, with the paper's solver", only_at=(0.5,)),
     "fast": Ranks(RANKED["fast"], "the recipe: the paper's objective, Riemannian Adam"),
     "fast-uniform": Ranks(FAST_UNIFORM, "fast, the same ranks in every layer"),
-    "best": Ranks(BEST, "the recipe"),
-    "best-latents-only": Ranks(
-        replace(BEST, recent_share=0.0), "best, no token kept exact", only_at=(0.5,)
+    "low-rank": Ranks(LOW_RANK, "the recipe"),
+    "low-rank-recent": Ranks(
+        replace(LOW_RANK, recent_share=RECENT_SHARE),
+        "and the newest tokens exact, a quarter of the bytes",
     ),
     "grouped-orthonormal": Ranks(
         replace(RANKED["eigen-attention"], key_grouping="all", value_grouping="all"),
@@ -385,12 +388,13 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
     "grouped": Ranks(GROUPED, "kq-svd (oblique), all heads in one basis"),
     "grouped-recent": Ranks(
-        replace(GROUPED, recent_share=BEST.recent_share),
+        replace(GROUPED, recent_share=RECENT_SHARE),
         "and the newest tokens exact, a quarter of the bytes",
     ),
     "grouped-optimal": Ranks(replace(GROUPED, ranks=Optimal()), "grouped with optimal ranks"),
     "grouped-optimal-recent": Ranks(
-        replace(BEST, tuning_steps=0), "and the newest tokens exact: best without tuning"
+        replace(GROUPED, ranks=Optimal(), recent_share=RECENT_SHARE),
+        "and the newest tokens exact: low-rank-recent without tuning",
     ),
     "grouped-4-bit": Ranks(GROUPED, "grouped, latents of 4 bits", bits=ROUNDED_BITS),
     "grouped-layer-output": Ranks(
@@ -398,18 +402,18 @@ COMPOSITIONS: dict[str, Composition] = {
         "fast (layer-output, orthonormal), all heads in one basis",
     ),
     "fast-optimal-tuned": Ranks(
-        replace(RANKED["fast"], ranks=Optimal(), tuning_steps=BEST.tuning_steps),
+        replace(RANKED["fast"], ranks=Optimal(), tuning_steps=LOW_RANK.tuning_steps),
         "fast in the paper's head sharing, optimal ranks, tuned",
         only_at=(0.5,),
     ),
     "eigen-attention-recent": Ranks(
-        replace(RANKED["eigen-attention"], recent_share=BEST.recent_share),
+        replace(RANKED["eigen-attention"], recent_share=RECENT_SHARE),
         "eigen-attention, the newest tokens exact",
     ),
     "bits": Bits(
         BitRecipe(),
-        "rank and bits from one budget: Fisher coordinates, a norm per token, the first 4 tokens "
-        "exact",
+        "recipe best: rank and bits from one budget, Fisher coordinates, a norm per token, the "
+        "first 4 tokens exact",
     ),
     "bits-few-widths": Bits(
         BitRecipe(widths=(0, 2, 4, 8)), "the same, latents of 0, 2, 4 and 8 bits only"
@@ -432,6 +436,6 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
 }
 USUAL = (
-    *("eigen-attention", "fast-uniform", "best", "grouped", "grouped-recent", "grouped-4-bit"),
+    *("eigen-attention", "fast-uniform", "low-rank", "grouped", "grouped-recent", "grouped-4-bit"),
     *("bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),
 )

@@ -172,7 +172,7 @@ class TestAdapters:
             assert torch.equal(model.generate(input_ids=tokens, **arguments), written)
         assert torch.equal(model(input_ids=tokens).logits, without)
 
-    @pytest.mark.parametrize("recipe", ["eigen-attention", "fast", "best"])
+    @pytest.mark.parametrize("recipe", ["eigen-attention", "fast", "low-rank", "best"])
     def test_bases_are_found_with_them(self, recipe: str, targets: tuple) -> None:
         """As for the merged model, but for rounding."""
         tokens = tiny_tokens(4, 12)
