@@ -6,12 +6,13 @@ at a time. Values: attention weights mix latents; the mixed ones are up-projecte
 
 Many queries at once, those of a prompt, would do so again and again: for them keys and values of a
 layer are reconstructed for as long as its attention lasts, and the kernel of torch does the rest.
+So they are where latents are what a prediction leaves, for any number of queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from manifoldkv.cache.latents import RunningBasis, product, scores_of
 from manifoldkv.cache.layers import CompressedLayer
+from manifoldkv.cache.prediction import GivenBack, PredictedSites
 from manifoldkv.cache.rotation import Angles
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
@@ -59,6 +61,15 @@ class _Seen:
     exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
 
+    def with_given_back(self, given: GivenBack, angles: Angles) -> _Seen:
+        """Return the same with what latents stand for in their place."""
+        if not self.latents:
+            return self
+        seen = slice(self.offset, self.offset + self.latents)
+        keys, values = (x[:, :, seen] for x in given)
+        keys = angles.tile(keys, 0, self.latents)
+        return replace(self, latents=0, exact=[(keys, values), *self.exact])
+
 
 class CachedAttention:
     """Attention of one layer over its compressed cache.
@@ -71,25 +82,42 @@ class CachedAttention:
         Whether the tokens of a call of several see each other's exact keys and values.
     up_project_values : bool
         Whether values are up-projected to head_dim; not if W_O does it.
+    predicted : PredictedSites or None
+        What stores the tokens of a plan whose latents are predicted, keys before rotation.
     """
 
     def __init__(
-        self, key: RunningBasis, value: RunningBasis, exact_prefill: bool, up_project_values: bool
+        self,
+        key: RunningBasis,
+        value: RunningBasis,
+        exact_prefill: bool,
+        up_project_values: bool,
+        predicted: PredictedSites | None = None,
     ) -> None:
         self._key = key
         self._value = value
         self._exact_prefill = exact_prefill
         self._up_project_values = up_project_values
+        self._predicted = predicted
 
     def folded_output_weight(self, weight: Tensor, query_heads: int) -> Tensor:
         """Return W_O (hidden, H_q·d) times the value basis, (hidden, H_q·w·r)."""
         return self._value.folded(weight, query_heads)
 
-    def store(self, layer: CompressedLayer, keys: Tensor, values: Tensor) -> None:
-        """Store new keys and values, (B, H_kv, m, d), in a layer of the cache."""
+    def store(
+        self, layer: CompressedLayer, keys: Tensor, values: Tensor, below: list[GivenBack]
+    ) -> list[GivenBack]:
+        """Store new keys and values, (B, H_kv, m, d), in a layer of the cache.
+
+        Where latents are predicted, `below` is what layers below give back, the nearest first, and
+        what this one gives back is returned; nothing otherwise.
+        """
+        if self._predicted is not None:
+            return [self._predicted.store(layer, keys, values, below)]
         keys, values = layer.admit(keys, values)
         if keys.shape[2]:
             layer.append(self._key.latents(keys), self._value.latents(values))
+        return []
 
     def attend(
         self,
@@ -100,7 +128,8 @@ class CachedAttention:
         mask: Tensor | None,
         settings: AttentionSettings,
         angles: Angles | None,
-    ) -> Tensor:
+        below: list[GivenBack],
+    ) -> tuple[Tensor, list[GivenBack]]:
         """Store new tokens and attend to what is stored.
 
         Parameters
@@ -118,11 +147,14 @@ class CachedAttention:
             Scaling, soft cap and sinks.
         angles : Angles or None
             Of all n tokens attended to, for keys that are stored before rotation.
+        below : list of GivenBack
+            Of the layers below, the nearest first, where latents are predicted.
 
         Returns
         -------
-        Tensor
-            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not up-projected.
+        tuple of Tensor and list of GivenBack
+            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not up-projected; and what the layer
+            gives back of its tokens, where latents are predicted.
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
@@ -131,7 +163,7 @@ class CachedAttention:
         for piece in layer.key_store.pieces(count):
             new = slice(done, done + piece)
             done += piece
-            self.store(layer, keys[:, :, new], values[:, :, new])
+            given = self.store(layer, keys[:, :, new], values[:, :, new], below)
             # The last query sees all that is no padding.
             shown = None if mask is None else mask[:, 0, -1, past:][:, new]
             layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
@@ -142,11 +174,13 @@ class CachedAttention:
                 blocks = _blocks(new, scores, SCORES_AT_A_TIME)
             for rows in blocks:
                 seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
+                if given and angles is not None:
+                    seen = seen.with_given_back(given[0], angles)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )
         layer.forget_old()
-        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0], given
 
     def _seen(
         self,

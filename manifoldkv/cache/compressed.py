@@ -40,8 +40,10 @@ from manifoldkv.cache.hooks import (
 )
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
+from manifoldkv.cache.prediction import GivenBack, PredictedSites
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.cache.stock import check_stock, checked_positions, unpadded
+from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -62,7 +64,7 @@ from manifoldkv.models.support import (
     uncompiled,
     unwrapped,
 )
-from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
@@ -177,6 +179,10 @@ class _Run:
         self._follow_model()
         self._pass = ForwardPass(type(model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
+        self._layers_below = [
+            min(plan.layers_below(index), plan.prediction_depth)
+            for index in range(len(plan.layers))
+        ]
 
     def _follow_model(self) -> None:
         """Move bases to where the layers are now, in the dtype of the model."""
@@ -184,15 +190,32 @@ class _Run:
         places = [(dtype, device_of(layer)) for layer in self._layers]
         if places != self._places:
             self._attentions = [
-                CachedAttention(
-                    RunningBasis(planned.key, *place, _mean(planned.key_coding)),
-                    RunningBasis(planned.value, *place, _mean(planned.value_coding)),
-                    self._exact_prefill,
-                    up_project_values=not self._fold_values,
-                )
+                self._attention(planned, *place)
                 for planned, place in zip(self._plan.layers, places, strict=True)
             ]
             self._places = places
+
+    def _attention(
+        self, planned: LayerPlan, dtype: torch.dtype, device: torch.device
+    ) -> CachedAttention:
+        key, value = (
+            RunningBasis(basis, dtype, device, None if coding is None else coding.mean)
+            for basis, coding in (
+                (planned.key, planned.key_coding),
+                (planned.value, planned.value_coding),
+            )
+        )
+        predicted = None
+        if self._plan.predicted:
+            working = working_dtype(dtype, device)
+            weights = (
+                coding.prediction.to(device, working)
+                if coding is not None and coding.prediction is not None
+                else None
+                for coding in (planned.key_coding, planned.value_coding)
+            )
+            predicted = PredictedSites(key, value, *weights)
+        return CachedAttention(key, value, self._exact_prefill, not self._fold_values, predicted)
 
     def new_cache(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
@@ -236,6 +259,7 @@ class _Run:
         visible = None if self._is_unpadded else unpadded(positions)
         if self._plan.rotary == "pre":
             cache.append_positions(positions)
+        given: list[GivenBack] = []
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count = cached_tokens(tokens, layer.window)
             keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
@@ -243,7 +267,8 @@ class _Run:
             layer.sinks.take(keys, values, layer.tokens_seen, visible, None)
             if self._plan.rotary == "pre":
                 keys = self._unrotated(index, keys, positions[:, -count:])
-            self._attentions[index].store(layer, keys, values)
+            below = given[: self._layers_below[index]]
+            given = [*self._attentions[index].store(layer, keys, values, below), *below]
             layer.forget_old()
 
     @property
@@ -382,9 +407,11 @@ class _Run:
                     rotated = rotation_of(self._layers[index])(queries, cos, sin)
                     tokens, _ = layer.get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
-                output = self._attentions[index].attend(
-                    layer, rotated, keys, values, mask, settings, angles
+                below = self._pass.given_back[: self._layers_below[index]]
+                output, given = self._attentions[index].attend(
+                    layer, rotated, keys, values, mask, settings, angles, below
                 )
+                self._pass.given_back = [*given, *below]
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
                 output = WithoutGradient.apply(output, *inputs)
@@ -402,11 +429,6 @@ class _Run:
         if index not in self._rotate_keys:  # found out once
             self._rotate_keys[index] = rotation_of_keys(self._layers[index], rotary_dim)
         return self._rotate_keys[index]
-
-
-def _mean(coding: Coding | None) -> Tensor | None:
-    """Return what is taken from keys or values before they are projected."""
-    return None if coding is None else coding.mean
 
 
 def _attention_function(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from manifoldkv.cache.layers import CompressedCache
+from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 
@@ -44,6 +45,8 @@ class ForwardPass(threading.local):
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.attended = 0
         """Layers that have attended to the cache."""
+        self.given_back: list[GivenBack] = []
+        """Of the layers that attended last, the newest first, where latents are predicted."""
 
     def begin(self, cache: CompressedCache) -> None:
         """Hold the cache until the end of the pass."""
@@ -51,8 +54,8 @@ class ForwardPass(threading.local):
         self._cache, self.attended = cache, 0
 
     def end(self) -> None:
-        """Let go of the cache, and of angles, which are large for a long text."""
-        self._cache = None
+        """Let go of the cache, and of angles and tokens, which are large for a long text."""
+        self._cache, self.given_back = None, []
         self._rotary_calls.clear()
         self._angles.clear()
 

@@ -1,9 +1,9 @@
-"""Rank and bits from one budget: Fisher coordinates, and bits where they save most nats."""
+"""Rank and bits from one budget: errors are made nats, and bits go where they save most."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -26,21 +26,16 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.coordinates import Coordinates, coded, find_coordinates
 from manifoldkv.pipeline.recipes import BitRecipe
+from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import NORM_BYTES, Coding
 from manifoldkv.plan.files import check_context
-from manifoldkv.plan.layer import LayerPlan, detached
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.ranks.bits import (
-    allocate,
-    best_gains,
-    coherent_costs,
-    fit_quantizers,
-    pack_size,
-    quantized,
-)
-from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
+from manifoldkv.ranks.bits import allocate, pack_size
+from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.progress import follow
 from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
@@ -50,33 +45,12 @@ from manifoldkv.text.tokens import calibration_tokens
 LOG = logging.getLogger(__name__)
 
 SITES: tuple[Site, ...] = get_args(Site)
-RIDGE = 1e-2
-"""Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
-SAMPLES = 4096
-"""Tokens that quantisers are fitted to, of each site."""
+LAST_ROUND = (False, True)
+"""Rounds of predictions from what codes give back: bits are found anew after all but the last."""
 
-
-@dataclass(frozen=True)
-class _Coordinates:
-    """Fisher coordinates of a site, and what quantisers leave of them.
-
-    Parameters
-    ----------
-    down, up : Tensor
-        (D, D), float64: latents are ``(x - mean) @ down``, by falling variance.
-    mean : Tensor or None
-        (D,), float64.
-    latents : Tensor
-        Of some tokens, (SAMPLES, D), float64.
-    costs : array
-        Nats that a token's errors cost by pack and width, (packs, widths).
-    """
-
-    down: Tensor
-    up: Tensor
-    mean: Tensor | None
-    latents: Tensor
-    costs: NDArray[np.float64]
+Bits = list[NDArray[np.int64]]
+"""Of the latents of every pack, by site."""
+Coded = tuple[Basis, Coding]
 
 
 def solve_bits(
@@ -99,26 +73,23 @@ def solve_bits(
         As `fisher_moments`.
     """
     config, recipe, ids = run.config, run.recipe, run.tokens
-    windows, widths = sliding_windows(model.config), recipe.widths
     moments = fisher_moments(
         model, ids, seed=config.seed, rotary=config.rotary, first=recipe.sinks, folder=folder
     )
-    sites = _all_coordinates(model, run, moments)
-    cached = [cached_tokens(run.context, window) for window in windows for _ in SITES]
-    bits = allocate([site.costs for site in sites], widths, run.budget, cached)
+    sites = list(_sites(model, run, moments, None))
+    bits = _allocated(sites, run)
+    for last in LAST_ROUND if run.below is not None else ():
+        sites = list(_sites(model, run, moments, bits))
+        bits = bits if last else _allocated(sites, run)
+    codes = [_coded(site, chosen, run) for site, chosen in zip(sites, bits, strict=True)]
     predicted = sum(
-        float(site.costs[np.arange(len(chosen)), [widths.index(b) for b in chosen]].sum())
-        for site, chosen in zip(sites, bits, strict=True)
+        site.cost(chosen, recipe.widths) for site, chosen in zip(sites, bits, strict=True)
     )
     LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
-    coded = [
-        _coded(site, chosen, widths, run.grouping, norms=recipe.norms)
-        for site, chosen in zip(sites, bits, strict=True)
-    ]
     layers = [
         LayerPlan(key, value, window, key_coding=key_coding, value_coding=value_coding)
         for (key, key_coding), (value, value_coding), window in zip(
-            coded[::2], coded[1::2], windows, strict=True
+            codes[::2], codes[1::2], run.windows, strict=True
         )
     ]
     provenance = Provenance(
@@ -160,6 +131,8 @@ class PreparedBits:
         Token ids, (sequences, length), int64.
     context : int
         Tokens that the budget holds for.
+    windows : tuple of int or None
+        Sliding windows of the layers.
     grouping : HeadGrouping
         Of all KV heads of a layer.
     budget : int
@@ -171,8 +144,17 @@ class PreparedBits:
     text: str
     tokens: Tensor
     context: int
+    windows: tuple[int | None, ...]
     grouping: HeadGrouping
     budget: int
+
+    @property
+    def below(self) -> int | None:
+        """Return from how many layers below keys and values are predicted; None if from nothing.
+
+        Rotated keys predict nothing: they turn with their positions.
+        """
+        return self.recipe.below if self.config.rotary == "pre" else None
 
 
 def prepare_bits(
@@ -196,7 +178,8 @@ def prepare_bits(
     context = ids.shape[1] if config.context is None else config.context
     windows = sliding_windows(model.config)
     budget = _latent_bytes(config.ratio, context, windows, features, recipe)
-    return PreparedBits(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), budget)
+    grouping = HeadGrouping("all", kv_heads)
+    return PreparedBits(config, recipe, name, ids, context, windows, grouping, budget)
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
@@ -208,59 +191,56 @@ def _check_packs(features: int, widths: tuple[int, ...]) -> None:
         )
 
 
-def _all_coordinates(
-    model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments]
-) -> list[_Coordinates]:
-    """Return the coordinates of keys and of values of all layers, one after the other."""
-    recipe, rotary = run.recipe, run.config.rotary
+def _sites(
+    model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments], bits: Bits | None
+) -> Iterator[Coordinates]:
+    """Yield the coordinates of keys and of values of one layer after the other.
+
+    Both are predicted, if at all, from what codes of so many bits give back of the sites before;
+    without bits, from these themselves.
+    """
     LOG.info("fitting quantisers of %d layers", len(moments))
-    sites = []
+    windows, recipe = run.windows, run.recipe
+    given: list[Tensor] = []  # keys and values of the layers below, (tokens, D), the nearest first
     for activations in follow(capture(model, run.tokens), len(moments)):
-        of_layer = moments[activations.layer]
-        keys, values = activations.keys_in(rotary), activations.values_of()
-        for own, x, centred in (
-            (of_layer.key, keys, rotary == "pre"),
-            (of_layer.value, values, True),
-        ):
-            sites.append(_coordinates(own, x[:, :, recipe.sinks :], recipe, centred=centred))
-    return sites
+        index = activations.layer
+        if index and windows[index] != windows[index - 1]:
+            given = []
+        keys = activations.keys_in(run.config.rotary)
+        both = (moments[index].key, keys), (moments[index].value, activations.values_of())
+        for place, (own, x) in enumerate(both, start=2 * index):
+            x = x[:, :, recipe.sinks :].transpose(1, 2).flatten(2).flatten(0, 1).cpu()  # (S·n, D)
+            inputs = torch.cat(given, dim=1) if given else None
+            centred = place % 2 == 1 or run.config.rotary == "pre"
+            site = find_coordinates(
+                own, x, inputs, recipe.widths, norms=recipe.norms, centred=centred
+            )
+            yield site
+            if run.below is not None:
+                if bits is not None:
+                    x = _given_back(_coded(site, bits[place], run), x, inputs)
+                given = [x, *given]
+        if run.below is not None:
+            value, key, *older = given
+            given = [key, value, *older][: 2 * run.below]
 
 
-def _coordinates(
-    moments: SiteMoments, x: Tensor, recipe: BitRecipe, *, centred: bool
-) -> _Coordinates:
-    """Return the Fisher coordinates of keys or values (S, H_kv, n, d)."""
-    x = x.transpose(1, 2).flatten(2).flatten(0, 1).cpu().double()  # (S·n, D)
-    x = x[torch.linspace(0, len(x) - 1, min(len(x), SAMPLES)).long()]
-    root, inverse = _square_roots(moments.fisher)
-    second = moments.covariance
-    if not centred:
-        second = second + torch.outer(moments.mean, moments.mean)
-    directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
-    down, up = root @ directions, inverse @ directions
-    latents = (x - moments.mean if centred else x) @ down
-    fitted = fit_quantizers(latents, recipe.widths, _norms(latents) if recipe.norms else None)
-    costs = coherent_costs(fitted.distortion) / 2
-    costs = costs.unflatten(0, (-1, pack_size(recipe.widths))).sum(dim=1)
-    return _Coordinates(down, up, moments.mean if centred else None, latents, costs.numpy())
+def _coded(site: Coordinates, bits: NDArray[np.int64], run: PreparedBits) -> Coded:
+    return coded(site, bits, run.recipe.widths, run.grouping, norms=run.recipe.norms)
 
 
-def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a regularised Fisher matrix, and the inverse of that."""
-    values, vectors = torch.linalg.eigh(fisher)
-    ridge = RIDGE * values.clamp(min=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
-    roots = (values.clamp(min=0) + ridge).sqrt()
-    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+def _given_back(code: Coded, x: Tensor, inputs: Tensor | None) -> Tensor:
+    """Return what codes give back of keys or values (tokens, D)."""
+    basis, coding = code
+    heads = basis.grouping.merge(x[None, None])  # (1, H_kv, tokens, d)
+    found = CodedBasis(basis, coding).project(heads, None if inputs is None else inputs[None, None])
+    return basis.grouping.split(found)[0, 0]
 
 
-def _norms(latents: Tensor) -> Tensor:
-    """Return the norm of every token in whitened coordinates, (tokens, 1)."""
-    whitened = latents / _deviations(latents)
-    return whitened.square().mean(dim=1, keepdim=True).sqrt()
-
-
-def _deviations(latents: Tensor) -> Tensor:
-    return latents.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+def _allocated(sites: list[Coordinates], run: PreparedBits) -> Bits:
+    """Return the bits that cost least within the budget."""
+    cached = [cached_tokens(run.context, window) for window in run.windows for _ in SITES]
+    return allocate([site.costs for site in sites], run.recipe.widths, run.budget, cached)
 
 
 def _latent_bytes(
@@ -283,41 +263,3 @@ def _latent_bytes(
             f"take {(of_sinks + of_norms) / full:.3g} of the cache of {context} tokens"
         )
     return left
-
-
-def _coded(
-    site: _Coordinates,
-    bits: NDArray[np.int64],
-    widths: tuple[int, ...],
-    grouping: HeadGrouping,
-    *,
-    norms: bool,
-) -> tuple[Basis, Coding]:
-    """Return basis and coding of the latents that have bits, widest first."""
-    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths))
-    order = of_latents.argsort(descending=True, stable=True)
-    stored = int((of_latents > 0).sum())
-    # Every head has as many latents: some of 0 bits may be among them.
-    columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
-    chosen = of_latents[columns]
-    latents = site.latents[:, columns[:stored]]
-    norm = _norms(latents) if norms and stored else torch.ones(1, 1, dtype=torch.float64)
-    steps, gains = (torch.ones(len(columns), dtype=torch.float64) for _ in range(2))
-    for width in set(chosen[:stored].tolist()):
-        own = chosen == width
-        x = latents[:, own[:stored]]
-        steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
-        gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
-    deviation = None
-    if norms:
-        deviation = torch.ones(len(columns), dtype=torch.float64)
-        deviation[:stored] = _deviations(latents)
-    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
-    coding = Coding(
-        chosen.to(torch.uint8),
-        steps.float().unsqueeze(0),
-        None if site.mean is None else site.mean.float().unsqueeze(0),
-        None if deviation is None else deviation.float().unsqueeze(0),
-        gains.float().unsqueeze(0),
-    )
-    return Basis(down, up, grouping), coding

@@ -19,8 +19,9 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
-from manifoldkv.pipeline.bits import SAMPLES, prepare_bits
+from manifoldkv.pipeline.bits import LAST_ROUND, prepare_bits
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.coordinates import SAMPLES
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.pipeline.solve import SITES
 from manifoldkv.pipeline.tune import SEQUENCES_PER_STEP
@@ -124,11 +125,12 @@ def _estimate_of_bits(
     fitting, _ = _timed(partial(fit_quantizers, latents, recipe.widths))
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
+    passes = 1 if run.below is None else 1 + len(LAST_ROUND)
     return Estimate(
         {
-            "capture": forward + layers * rehearsed.per_layer,
+            "capture": passes * (forward + layers * rehearsed.per_layer),
             "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward,
-            "ranks": 2 * layers * fitting,
+            "ranks": passes * 2 * layers * fitting,
             "tuning": _tuning(recipe.tuning_steps, forward),
         },
         weight_bytes=_weight_bytes(model),

@@ -91,6 +91,12 @@ class BitRecipe:
     stored) and of bits. The ratio is one to the bytes of a cache in 16 bits: latents, norms and
     sinks.
 
+    Keys and values of neighbouring layers say much the same of a token. Each is predicted, by ridge
+    regression, from what the cache gives back of the layers below (values from the keys of their
+    own layer too), and x is what is left: predictive coding along the layers. What is left depends
+    on the bits below and these on what is left, so that both are found three times, first as if
+    everything was given back exactly.
+
     What all latents cost together is in the plan's provenance, as ``predicted_nats``: on the
     calibration text predictions were measured to diverge by 1.0 to 1.4 times that, on other text by
     2.3 to 3.8 times (both reference models, 8 × 128 tokens, ratios 1/8 and 1/4): a Fisher matrix of
@@ -104,24 +110,34 @@ class BitRecipe:
         Whether a token's latents are divided by its norm, of two bytes for each layer and site.
     sinks : int
         The first tokens, which stay as they are.
+    below : int or None
+        From how many layers below keys and values are predicted; with 0 only values are, from the
+        keys of their own layer, and with None nothing is. Keys that are stored after rotation
+        neither predict nor are predicted.
     tuning_steps : int
-        Of `tune`, at the end; 0 leaves coordinates in closed form.
+        Of `tune`, at the end, where nothing is predicted; 0 leaves coordinates in closed form.
 
     Raises
     ------
     RankError
-        If the widths do not increase from 0 to at most 8 bits, or there are no such first tokens.
+        If the widths do not increase from 0 to at most 8 bits, there are no such first tokens or
+        layers below, or predictions would have to be tuned.
     """
 
     widths: tuple[int, ...] = WIDTHS
     norms: bool = True
     sinks: int = 4
+    below: int | None = 2
     tuning_steps: int = 0
 
     def __post_init__(self) -> None:
         checked_widths(self.widths)
         if self.sinks < 0:
             raise RankError(f"{self.sinks} first tokens cannot stay as they are")
+        if self.below is not None and self.below < 0:
+            raise RankError(f"nothing is predicted from {self.below} layers below")
+        if self.below is not None and self.tuning_steps:
+            raise RankError("what predicts keys and values cannot be tuned: set below=None")
 
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
@@ -132,6 +148,7 @@ class BitRecipe:
             "value_grouping": "all",
             "ranks": {"name": "bits", "widths": list(self.widths), "norms": self.norms},
             "sinks": self.sinks,
+            "below": self.below,
             "tuning_steps": self.tuning_steps,
         }
 

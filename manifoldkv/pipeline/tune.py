@@ -92,7 +92,7 @@ def tune(
     Raises
     ------
     PlanError
-        If the plan is quantised or made for another model.
+        If the plan is quantised, its latents are predicted, or it is made for another model.
     SeedError, TextError
         As in `compress`.
     DivergenceError
@@ -102,6 +102,8 @@ def tune(
         learning_rate = CODED_RATE if plan.coded else RATE
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    if plan.predicted and steps > 0:
+        raise PlanError("what predicts keys and values cannot be tuned: make the plan without")
     check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis
+from manifoldkv.errors import PlanError
 from manifoldkv.plan.coding import Coding
 
 
@@ -39,15 +40,38 @@ class CodedBasis:
         """Return the same with the basis in the dtype and on the device of a tensor."""
         return CodedBasis(self.basis.like(x), self.coding)
 
-    def project(self, x: Tensor) -> Tensor:
-        """Return what the cache gives back for `x`, as if it were added now: (B, H, n, d), same."""
+    def project(self, x: Tensor, given: Tensor | None = None) -> Tensor:
+        """Return what the cache gives back for `x`, as if it were added now: (B, H, n, d), same.
+
+        Where the coding predicts, `given` is what it predicts from, (B, 1, n, inputs).
+
+        Raises
+        ------
+        PlanError
+            If that is missing.
+        """
         basis, coding = self.basis.like(x), self.coding
         grouped = basis.grouping.split(x)  # (B, G, n, w·d)
-        mean = 0 if coding.mean is None else coding.mean.to(x).unsqueeze(1)
-        latents = (grouped - mean) @ basis.down
+        expected = self._expected(grouped, given)
+        latents = (grouped - expected) @ basis.down
         stored = int((coding.bits > 0).sum())
         latents = self._given_back(latents[..., :stored], stored)
-        return basis.grouping.merge(latents @ basis.up[..., :stored].mT + mean)
+        return basis.grouping.merge(latents @ basis.up[..., :stored].mT + expected)
+
+    def _expected(self, grouped: Tensor, given: Tensor | None) -> Tensor:
+        """Return what is taken from keys or values (B, G, n, w·d) before they are projected."""
+        coding = self.coding
+        if coding.mean is None:
+            return grouped.new_zeros(())
+        mean = coding.mean.to(grouped).unsqueeze(1)
+        if coding.prediction is None:
+            return mean
+        if given is None:
+            raise PlanError(
+                "latents are predicted from what the cache gives back of the layer below, which is "
+                "not known here"
+            )
+        return mean + given.to(grouped) @ coding.prediction.to(grouped)
 
     def _given_back(self, latents: Tensor, stored: int) -> Tensor:
         """Return latents (B, G, n, stored) rounded to their codes and back."""

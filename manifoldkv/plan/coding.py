@@ -43,6 +43,12 @@ class Coding:
     gain : Tensor or None
         What is given back is multiplied by it: middles of wide intervals are too close to 0, and
         attention adds up what all tokens miss. (head groups, features), float32.
+    prediction : Tensor or None
+        Keys or values of a token are expected to be the mean and this times what the cache gives
+        back of the same token elsewhere; only what is left is projected and stored. (inputs, w·d)
+        for one head group, float32; inputs are all heads side by side of, first, the keys of the
+        same layer (where values are expected), then the keys and the values of the layer below, of
+        the one below that, and so on; keys before rotation.
     """
 
     bits: Tensor
@@ -50,6 +56,7 @@ class Coding:
     mean: Tensor | None = field(default=None, repr=False)
     deviation: Tensor | None = field(default=None, repr=False)
     gain: Tensor | None = field(default=None, repr=False)
+    prediction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits.dtype != torch.uint8 or self.bits.ndim != 1 or not len(self.bits):
@@ -68,6 +75,10 @@ class Coding:
                 raise PlanError("a deviation of a latent is not positive")
         if self.gain is not None:
             _check("gains", self.gain, tuple(shape))
+        if self.prediction is not None:
+            if self.mean is None or len(self.mean) != 1:
+                raise PlanError("latents that are predicted have a mean, of one head group")
+            _check("predictions", self.prediction, (*self.prediction.shape[:1], len(self.mean[0])))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Coding):
@@ -78,6 +89,7 @@ class Coding:
             and equal(self.mean, other.mean)
             and equal(self.deviation, other.deviation)
             and equal(self.gain, other.gain)
+            and equal(self.prediction, other.prediction)
         )
 
     def __hash__(self) -> int:
@@ -91,6 +103,7 @@ class Coding:
             "mean": self.mean,
             "deviation": self.deviation,
             "gain": self.gain,
+            "prediction": self.prediction,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -253,7 +253,8 @@ def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | None
     if f"{name}.bits" not in tensors:
         return None
     bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))
-    optional = (tensors.pop(f"{name}.{part}", None) for part in ("mean", "deviation", "gain"))
+    names = ("mean", "deviation", "gain", "prediction")
+    optional = (tensors.pop(f"{name}.{part}", None) for part in names)
     return Coding(bits, step, *optional)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +15,12 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.basis import Rotary, check_rotary
+from manifoldkv.basis import Rotary, Site, check_rotary
 from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
+from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import (
@@ -151,6 +153,46 @@ class CompressionPlan(OnHub):
             if coding.mean is not None and site == "key" and self.rotary == "post":
                 raise PlanError(f"{name}: rotated keys have no mean to take away")
             check_coding(name, dict(layer.sites)[site], coding)
+            if coding.prediction is not None:
+                self._check_prediction(name, index, site, coding.prediction)
+
+    def _check_prediction(self, name: str, index: int, site: Site, prediction: Tensor) -> None:
+        if self.rotary == "post" or self.recent:
+            raise PlanError(
+                f"{name}: latents are predicted only where keys are stored before rotation and no "
+                "newest tokens stay as they are"
+            )
+        features = _features(self.layers[index])
+        own = features if site == "value" else 0
+        possible = [own + 2 * features * n for n in range(self.layers_below(index) + 1)]
+        if not len(prediction) or len(prediction) not in possible:
+            raise PlanError(
+                f"{name}: {len(prediction)} numbers predict, which are not whole layers below"
+            )
+
+    def layers_below(self, index: int) -> int:
+        """Return how many layers right below a layer hold the same tokens, of as many features."""
+        layer, count = self.layers[index], 0
+        for below in reversed(self.layers[:index]):
+            if (below.window, _features(below)) != (layer.window, _features(layer)):
+                break
+            count += 1
+        return count
+
+    @property
+    def predicted(self) -> bool:
+        """Return whether latents are what is left of a prediction."""
+        return any(coding.prediction is not None for coding in self._codings())
+
+    @property
+    def prediction_depth(self) -> int:
+        """Return from how many layers below tokens are predicted, at most."""
+        features = _features(self.layers[0])
+        predictions = (coding.prediction for coding in self._codings())
+        return max((len(p) // (2 * features) for p in predictions if p is not None), default=0)
+
+    def _codings(self) -> Iterator[Coding]:
+        return (coding for layer in self.layers for coding in layer.codings.values())
 
     def _check_quantization(self, index: int, layer: LayerPlan) -> None:
         quantization = self.quantization
@@ -346,6 +388,11 @@ def config_hash(config: PretrainedConfig) -> str:
     text_config = config.get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
     return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+
+
+def _features(layer: LayerPlan) -> int:
+    """Return the elements of the keys of a token, all heads of a layer together."""
+    return layer.key.grouping.heads * layer.key.head_dim
 
 
 def _check_fingerprint(fingerprint: Tensor) -> None:

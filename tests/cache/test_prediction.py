@@ -1,0 +1,181 @@
+"""Predictive coding along the layers: what the cache gives back, however its tokens came in."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache
+
+from manifoldkv import (
+    BitRecipe,
+    CompressionPlan,
+    PlanError,
+    RankError,
+    capture,
+    compress,
+    compressed,
+    tune,
+)
+from manifoldkv.plan.coded import CodedBasis
+from tests.families import tiny_model, tiny_tokens
+
+SINKS = 2
+
+
+def predicted_plan(family: str, below: int | None = 1, **settings: object) -> CompressionPlan:
+    recipe = BitRecipe(sinks=SINKS, below=below)
+    return compress(tiny_model(family), tiny_tokens(3, 24), recipe=recipe, ratio=0.4, **settings)
+
+
+def given_back_by_hand(plan: CompressionPlan, family: str, tokens: Tensor) -> list[list[Tensor]]:
+    """Keys before rotation and values of every layer, as codes give those of a stock model back."""
+    found: list[list[Tensor]] = []
+    for activations in capture(tiny_model(family), tokens):
+        layer = plan.layers[activations.layer]
+        inputs = [x for sites in reversed(found) for x in sites]
+        sites: list[Tensor] = []
+        for (site, basis), x in zip(
+            layer.sites, (activations.keys_in("pre"), activations.values_of()), strict=True
+        ):
+            coding = layer.codings[site]
+            before = torch.cat([basis.grouping.split(y) for y in (*sites, *inputs)] or [x], dim=-1)
+            if coding.prediction is None:
+                sites.append(CodedBasis(basis, coding).project(x))
+            else:
+                before = before[..., : len(coding.prediction)]
+                sites.append(CodedBasis(basis, coding).project(x, before))
+        found.append(sites)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+@pytest.mark.parametrize("below", [0, 1, 2])
+def test_decoding_token_by_token_is_one_pass(family: str, below: int) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(2, 14)
+    plan = predicted_plan(family, below)
+    assert plan.predicted
+    with compressed(model, plan) as new_cache:
+        whole = model(input_ids=tokens).logits
+        cache = new_cache()
+        steps = [model(input_ids=t, past_key_values=cache).logits for t in tokens.split(1, dim=1)]
+        assert cache.nbytes() == plan.nbytes(14, batch=2, dtype=model.dtype)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_of_many_tokens_is_decoded_on() -> None:
+    """Prompts of 32 tokens and more take another path through attention."""
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 44)
+    with compressed(model, predicted_plan("llama", 2)) as new_cache:
+        whole = model(input_ids=tokens).logits
+        cache = new_cache()
+        parts = [model(input_ids=t, past_key_values=cache).logits for t in tokens.split([40, 4], 1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_stock_cache_is_given_back_as_by_hand() -> None:
+    """Exact prefill: attention over what a cache gives back is that over keys and values by hand."""
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
+    plan = replace(predicted_plan("llama", 2), sinks=0)
+    expected = given_back_by_hand(plan, "llama", tokens[:, :-1])
+    stock = DynamicCache(config=model.config)
+    model(tokens[:, :-1], past_key_values=stock)
+    rotary = model.model.rotary_emb
+    cos, sin = rotary(expected[0][0], torch.arange(tokens.shape[1] - 1)[None])
+    by_hand = DynamicCache(config=model.config)
+    for index, (keys, values) in enumerate(expected):
+        half = keys.shape[-1] // 2
+        turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
+        by_hand.update(keys * cos[:, None] + turned * sin[:, None], values, index)
+    wanted = model(tokens[:, -1:], past_key_values=by_hand).logits
+    with compressed(model, plan, prefill="exact") as new_cache:
+        taken = model(tokens[:, -1:], past_key_values=new_cache(stock)).logits
+        cache = new_cache()
+        model(tokens[:, :-1], past_key_values=cache)
+        filled = model(tokens[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(taken, filled, atol=1e-5, rtol=1e-5)
+    # The newest token is coded in the one and exact in the other: it is one of twenty.
+    stock_logits = model(tokens).logits[:, -1:]
+    assert (taken - wanted).norm() < 0.3 * (taken - stock_logits).norm()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_crop_and_reorder(data: st.DataObject) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 16)
+    kept = data.draw(st.integers(1, 12))
+    order = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)))
+    with compressed(model, predicted_plan("llama")) as new_cache:
+        cache = new_cache()
+        model(tokens[:, :12], past_key_values=cache)
+        cache.crop(kept - 12)
+        cache.reorder_cache(order)
+        gone_on = model(tokens[order, kept:], past_key_values=cache).logits
+        whole = model(tokens[order]).logits[:, kept:]
+    torch.testing.assert_close(gone_on, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_padded_texts() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    with compressed(model, predicted_plan("llama")):
+        padded = model(tokens, attention_mask=mask).logits[0, 5:]
+        alone = model(tokens[:1, 5:]).logits[0]
+    torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    plan = predicted_plan("llama", 2)
+    plan.save(tmp_path)
+    loaded = CompressionPlan.load(tmp_path)
+    assert loaded == plan
+    coding = loaded.layers[2].value_coding
+    assert coding is not None
+    assert torch.equal(coding.prediction, plan.layers[2].value_coding.prediction)
+    moved = replace(coding, prediction=coding.prediction + 1)
+    layers = (*plan.layers[:2], replace(plan.layers[2], value_coding=moved))
+    assert replace(plan, layers=layers) != plan
+    assert replace(plan, layers=layers).basis_nbytes() == plan.basis_nbytes()
+
+
+def test_what_predicts_is_the_layers_that_hold_the_same_tokens() -> None:
+    """Of gemma3's layers some have windows: they hold other tokens."""
+    for family, below in (("llama", 2), ("gemma3", 2)):
+        plan = predicted_plan(family, below)
+        for index, layer in enumerate(plan.layers):
+            features = layer.key.grouping.heads * layer.key.head_dim
+            depth = min(below, plan.layers_below(index))
+            found = layer.key_coding.prediction
+            assert (0 if found is None else len(found)) == 2 * depth * features
+            assert len(layer.value_coding.prediction) == (2 * depth + 1) * features
+
+
+def test_what_does_not_go_together() -> None:
+    plan = predicted_plan("llama")
+    for changed in ({"recent": 4}, {"rotary": "post"}):
+        with pytest.raises(PlanError, match="predicted only where|no mean to take away"):
+            replace(plan, **changed)
+    first = replace(plan.layers[0], key_coding=plan.layers[1].key_coding)
+    with pytest.raises(PlanError, match="layer 0 key: 32 numbers predict, which are not whole"):
+        replace(plan, layers=(first, *plan.layers[1:]))
+    coding = plan.layers[1].key_coding
+    with pytest.raises(PlanError, match="predictions of latents are"):
+        replace(coding, prediction=coding.prediction[:, :-1])
+    with pytest.raises(PlanError, match="have a mean"):
+        replace(coding, mean=None)
+    with pytest.raises(PlanError, match="not known here"):
+        CodedBasis(plan.layers[1].key, coding).project(torch.randn(1, 2, 3, 8))
+    with pytest.raises(PlanError, match="cannot be tuned"):
+        tune(tiny_model("llama"), plan, tiny_tokens(), steps=1)
+    with pytest.raises(RankError, match="cannot be tuned: set below=None"):
+        BitRecipe(tuning_steps=1)
+    with pytest.raises(RankError, match="from -1 layers"):
+        BitRecipe(below=-1)
+    with pytest.raises(RankError, match=r"what predicts"):
+        replace(BitRecipe(), tuning_steps=3)
+    rotated = predicted_plan("llama", 2, rotary="post")
+    assert not rotated.predicted
