@@ -25,7 +25,7 @@ from manifoldkv.testing import (
     tiny_activations,
 )
 from manifoldkv.text import tokens as text_tokens
-from tests.test_report import assert_whole
+from tests.test_report import SECTIONS, assert_whole
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,7 +76,8 @@ def test_every_block_runs_or_says_why_not(folder, capsys, monkeypatch):
                 assert not ended.value.code, command
         ran.append(code.splitlines()[0])
     assert len(ran) >= 6
-    assert_whole((folder / "report.html").read_text(encoding="utf-8"))
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert_whole(page, [SECTIONS[0], "A text, before and after", *SECTIONS[1:]])
     assert CompressionPlan.load("quick-plan").ratio <= 0.5
 
 
