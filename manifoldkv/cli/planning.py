@@ -85,7 +85,7 @@ class Request:
         """Return the settings with the ratio that a budget in bytes comes to, if there is one."""
         if self.nbytes is None or self.context is None:
             return config
-        ratio = ratio_from_bytes(model, self.nbytes, context=self.context)
+        ratio = ratio_from_bytes(model, self.nbytes, context=self.context, recipe=config.recipe)
         return replace(config, ratio=ratio)
 
     def check(self) -> None:

@@ -44,13 +44,14 @@ class Drawing:
 
     def _add_sites(self, figure: Any, layers: pd.DataFrame, column: str, shown: str) -> None:
         """Add a line for keys and one for values."""
-        for site, colour in (("key", KEY_COLOUR), ("value", VALUE_COLOUR)):
+        # Two kinds of lines: where both sites have the same, both are seen.
+        for site, colour, dash in (("key", KEY_COLOUR, "solid"), ("value", VALUE_COLOUR, "dot")):
             figure.add_scatter(
                 x=layers["layer"],
                 y=layers[f"{site}{column}"],
                 name=f"{site}s",
                 mode="lines+markers",
-                line={"color": colour, "shape": "hvh"},
+                line={"color": colour, "shape": "hvh", "dash": dash},
                 hovertemplate=f"layer %{{x}}: {site} {shown}<extra></extra>",
             )
         figure.update_layout(hovermode="x")
