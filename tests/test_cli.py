@@ -276,7 +276,7 @@ def test_a_study_becomes_a_page(tmp_path: Path, capsys, monkeypatch) -> None:
 
 def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
-    ask = ("compress", MODEL, "--out", out, "--dry-run", *FEW)
+    ask = ("compress", MODEL, "--out", out, "--dry-run", *FEW, "--recipe", "low-rank")
     facts = json.loads(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["cache_bytes"] == facts["stock_bytes"] / 2 == 6 * 2 * 2 * 32 * 4 / 2
     assert set(facts["seconds"]) == {"capture", "bases", "ranks", "tuning"}
@@ -313,7 +313,7 @@ def test_a_plan_with_bits_for_values_alone_is_inspected(
 
 
 def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
-    ask = ("compress", MODEL, "--recipe", "bits", "--ratio", 0.2, "--out", tmp_path)
+    ask = ("compress", MODEL, "--ratio", 0.2, "--out", tmp_path)
     code, out, err = run(capsys, monkeypatch, *ask, *FEW)
     assert code == 0
     assert phases(err) == ["loading", "reading", "fitting", "bits"]
@@ -324,8 +324,8 @@ def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
         bits = [float(x) for x in line.split()[-2:]]
         assert bits == pytest.approx([*layer.mean_bits.values()], abs=0.01)
     for more, expected in (
-        (("--rank-multiple", 8), "recipe bits has no part --rank-multiple: of its own are --sinks"),
-        (("--ranks", "uniform"), "recipe bits has no part --ranks"),
+        (("--rank-multiple", 8), "recipe best has no part --rank-multiple: of its own are --sinks"),
+        (("--ranks", "uniform"), "recipe best has no part --ranks"),
         (("--bits", 4), "leave the quantisation out"),
     ):
         code, _, err = run(capsys, monkeypatch, *ask, "--force", *FEW, *more)
@@ -349,7 +349,7 @@ def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> Non
         (("inspect", "nowhere"), "cannot read nowhere/plan.safetensors"),
         (("compress", "./nowhere"), "no model at ./nowhere"),
         (("compress", MODEL, "--ratio", 2), "ratio 2 is not"),
-        (("compress", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: eigen"),
+        (("compress", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: best"),
         (("compress", MODEL, "--text", "./x.txt"), "cannot read text"),
         (("compress", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
         (("compress", MODEL, "--report", "r.pdf"), "r.pdf is no file that ends in .htm"),
@@ -471,13 +471,16 @@ class TestWhatIsInTheWay:
 def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("plotly")
     few = Optimal(candidates=(0.25, 0.5, 1.0), sequences=1)
-    monkeypatch.setitem(RECIPES, "best", replace(RECIPES["best"], ranks=few, tuning_steps=2))
+    recipe = replace(RECIPES["low-rank"], ranks=few, tuning_steps=2)
+    monkeypatch.setitem(RECIPES, "low-rank", recipe)
     ask = ("compress", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
-    more = ("--length", 32, "--report", tmp_path / "r.html")
+    more = ("--length", 32, "--recipe", "low-rank", "--report", tmp_path / "r.html")
     code, out, err = run(capsys, monkeypatch, *ask, *more)
     assert code == 0
-    expected = ["loading", "reading", "reading", "finding", "choosing", "tuning", "rounding"]
-    assert phases(err) == [*expected, *["measuring"] * 3, "continuing"]
+    estimated = ["reading", "rehearsing"]
+    found = ["reading", "finding", "choosing", "tuning", "rounding"]
+    measured = [*["measuring"] * 3, "continuing"]
+    assert phases(err) == ["loading", "reading", *estimated, *found, *measured]
     assert not re.search(r"\d\d:\d\d:\d\d", out)
 
 
@@ -504,7 +507,7 @@ class TestInterruption:
 
     def test_a_real_one(self, tmp_path: Path) -> None:
         work = tmp_path / "work"
-        ask = ("compress", MODEL, *FEW, "--work", str(work))
+        ask = ("compress", MODEL, "--recipe", "low-rank", *FEW, "--work", str(work))
         with subprocess.Popen(
             [*COMMAND, *ask, "--out", str(tmp_path / "plan")],
             stdout=subprocess.PIPE,

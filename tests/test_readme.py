@@ -16,7 +16,6 @@ from manifoldkv import (
     SOLVERS,
     CompressionPlan,
     HeadGrouping,
-    Optimal,
     compress,
     load_model,
 )
@@ -81,11 +80,6 @@ def folder(tmp_path, monkeypatch, quick_plan):
     monkeypatch.chdir(tmp_path)
     # Enough to run, not to be good.
     monkeypatch.setattr(text_tokens, "SEQUENCES", 2)
-    few = Optimal(candidates=(0.125, 0.25, 0.5, 1.0), sequences=1)
-    for name, recipe in RECIPES.items():
-        quick = {"ranks": few} if isinstance(getattr(recipe, "ranks", None), Optimal) else {}
-        steps = min(recipe.tuning_steps, 2)
-        monkeypatch.setitem(RECIPES, name, replace(recipe, tuning_steps=steps, **quick))
     monkeypatch.setattr(OBJECTIVES, "_classes", dict(OBJECTIVES._classes))
     monkeypatch.setattr(SOLVERS, "_classes", dict(SOLVERS._classes))
     monkeypatch.setattr(RANK_RULES, "_classes", dict(RANK_RULES._classes))

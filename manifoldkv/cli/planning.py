@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from transformers import PreTrainedModel
-
 from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
 from manifoldkv.cli.inputs import held_out_tokens, load
@@ -24,6 +22,7 @@ from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
@@ -131,8 +130,8 @@ def compress(
         held_out = held_out_tokens(
             GivenText(request.text, REPORT_SEQUENCES, request.length), model, tokenizer
         )
-    if request.executor == "local" and config.recipe != DEFAULT_RECIPE:
-        _warn_of_long_work(model, source, config)
+    if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
+        _warn_of_long_work(model, source, config, request.recipe)
     with _resumable(work):
         plan = find_plan(model, source, config, folder=work, executor=executor)
     plan.save(out)
@@ -173,14 +172,16 @@ def _check_report(report: Path) -> None:
     template("plan.html")  # raises if a library is absent
 
 
-def _warn_of_long_work(model: PreTrainedModel, text: TextSource, config: CompressionConfig) -> None:
+def _warn_of_long_work(
+    model: PreTrainedModel, text: TextSource, config: CompressionConfig, recipe: str
+) -> None:
     """Say before the work begins that another recipe is quicker, if it takes too long."""
     seconds = sum(estimate_run(model, text, config).seconds.values())
     if seconds > LONG_SECONDS:
         LOG.warning(
             "recipe %s takes about %s here if nothing of it is done yet, by an estimate; "
             "recipe %s is quicker",
-            config.recipe,
+            recipe,
             duration(seconds),
             DEFAULT_RECIPE,
         )
