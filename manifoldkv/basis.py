@@ -118,6 +118,8 @@ class Projection(Protocol):
 class Basis:
     """A low-rank basis for the keys or values of one layer.
 
+    Two bases are equal if all their elements are; `projector_distance` compares what they span.
+
     Parameters
     ----------
     down : Tensor
@@ -127,8 +129,6 @@ class Basis:
         oblique one ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Which heads use which of the bases.
-
-    Two bases are equal if all their elements are; `projector_distance` compares what they span.
     """
 
     down: Tensor

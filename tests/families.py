@@ -1,7 +1,8 @@
 """A tiny random model of every family, and activations of one of its layers.
 
-The table in the README lists them all: `FAMILIES`, which every part of the library is tested on,
-`MORE_FAMILIES`, which the whole road is tested on, and those that are `REFUSED`.
+The tables in the README and in docs/models.md list them all: `FAMILIES`, which every part of the
+library is tested on, `MORE_FAMILIES`, which the whole road is tested on, and those that are
+`REFUSED`.
 """
 
 from typing import Any

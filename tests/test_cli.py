@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def run(
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "plan"
-    arguments = ("--model", MODEL, "--recipe", "eigen-attention", "--out", str(folder), *FEW)
+    arguments = (MODEL, "--recipe", "eigen-attention", "--out", str(folder), *FEW)
     done = subprocess.run(
         [*COMMAND, "compress", *arguments], capture_output=True, text=True, check=False
     )
@@ -100,7 +101,7 @@ def test_the_plan_is_saved(plan: Path) -> None:
 
 
 def test_generate_writes_text(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("generate", "--model", MODEL, "--prompt", "Return the sum of", "--max-new-tokens", 5)
+    ask = ("generate", MODEL, "--prompt", "Return the sum of", "--max-new-tokens", 5)
     code, out, _ = run(capsys, monkeypatch, *ask, "--plan", plan)
     assert (code, out.startswith("Return the sum of")) == (0, True)
     code, out, _ = run(capsys, monkeypatch, *ask, "--plan", plan, "--json")
@@ -112,7 +113,7 @@ def test_generate_writes_text(plan: Path, capsys, monkeypatch) -> None:
 
 
 def test_drawn_text_depends_on_the_seed_alone(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("generate", "--model", MODEL, "--prompt", "Return", "--temperature", 1, "--plan", plan)
+    ask = ("generate", MODEL, "--prompt", "Return", "--temperature", 1, "--plan", plan)
     first, again, other = (
         run(capsys, monkeypatch, *ask, "--max-new-tokens", 12, "--seed", seed)[1]
         for seed in (1, 1, 2)
@@ -121,7 +122,7 @@ def test_drawn_text_depends_on_the_seed_alone(plan: Path, capsys, monkeypatch) -
 
 
 def test_evaluate_measures_both_caches(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("evaluate", "--model", MODEL, "--plan", plan, *FEW)
+    ask = ("evaluate", MODEL, "--plan", plan, *FEW)
     code, out, _ = run(capsys, monkeypatch, *ask, "--json")
     facts = json.loads(out)
     assert code == 0
@@ -132,7 +133,7 @@ def test_evaluate_measures_both_caches(plan: Path, capsys, monkeypatch) -> None:
 
 
 def test_one_sequence_has_no_standard_error(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 1, "--length", 32)
+    ask = ("evaluate", MODEL, "--plan", plan, "--sequences", 1, "--length", 32)
     facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["standard_error"] is None
     code, out, _ = run(capsys, monkeypatch, *ask)
@@ -142,7 +143,7 @@ def test_one_sequence_has_no_standard_error(plan: Path, capsys, monkeypatch) -> 
 
 
 def test_questions_are_asked_with_both_caches(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--tasks", "passkey,key-value")
+    ask = ("evaluate", MODEL, "--plan", plan, "--tasks", "passkey,key-value")
     few = ("--length", 100, "--items", 2)
     code, out, _ = run(capsys, monkeypatch, *ask, *few, "--json")
     assert code == 0
@@ -163,7 +164,7 @@ def test_questions_are_asked_with_both_caches(plan: Path, capsys, monkeypatch) -
 
 
 def test_questions_that_cannot_be_asked(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--tasks")
+    ask = ("evaluate", MODEL, "--plan", plan, "--tasks")
     for arguments, message in (
         (("nothing",), "unknown task 'nothing'; known: passkey"),
         (("passkey", "--length", 2000), "longer than the 1,024 positions"),
@@ -187,17 +188,17 @@ def strict_json(text: str) -> dict:
 def test_no_number_that_json_does_not_have(plan: Path, capsys, monkeypatch) -> None:
     broken = Comparison(Perplexity((math.nan, 1.0), 2), Perplexity((math.inf, 800.0), 2))
     monkeypatch.setattr(measuring, "compare", lambda *given: broken)
-    ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 2, "--length", 32)
+    ask = ("evaluate", MODEL, "--plan", plan, "--sequences", 2, "--length", 32)
     facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["uncompressed_perplexity"] is facts["compressed_perplexity"] is None
     assert facts["ratio"] == 0.5
 
 
 def test_inspect_needs_no_model(plan: Path, capsys, monkeypatch) -> None:
-    code, out, _ = run(capsys, monkeypatch, "inspect", "--plan", plan)
+    code, out, _ = run(capsys, monkeypatch, "inspect", plan)
     assert code == 0
     assert "ratio 0.5 at 64 tokens, 768 bytes per further token in bfloat16" in out
-    facts = json.loads(run(capsys, monkeypatch, "inspect", "--plan", plan, "--json")[1])
+    facts = json.loads(run(capsys, monkeypatch, "inspect", plan, "--json")[1])
     assert [(x["key_rank"], x["value_rank"]) for x in facts["layers"]] == [(16, 16)] * 6
 
 
@@ -210,13 +211,13 @@ def test_inspect_tells_tokens_that_are_kept(
         (7, 4, "        the newest 7 tokens as they are, the first 4 tokens as they are, keys"),
     ):
         replace(CompressionPlan.load(plan), recent=recent, sinks=sinks).save(tmp_path)
-        assert said in run(capsys, monkeypatch, "inspect", "--plan", tmp_path)[1]
-        facts = json.loads(run(capsys, monkeypatch, "inspect", "--plan", tmp_path, "--json")[1])
+        assert said in run(capsys, monkeypatch, "inspect", tmp_path)[1]
+        facts = json.loads(run(capsys, monkeypatch, "inspect", tmp_path, "--json")[1])
         assert (facts["recent"], facts["sinks"]) == (recent, sinks)
 
 
 def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("bench", "--model", MODEL, "--plan", plan, "--tokens", 40, "--new-tokens", 2)
+    ask = ("bench", MODEL, "--plan", plan, "--tokens", 40, "--new-tokens", 2)
     code, out, _ = run(capsys, monkeypatch, *ask, "--rounds", 1, "--json")
     facts = json.loads(out)
     assert code == 0
@@ -227,7 +228,7 @@ def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
 def test_defaults_fit_a_model_of_few_positions(
     plan: Path, short_model: str, capsys, monkeypatch
 ) -> None:
-    known = ("--model", short_model, "--plan", plan)
+    known = (short_model, "--plan", plan)
     few = ("--new-tokens", 2, "--rounds", 1, "--json")
     code, out, err = run(capsys, monkeypatch, "bench", *known, *few)
     assert (code, json.loads(out)["tokens"]) == (0, 510), err
@@ -246,7 +247,7 @@ def test_defaults_fit_a_model_of_few_positions(
 
 
 def test_diagnose_has_a_row_per_layer(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("diagnose", "--model", MODEL, "--plan", plan, *FEW)
+    ask = ("diagnose", MODEL, "--plan", plan, *FEW)
     rows = json.loads(run(capsys, monkeypatch, *ask, "--json")[1])["layers"]
     assert [row["layer"] for row in rows] == list(range(6))
     assert all(0 < row["layer_output_error"] < 1 for row in rows)
@@ -266,18 +267,16 @@ def test_what_is_registered_is_listed(command: str, names: list, capsys, monkeyp
 def test_a_study_becomes_a_page(tmp_path: Path, capsys, monkeypatch) -> None:
     pytest.importorskip("plotly")
     study = Path(MODEL).parents[2] / "figures" / "scale"
-    code, out, _ = run(
-        capsys, monkeypatch, "report", "--study", study, "--out", tmp_path / "r.html"
-    )
+    code, out, _ = run(capsys, monkeypatch, "report", study, "--out", tmp_path / "r.html")
     assert (code, out.strip()) == (0, f"report: {tmp_path / 'r.html'}")
-    code, _, err = run(capsys, monkeypatch, "report", "--study", tmp_path, "--out", "r.html")
+    code, _, err = run(capsys, monkeypatch, "report", tmp_path, "--out", "r.html")
     assert code == 2
     assert "is no folder of a study" in err
 
 
 def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
-    ask = ("compress", "--model", MODEL, "--out", out, "--dry-run", *FEW, "--recipe", "low-rank")
+    ask = ("compress", MODEL, "--out", out, "--dry-run", *FEW, "--recipe", "low-rank")
     facts = json.loads(run(capsys, monkeypatch, *ask, "--json")[1])
     assert facts["cache_bytes"] == facts["stock_bytes"] / 2 == 6 * 2 * 2 * 32 * 4 / 2
     assert set(facts["seconds"]) == {"capture", "bases", "ranks", "tuning"}
@@ -288,7 +287,7 @@ def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
 
 def test_ranks_are_multiples_where_that_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
-    arguments = ("--model", MODEL, "--recipe", "eigen-attention", "--ranks", "sequential", *FEW)
+    arguments = (MODEL, "--recipe", "eigen-attention", "--ranks", "sequential", *FEW)
     asked = ("--ratio", "0.6", "--rank-multiple", "8", "--context", "300", "--out", str(out))
     assert run(capsys, monkeypatch, "compress", *arguments, *asked)[0] == 0
     plan = CompressionPlan.load(out)
@@ -304,7 +303,7 @@ def test_a_plan_with_bits_for_values_alone_is_inspected(
     plan = bits_plan(model, tiny_tokens(), ratio=0.5, sinks=0, norms=False)
     layers = [replace(layer, key_coding=None) for layer in plan.layers]
     replace(plan, layers=(layers[0], *plan.layers[1:])).save(tmp_path)
-    code, out, _ = run(capsys, monkeypatch, "inspect", "--plan", tmp_path)
+    code, out, _ = run(capsys, monkeypatch, "inspect", tmp_path)
     assert code == 0
     (first,) = re.findall(r"^ +0 .*", out, re.MULTILINE)
     assert first.split()[-2:] == [
@@ -314,7 +313,7 @@ def test_a_plan_with_bits_for_values_alone_is_inspected(
 
 
 def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
-    ask = ("compress", "--model", MODEL, "--ratio", 0.2, "--out", tmp_path)
+    ask = ("compress", MODEL, "--ratio", 0.2, "--out", tmp_path)
     code, out, err = run(capsys, monkeypatch, *ask, *FEW)
     assert code == 0
     assert phases(err) == ["loading", "reading", "fitting", "bits"]
@@ -325,8 +324,8 @@ def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
         bits = [float(x) for x in line.split()[-2:]]
         assert bits == pytest.approx([*layer.mean_bits.values()], abs=0.01)
     for more, expected in (
-        (("--rank-multiple", 8), "--rank-multiple is for recipes that choose ranks"),
-        (("--ranks", "uniform"), "leave the rank rule out"),
+        (("--rank-multiple", 8), "recipe best has no part --rank-multiple: of its own are --sinks"),
+        (("--ranks", "uniform"), "recipe best has no part --ranks"),
         (("--bits", 4), "leave the quantisation out"),
     ):
         code, _, err = run(capsys, monkeypatch, *ask, "--force", *FEW, *more)
@@ -335,7 +334,7 @@ def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
 
 
 def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> None:
-    ask = ("compress", "--model", MODEL, "--recipe", "eigen-attention", *FEW)
+    ask = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
     ask = (*ask, "--work", tmp_path / "work", "--bits", 4, "--threads", torch.get_num_threads())
     for name in ("first", "second"):
         assert run(capsys, monkeypatch, *ask, "--out", tmp_path / name)[0] == 0
@@ -347,36 +346,36 @@ def test_work_is_kept_and_used_again(tmp_path: Path, capsys, monkeypatch) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("inspect", "--plan", "nowhere"), "cannot read nowhere/plan.safetensors"),
-        (("compress", "--model", "./nowhere"), "no model at ./nowhere"),
-        (("compress", "--model", MODEL, "--ratio", 2), "ratio 2 is not"),
-        (("compress", "--model", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: best"),
-        (("compress", "--model", MODEL, "--text", "./x.txt"), "cannot read text"),
-        (("compress", "--model", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
-        (("compress", "--model", MODEL, "--report", "r.pdf"), "r.pdf is no file that ends in .htm"),
-        (("compress", "--model", MODEL, "--threads", 100_000), "cannot compute on 100000 threads"),
-        (("compress", "--model", MODEL, "--threads", 0), "cannot compute on 0 threads"),
-        (("compress", "--model", MODEL, "--seed", 10**20), f"seed {10**20} is not an integer"),
-        (("compress", "--model", MODEL, "--seed", -(10**20)), f"seed {-(10**20)} is not an int"),
-        (("compress", "--model", MODEL, "--length", 100_000), "100,000 tokens are longer than the"),
-        (("compress", "--model", MODEL, "--device", "meta"), "cannot use device 'meta'"),
-        (("compress", "--model", MODEL, "--device", "cuda:99"), "cannot use device 'cuda:99'"),
-        (("compress", "--model", MODEL, "--text", ""), "the name of the text is empty"),
-        (("compress", "--model", ""), "the name of the model is empty"),
-        (("compress", "--model", MODEL, "--out", ""), "'--out': the name is empty"),
-        (("compress", "--model", MODEL, "--work", ""), "'--work': the name is empty"),
-        (("compress", "--model", MODEL, "--report", ""), "'--report': the name is empty"),
-        (("inspect", "--plan", ""), "'--plan': the name is empty"),
-        (("report", "--study", ""), "'--study': the name is empty"),
-        (("generate", "--model", MODEL, "--prompt", ""), "the prompt has no token"),
-        (("generate", "--model", MODEL, "--prompt", "a" * 9000), "are longer than the 1,024 posit"),
+        (("inspect", "nowhere"), "cannot read nowhere/plan.safetensors"),
+        (("compress", "./nowhere"), "no model at ./nowhere"),
+        (("compress", MODEL, "--ratio", 2), "ratio 2 is not"),
+        (("compress", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: best"),
+        (("compress", MODEL, "--text", "./x.txt"), "cannot read text"),
+        (("compress", MODEL, "--bits", 5), "latents of 5 bits are not supported"),
+        (("compress", MODEL, "--report", "r.pdf"), "r.pdf is no file that ends in .htm"),
+        (("compress", MODEL, "--threads", 100_000), "cannot compute on 100000 threads"),
+        (("compress", MODEL, "--threads", 0), "cannot compute on 0 threads"),
+        (("compress", MODEL, "--seed", 10**20), f"seed {10**20} is not an integer"),
+        (("compress", MODEL, "--seed", -(10**20)), f"seed {-(10**20)} is not an int"),
+        (("compress", MODEL, "--length", 100_000), "100,000 tokens are longer than the"),
+        (("compress", MODEL, "--device", "meta"), "cannot use device 'meta'"),
+        (("compress", MODEL, "--device", "cuda:99"), "cannot use device 'cuda:99'"),
+        (("compress", MODEL, "--text", ""), "the name of the text is empty"),
+        (("compress", ""), "the name of the model is empty"),
+        (("compress", MODEL, "--out", ""), "'--out': the name is empty"),
+        (("compress", MODEL, "--work", ""), "'--work': the name is empty"),
+        (("compress", MODEL, "--report", ""), "'--report': the name is empty"),
+        (("inspect", ""), "'PLAN': the name is empty"),
+        (("report", ""), "'STUDY': the name is empty"),
+        (("generate", MODEL, "--prompt", ""), "the prompt has no token"),
+        (("generate", MODEL, "--prompt", "a" * 9000), "are longer than the 1,024 posit"),
         (
-            ("generate", "--model", MODEL, "--prompt", "Return", "--max-new-tokens", 1024),
+            ("generate", MODEL, "--prompt", "Return", "--max-new-tokens", 1024),
             "1024 new tokens after a prompt of 1 are more than the 1024 positions",
         ),
-        (("generate", "--model", MODEL, "--prompt", "a", "--seed", 10**20), f"seed {10**20} is no"),
-        (("compress", "--model", MODEL, "--rotary", "mid"), "'pre', 'post'"),
-        (("compress", "--model", MODEL, "--ray-address", "auto"), "goes with --executor ray"),
+        (("generate", MODEL, "--prompt", "a", "--seed", 10**20), f"seed {10**20} is no"),
+        (("compress", MODEL, "--rotary", "mid"), "'pre', 'post'"),
+        (("compress", MODEL, "--ray-address", "auto"), "goes with --executor ray"),
     ],
 )
 def test_errors_are_one_line_and_code_2(
@@ -403,14 +402,14 @@ def test_errors_are_one_line_and_code_2(
 def test_measuring_the_impossible_is_refused(
     command: str, option: tuple, said: str, plan: Path, capsys, monkeypatch
 ) -> None:
-    ask = (command, "--model", MODEL, "--plan", plan, "--sequences", 1)
+    ask = (command, MODEL, "--plan", plan, "--sequences", 1)
     code, out, err = run(capsys, monkeypatch, *ask, *option)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
 
 
 def test_the_coldest_text_is_the_likeliest(plan: Path, capsys, monkeypatch) -> None:
-    ask = ("generate", "--model", MODEL, "--prompt", "Return", "--plan", plan)
+    ask = ("generate", MODEL, "--prompt", "Return", "--plan", plan)
     ask = (*ask, "--max-new-tokens", 4, "--temperature")
     found = {run(capsys, monkeypatch, *ask, degree)[:2] for degree in (0, 1e-300)}
     assert len(found) == 1
@@ -418,7 +417,7 @@ def test_the_coldest_text_is_the_likeliest(plan: Path, capsys, monkeypatch) -> N
 
 
 class TestWhatIsInTheWay:
-    ASK = ("compress", "--model", MODEL, "--recipe", "eigen-attention", *FEW)
+    ASK = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
 
     def test_a_plan_is_not_overwritten_before_anything_is_loaded(
         self, plan: Path, tmp_path: Path, capsys, monkeypatch
@@ -463,7 +462,7 @@ class TestWhatIsInTheWay:
         (tmp_path / "t.txt").write_text("one two three four\n" * 300)
         monkeypatch.setattr(planning, "find_plan", None)
         report = ("--report", tmp_path / "r.html", "--text", tmp_path / "t.txt")
-        ask = ("compress", "--model", MODEL, "--sequences", 4, "--length", 200, *report)
+        ask = ("compress", MODEL, "--sequences", 4, "--length", 200, *report)
         code, _, err = run(capsys, monkeypatch, *ask, "--out", tmp_path / "plan")
         assert code == 2
         assert "too few for 8 sequences of 200" in err
@@ -474,13 +473,13 @@ def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
     few = Optimal(candidates=(0.25, 0.5, 1.0), sequences=1)
     recipe = replace(RECIPES["low-rank"], ranks=few, tuning_steps=2)
     monkeypatch.setitem(RECIPES, "low-rank", recipe)
-    ask = ("compress", "--model", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
+    ask = ("compress", MODEL, "--out", tmp_path, "--bits", 4, "--sequences", 2)
     more = ("--length", 32, "--recipe", "low-rank", "--report", tmp_path / "r.html")
     code, out, err = run(capsys, monkeypatch, *ask, *more)
     assert code == 0
     estimated = ["reading", "rehearsing"]
     found = ["reading", "finding", "choosing", "tuning", "rounding"]
-    measured = ["measuring"] * 3
+    measured = [*["measuring"] * 3, "continuing"]
     assert phases(err) == ["loading", "reading", *estimated, *found, *measured]
     assert not re.search(r"\d\d:\d\d:\d\d", out)
 
@@ -493,12 +492,12 @@ class TestInterruption:
     def test_it_is_said_wherever_it_comes(self, plan: Path, capsys, monkeypatch) -> None:
         monkeypatch.setattr(inputs, "load_model", self.interrupt)
         for command in ("evaluate", "bench", "diagnose"):
-            found = run(capsys, monkeypatch, command, "--model", MODEL, "--plan", plan)
+            found = run(capsys, monkeypatch, command, MODEL, "--plan", plan)
             assert found == (130, "", "manifoldkv: interrupted\n")
 
     def test_what_is_left_is_said(self, tmp_path: Path, capsys, monkeypatch) -> None:
         monkeypatch.setattr(planning, "find_plan", self.interrupt)
-        ask = ("compress", "--model", MODEL, "--out", tmp_path / "plan")
+        ask = ("compress", MODEL, "--out", tmp_path / "plan")
         code, out, err = run(capsys, monkeypatch, *ask)
         assert (code, out) == (130, "")
         assert err.endswith("nothing is saved; with --work FOLDER a run goes on where it was\n")
@@ -508,7 +507,7 @@ class TestInterruption:
 
     def test_a_real_one(self, tmp_path: Path) -> None:
         work = tmp_path / "work"
-        ask = ("compress", "--model", MODEL, "--recipe", "low-rank", *FEW, "--work", str(work))
+        ask = ("compress", MODEL, "--recipe", "low-rank", *FEW, "--work", str(work))
         with subprocess.Popen(
             [*COMMAND, *ask, "--out", str(tmp_path / "plan")],
             stdout=subprocess.PIPE,
@@ -562,12 +561,12 @@ class TestStandardOutput:
         ("nowhere", "kind"), [("full", "full"), ("unread", "unread")], indirect=["nowhere"]
     )
     @pytest.mark.parametrize(
-        "ask", [("--help",), ("compress", "--help"), ("recipes", "--json"), ("inspect", "--plan")]
+        "ask", [("--help",), ("compress", "--help"), ("recipes", "--json"), ("inspect",)]
     )
     def test_of_every_command(
         self, ask: tuple, nowhere: int, kind: str, plan: Path, capsys, monkeypatch
     ) -> None:
-        ask = (*ask, plan) if "--plan" in ask else ask
+        ask = (*ask, plan) if "inspect" in ask else ask
         with monkeypatch.context() as patch, open(nowhere, "w", closefd=False) as stream:
             patch.setattr(sys, "stdout", stream)
             code, _, err = run(capsys, patch, *ask)
@@ -578,20 +577,20 @@ class TestStandardOutput:
         with monkeypatch.context() as patch:
             for name in ("stdout", "__stdout__"):
                 patch.setattr(sys, name, None)
-            code, _, err = run(capsys, patch, "inspect", "--plan", plan)
+            code, _, err = run(capsys, patch, "inspect", plan)
         said = "manifoldkv: standard output is closed: there is nowhere to print results\n"
         assert (code, err) == (2, said)
 
     def test_an_encoding_without_the_characters(self, plan: Path, capsys, monkeypatch) -> None:
         with open(os.devnull, "w", encoding="ascii") as stream:
             monkeypatch.setattr(sys, "stdout", stream)
-            ask = ("evaluate", "--model", MODEL, "--plan", plan, "--sequences", 2, "--length", 8)
+            ask = ("evaluate", MODEL, "--plan", plan, "--sequences", 2, "--length", 8)
             assert run(capsys, monkeypatch, *ask)[0] == 0  # writes ×
 
     def test_standard_error_may_be_closed(self, plan: Path, capsys, monkeypatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", None)
-            patch.setattr(sys, "argv", ["manifoldkv", "inspect", "--plan", "nowhere"])
+            patch.setattr(sys, "argv", ["manifoldkv", "inspect", "nowhere"])
             with pytest.raises(SystemExit) as ended:
                 main()
         assert ended.value.code == 2
@@ -607,27 +606,32 @@ class TestHelp:
     """
 
     @staticmethod
-    def said(command: str, option: str) -> str:
-        (found,) = [p.help for p in COMMANDS[command].params if p.name == option]
+    def option(command: str, name: str) -> Any:
+        (found,) = [p for p in COMMANDS[command].params if p.name == name]
         return found
 
-    @pytest.mark.parametrize("command", ["compress", "evaluate", "diagnose"])
+    def said(self, command: str, name: str) -> str:
+        return self.option(command, name).help
+
+    def default(self, command: str, name: str) -> str:
+        return self.option(command, name).show_default
+
+    @pytest.mark.parametrize("command", ["compress", "evaluate", "compare", "diagnose"])
     def test_the_text(self, command: str) -> None:
-        assert f"({LENGTH}, or all the model takes)" in self.said(command, "length")
-        said = self.said(command, "text").removeprefix("Text: ").removesuffix(".")
+        assert self.default(command, "length") == f"{LENGTH}, or all the model takes"
+        said = self.said(command, "text").removeprefix("The text is read from ").removesuffix(".")
         assert sources.HELP.startswith(said)
-        assert "'docstrings'" in said
-        (default,) = [p.default for p in COMMANDS[command].params if p.name == "text"]
-        assert f"'{default}'" in said
+        assert f"'{self.option(command, 'text').default}'" in said
 
     def test_windows_and_bits(self) -> None:
-        assert f"({SEQUENCES})" in self.said("compress", "sequences")
+        assert self.default("compress", "sequences") == str(SEQUENCES)
         bits = re.findall(r"\d+", self.said("compress", "bits"))
         assert sorted(map(int, bits)) == sorted(BITS)
 
     def test_tokens(self) -> None:
-        assert f"({PROMPT}, or what the model takes)" in self.said("bench", "tokens")
-        assert f"({NEW_TOKENS}, or all the model takes)" in self.said("generate", "max_new_tokens")
+        assert self.default("bench", "tokens") == f"{PROMPT}, or what the model takes"
+        said = self.default("generate", "max_new_tokens")
+        assert said == f"{NEW_TOKENS}, or all the model takes"
 
     def test_tasks(self) -> None:
         said = self.said("evaluate", "tasks")
@@ -635,14 +639,14 @@ class TestHelp:
         assert f"({TASK_LENGTH}, or half of what the model takes)" in said
 
     def test_rank_rules(self) -> None:
-        said = self.said("compress", "ranks").partition("recipe says: ")[2]
-        assert set(said.partition(", or a rule")[0].split(", ")) == set(RANK_RULES.names())
+        said = self.said("compress", "ranks").partition("by this rule: ")[2]
+        assert set(said.partition(", or one")[0].split(", ")) == set(RANK_RULES.names())
 
     def test_defaults_of_a_run(self) -> None:
         config, given = CompressionConfig(), {p.name: p for p in COMMANDS["compress"].params}
         assert given["recipe"].default == DEFAULT_RECIPE == config.recipe
-        shared = ("ratio", "rotary", "seed", "ranks", "sequences", "length", "context")
-        for name in shared:
+        assert given["ratio"].show_default == f"{config.ratio:g}"
+        for name in ("rotary", "seed", "sequences", "length", "context"):
             assert given[name].default == getattr(config, name), name
         assert get_args(get_type_hints(compress)["rotary"]) == get_args(Rotary)
 
@@ -655,11 +659,206 @@ class TestHelp:
     def test_dtypes(self) -> None:
         assert {type(getattr(torch, name)) for name in get_args(Dtype)} == {torch.dtype}
 
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_default_is_shown_and_every_help_is_a_sentence(
+        self, command: str, capsys, monkeypatch
+    ) -> None:
+        """What takes a value is required or tells its default; the others are off."""
+        code, out, _ = run(capsys, monkeypatch, command, "-h")
+        assert code == 0
+        takes_value = [p for p in COMMANDS[command].params if not getattr(p, "is_flag", False)]
+        shown = out.count("[required") + out.count("[default:")
+        two_ways = [p for p in COMMANDS[command].params if p.secondary_opts]
+        assert shown == len(takes_value) + len(two_ways)
+        for parameter in COMMANDS[command].params:
+            assert re.fullmatch(r"[A-Z].* .*[.)]", parameter.help), parameter.name
+
+
+HEAVY = {"torch", "transformers", "numpy", "pandas", "datasets", "geoopt", "matplotlib", "scipy"}
+
+
+@pytest.mark.parametrize("ask", [("--help",), ("--version",), ("compress", "-h"), ("evaluate",)])
+def test_help_and_version_import_nothing_heavy(ask: tuple) -> None:
+    """They take tenths of a second for that, not seconds."""
+    program = (
+        "import atexit, sys; from manifoldkv.cli import main; "
+        f"atexit.register(lambda: print(sorted({HEAVY!r} & set(sys.modules)))); main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *ask], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done
+
+
+def test_the_version_is_that_of_the_package(capsys, monkeypatch) -> None:
+    assert run(capsys, monkeypatch, "--version") == (0, f"manifoldkv {version('manifoldkv')}\n", "")
+
 
 def test_help_names_every_command(capsys, monkeypatch) -> None:
     code, out, _ = run(capsys, monkeypatch, "--help")
     assert code == 0
-    commands = "compress generate evaluate inspect bench diagnose report objectives solvers recipes"
+    assert run(capsys, monkeypatch, "-h")[1] == out
+    commands = (
+        "compress generate evaluate compare inspect bench diagnose report objectives solvers "
+        "recipes"
+    )
     assert list(COMMANDS) == commands.split()
     assert all(f"  {command} " in out for command in COMMANDS)
     assert "Exit codes: 0" in out
+    assert "..." not in out.replace("[ARGS]...", "")  # every line of a command is whole
+
+
+class TestBudget:
+    """A size in bytes, and the parts of a recipe."""
+
+    ASK = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
+
+    def test_bytes_of_a_context(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        ask = (*self.ASK, "--bytes", "60KiB", "--context", "0.125k", "--out", tmp_path)
+        assert run(capsys, monkeypatch, *ask)[0] == 0
+        plan = CompressionPlan.load(tmp_path)
+        assert plan.provenance.context == 128
+        assert plan.provenance.requested_ratio == 60 * 1024 / (128 * 6 * 2 * 2 * 32 * 4)
+        taken = plan.nbytes(128, dtype=torch.float32)
+        assert 0.9 * 60 * 1024 < taken <= 60 * 1024
+        facts = json.loads(run(capsys, monkeypatch, *ask, "--dry-run", "--json")[1])
+        assert facts["cache_bytes"] == 60 * 1024 / 128
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (("--bytes", "1GiB"), "say with --context how many tokens it has"),
+            (("--bytes", "1GiB", "--ratio", 0.5, "--context", 64), "give one"),
+            (("--bytes", "1XB", "--context", 64), "'1XB' is no number of bytes: write 1GiB"),
+            (("--bytes", "0", "--context", 64), "'0' is no number of bytes"),
+            (("--context", "many"), "'many' is no number of tokens: write 4000 or 32k"),
+            (("--sinks", 4), "recipe eigen-attention has no part --sinks: of its own are --obj"),
+            (("--objective", "x"), "unknown objective 'x'; known: "),
+            (("--solver", "x"), "unknown solver 'x'; known: "),
+            (("--key-grouping", "x"), "unknown head grouping 'x'; known: shared, all"),
+            (("--recent-share", 1), "share in [0, 1) of the cache, not 1"),
+        ],
+    )
+    def test_what_cannot_be_is_refused_before_anything_is_loaded(
+        self, more: tuple, said: str, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(inputs, "load_model", None)
+        code, out, err = run(capsys, monkeypatch, *self.ASK, "--out", tmp_path / "p", *more)
+        assert (code, out) == (2, "")
+        assert said in err
+
+    def test_parts_of_a_recipe(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        parts = ("--objective", "kq-svd", "--key-grouping", "all", "--value-grouping", 2)
+        more = ("--ranks", "optimal", "--rank-multiple", 8, "--recent-share", 0.25)
+        ask = (*self.ASK, *parts, *more, "--tuning-steps", 1, "--out", tmp_path)
+        assert run(capsys, monkeypatch, *ask)[0] == 0
+        said = CompressionPlan.load(tmp_path).provenance.recipe
+        assert (said["objective"]["name"], said["solver"]["name"]) == ("kq-svd", "closed-form")
+        assert (said["key_grouping"], said["value_grouping"]) == ("all", 2)
+        assert (said["ranks"]["name"], said["ranks"]["multiple"]) == ("optimal", 8)
+        assert (said["recent_share"], said["tuning_steps"]) == (0.25, 1)
+
+
+class TestChat:
+    @pytest.fixture
+    def chat_model(self, tmp_path: Path) -> Path:
+        """The reference model with a chat template that is easily known again."""
+        for path in Path(MODEL).iterdir():
+            (tmp_path / path.name).symlink_to(path)
+        (tmp_path / "chat_template.jinja").write_text(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<answer>{% endif %}"
+        )
+        return tmp_path
+
+    def test_the_answer_alone_is_printed(
+        self, chat_model: Path, plan: Path, capsys, monkeypatch
+    ) -> None:
+        asked = ("--prompt", "What is it?", "--max-new-tokens", 6)
+        for more in ((), ("--plan", plan)):
+            code, out, err = run(
+                capsys, monkeypatch, "generate", chat_model, "--chat", *asked, *more
+            )
+            assert code == 0, err
+            begun = ("--prompt", "<user>What is it?<answer>", *asked[2:])
+            whole = run(capsys, monkeypatch, "generate", MODEL, *begun, *more)[1]
+            assert whole == f"<user>What is it?<answer>{out}"
+
+    def test_a_model_without_a_template(self, capsys, monkeypatch) -> None:
+        ask = ("generate", MODEL, "--prompt", "What is it?", "--chat")
+        code, out, err = run(capsys, monkeypatch, *ask)
+        assert (code, out) == (2, "")
+        assert "has no chat template: leave --chat out" in err
+
+    def test_top_p(self, capsys, monkeypatch) -> None:
+        """Among the likeliest that have no probability together, there is one."""
+        ask = ("generate", MODEL, "--prompt", "Return", "--max-new-tokens", 8)
+        likeliest = run(capsys, monkeypatch, *ask)[:2]
+        drawn = (*ask, "--temperature", 1, "--seed", 1)
+        assert run(capsys, monkeypatch, *drawn, "--top-p", 1e-6)[:2] == likeliest
+        assert run(capsys, monkeypatch, *drawn)[1] != likeliest[1]
+        for top_p, said in ((0.9, "give a --temperature above 0 too"), (2, "is not in (0, 1]")):
+            code, _, err = run(capsys, monkeypatch, *ask, "--top-p", top_p)
+            assert (code, said in err) == (2, True)
+
+
+class TestCompare:
+    def test_two_plans_side_by_side(self, plan: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+        few = ("--recipe", "eigen-attention", *FEW, "--ratio", 0.25, "--out", tmp_path / "less")
+        assert run(capsys, monkeypatch, "compress", MODEL, *few)[0] == 0
+        ask = ("compare", MODEL, plan, tmp_path / "less", *FEW, "--max-new-tokens", 5)
+        facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
+        for folder, found in zip((plan, tmp_path / "less"), facts["plans"], strict=True):
+            measured = run(capsys, monkeypatch, "evaluate", MODEL, "--plan", folder, *FEW, "--json")
+            known = json.loads(measured[1])
+            assert found["plan"] == str(folder)
+            assert found["added_nll"] == known["added_nll"]
+            assert found["cache_bytes"] == known["cache_bytes"]
+            assert facts["uncompressed_perplexity"] == known["uncompressed_perplexity"]
+        half, quarter = facts["plans"]
+        assert 0 < half["added_nll"] < quarter["added_nll"]
+        assert (half["ratio"], quarter["ratio"]) == (0.5, 0.25)
+        code, out, _ = run(capsys, monkeypatch, *ask)
+        assert code == 0
+        assert f"{half['added_nll']:.4f} ± {half['standard_error']:.4f}" in out
+        assert "as the uncompressed model goes on:" in out
+
+    def test_texts_are_those_of_each_cache(self, plan: Path, capsys, monkeypatch) -> None:
+        begun, few = ("--prompt", "Return the sum of"), ("--max-new-tokens", 5)
+        ask = ("compare", MODEL, plan, plan, "--sequences", 1, "--length", 16, *begun, *few)
+        facts = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])
+        for more, found in (
+            ((), facts["uncompressed_text"]),
+            (("--plan", plan), facts["plans"][1]["text"]),
+        ):
+            whole = run(capsys, monkeypatch, "generate", MODEL, *begun, *few, *more)[1]
+            assert whole == f"{facts['prompt']}{found}\n"
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (("--prompt", ""), "the prompt has no token"),
+            (("--prompt", "a", "--max-new-tokens", 1024), "more than the 1024 positions"),
+            (("--max-new-tokens", 1024), "leave no room for a prompt"),
+        ],
+    )
+    def test_what_cannot_go_on(
+        self, more: tuple, said: str, plan: Path, capsys, monkeypatch
+    ) -> None:
+        ask = ("compare", MODEL, plan, plan, "--sequences", 1, "--length", 16)
+        code, out, err = run(capsys, monkeypatch, *ask, *more)
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_auto_is_a_device_that_is_there(plan: Path, capsys, monkeypatch) -> None:
+    ask = ("bench", MODEL, "--plan", plan, "--tokens", 8, "--new-tokens", 1, "--rounds", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(capsys, monkeypatch, *ask, "--device", "auto")[0] == 0
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        inputs, "load_model", lambda *name, device, **others: asked.append(device) or sys.exit(7)
+    )
+    assert run(capsys, monkeypatch, *ask, "--device", "auto")[0] == 7
+    assert asked == ["cuda"]

@@ -1,4 +1,4 @@
-"""Which models work: the table in the README, row by row."""
+"""Which models work: the tables in the README and in docs/models.md, row by row."""
 
 import re
 from collections.abc import Callable
@@ -21,8 +21,10 @@ from manifoldkv.models.support import attention_of, decoder_layers, sliding_wind
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("## Which models work")[2].partition("\n## ")[0]
+SECTION += (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (?P<said>.*`(?P<name>.+?)`.*) \| (?P<what>.+) \| `(?P<test>.+)` \|$", re.M)
 ROWS = {row["name"]: row for row in ROW.finditer(SECTION)}
 WORKING = FAMILIES | MORE_FAMILIES
@@ -65,6 +67,9 @@ class TestTable:
     def test_every_family_has_a_row(self) -> None:
         assert set(ROWS) == WORKING.keys() | REFUSED.keys()
         assert len(ROW.findall(SECTION)) == len(ROWS)
+
+    def test_the_readme_counts_them(self) -> None:
+        assert f"[{len(WORKING)} families of transformers decoders]" in README
 
     def test_every_row_names_its_test(self) -> None:
         for name, row in ROWS.items():

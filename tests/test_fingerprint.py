@@ -141,7 +141,7 @@ def test_the_command_asks_and_can_be_overruled(
     changed(model, lambda name: "mlp" not in name, 0.02).save_pretrained(tmp_path / "tuned")
     tokenizer.save_pretrained(tmp_path / "tuned")
     ask = ["generate", "--prompt", "Return", "--max-new-tokens", "2", "--json"]
-    ask += ["--model", str(tmp_path / "tuned"), "--plan", str(tmp_path / "plan")]
+    ask += [str(tmp_path / "tuned"), "--plan", str(tmp_path / "plan")]
     for more, code in (([], 2), (["--other-weights"], 0)):
         monkeypatch.setattr(sys, "argv", ["manifoldkv", *ask, *more])
         with pytest.raises(SystemExit) as ended:

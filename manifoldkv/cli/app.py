@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,104 +20,254 @@ from manifoldkv.cli.options import (
     GivenText,
     JsonOption,
     LengthOption,
-    ModelOption,
+    ModelArgument,
     OffloadOption,
     OtherWeightsOption,
     PlanOption,
+    Sampling,
     SequencesOption,
     TextOption,
 )
+from manifoldkv.cli.quantities import parse_bytes, parse_tokens
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="""Low-rank bases for the key-value cache of language models.
-
-A model, some text and a ratio make a plan; the plan makes the model run on the smaller cache.
-
-Results are printed on standard output when all is done (with --json as one JSON object), a line
-for each phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot be
-used or the work cannot be done, and the message says why; 130 interrupted. A run that was given
---work goes on where it was.""",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"manifoldkv {version('manifoldkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def manifoldkv(
+    asked_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """A smaller key-value cache for language models.
+
+    A model, some text and a ratio make a plan (compress); the plan makes the model run on the
+    smaller cache (generate), and what that costs is measured (evaluate, compare, bench).
+
+    Every default is shown with its option; an option without a value is off unless it is given.
+    Results are printed on standard output when all is done (with --json as one JSON object), a line
+    for each phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot
+    be used or the work cannot be done, and the message says why; 130 interrupted. A run that was
+    given --work goes on where it was.
+    """
 
 
 @app.command()
 def compress(
-    model: ModelOption,
+    model: ModelArgument,
     text: TextOption = "docstrings",
     ratio: Annotated[
-        float, typer.Option(help="Largest share of the uncompressed cache, in (0, 1].")
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            show_default="0.5",
+            help="The cache takes at most this share of the uncompressed one, in (0, 1].",
+        ),
+    ] = None,
+    nbytes: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes",
+            parser=parse_bytes,
+            metavar="SIZE",
+            show_default="as --ratio says",
+            help="The cache of one text of --context tokens takes at most so many bytes: 1GiB, "
+            "500MB.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_tokens,
+            metavar="TOKENS",
+            show_default="those of a window",
+            help="The ratio is kept for a text of so many tokens: 4000, or 32k, which is 32768.",
+        ),
+    ] = None,
     recipe: Annotated[
-        str, typer.Option(help="What is done; `manifoldkv recipes` lists them.")
+        str,
+        typer.Option(help="The plan is made this way; `manifoldkv recipes` lists what there is."),
     ] = "best",
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder of the plan.")] = Path("plan"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite a plan that is in the folder.")
-    ] = False,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            show_default="the recipe's",
+            help="The bases keep what this objective says; `manifoldkv objectives` lists them.",
+        ),
+    ] = None,
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            show_default="the recipe's",
+            help="The bases are found by this solver; `manifoldkv solvers` lists them.",
+        ),
+    ] = None,
+    key_grouping: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEADS",
+            show_default="the recipe's",
+            help="So many heads have their keys in one basis: a number, all, or shared (one basis "
+            "that every head uses by itself).",
+        ),
+    ] = None,
+    value_grouping: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEADS",
+            show_default="the recipe's",
+            help="So many heads have their values in one basis.",
+        ),
+    ] = None,
     ranks: Annotated[
         str | None,
         typer.Option(
-            help="How ranks are chosen, if not as the recipe says: uniform, sequential, threshold, "
-            "optimal, or a rule of your own."
+            show_default="the recipe's",
+            help="The ranks are chosen by this rule: uniform, sequential, threshold, optimal, or "
+            "one of your own.",
         ),
     ] = None,
     rank_multiple: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks are multiples of it, or full: 8 or 16 suit GPU kernels."),
+        typer.Option(
+            min=1,
+            show_default="the recipe's",
+            help="The ranks are multiples of it, or full: 8 or 16 suit GPU kernels.",
+        ),
     ] = None,
-    context: Annotated[
+    recent_share: Annotated[
+        float | None,
+        typer.Option(
+            show_default="the recipe's",
+            help="The newest tokens stay as they are and take this share of the bytes, in [0, 1).",
+        ),
+    ] = None,
+    sinks: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that the ratio is kept for (those of a window)."),
+        typer.Option(
+            min=0,
+            show_default="the recipe's",
+            help="So many first tokens of every text stay as they are.",
+        ),
+    ] = None,
+    tuning_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default="the recipe's",
+            help="All bases together are tuned for so many steps at the end.",
+        ),
     ] = None,
     rotary: Annotated[
         Literal["pre", "post"],
-        typer.Option(help="Keys stored before rotation (better) or after it (faster)."),
+        typer.Option(help="The keys are stored before rotation (better) or after it (faster)."),
     ] = "pre",
     bits: Annotated[
-        int | None, typer.Option(help="Also round latents to integers of so many: 8, 4, 3 or 2.")
+        int | None,
+        typer.Option(
+            show_default="no rounding",
+            help="The latents are also rounded to integers of so many bits: 8, 4, 3 or 2.",
+        ),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Calibration windows (64).")] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="64", help="The bases are fitted on so many windows of the text."
+        ),
+    ] = None,
     length: LengthOption = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Everything random depends on it alone.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(help="The same seed gives the same plan on as many.")
+        int | None,
+        typer.Option(
+            show_default="torch's",
+            help="Torch computes on so many threads; on as many, the same seed gives the same "
+            "plan.",
+        ),
     ] = None,
+    out: Annotated[Path, typer.Option(**FOLDER, help="The plan is saved in this folder.")] = Path(
+        "plan"
+    ),
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a plan that is in the folder.")
+    ] = False,
     work: Annotated[
         Path | None,
-        typer.Option(**FOLDER, help="Folder of checkpoints, from which a killed run goes on."),
+        typer.Option(
+            **FOLDER,
+            show_default="nowhere",
+            help="Checkpoints are kept in this folder, from which a killed run goes on.",
+        ),
     ] = None,
     executor: Annotated[
-        Literal["local", "ray"], typer.Option(help="Where bases are found.")
+        Literal["local", "ray"],
+        typer.Option(help="The bases are found in this process, or by the workers of Ray."),
     ] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(help="Of a running Ray cluster; one is started if omitted.")
+        str | None,
+        typer.Option(show_default="a new cluster", help="The Ray cluster that runs there is used."),
     ] = None,
     offload: OffloadOption = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     report: Annotated[
         Path | None,
-        typer.Option(**FILE, help="Also write an HTML report (with measurements) here."),
+        typer.Option(
+            **FILE,
+            show_default="no report",
+            help="An HTML report with measurements is also written here.",
+        ),
     ] = None,
+    self_contained: Annotated[
+        bool,
+        typer.Option(
+            "--self-contained/--no-self-contained",
+            help="The library that draws is in the report, which is then one file of 2 MB, or in a "
+            "file plotly.min.js beside it.",
+        ),
+    ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only estimate time, memory and bytes.")
+        bool,
+        typer.Option("--dry-run", help="Only estimate time, memory and bytes; save nothing."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find a plan for a model and save it."""
     from manifoldkv.cli import planning
+    from manifoldkv.cli.parts import Parts
 
+    parts = Parts(
+        objective=objective,
+        solver=solver,
+        key_grouping=key_grouping,
+        value_grouping=value_grouping,
+        ranks=ranks,
+        rank_multiple=rank_multiple,
+        recent_share=recent_share,
+        sinks=sinks,
+        tuning_steps=tuning_steps,
+    )
     request = planning.Request(
         model=GivenModel(model, dtype, device, offload),
         text=text,
         ratio=ratio,
-        recipe=recipe,
-        ranks=ranks,
-        rank_multiple=rank_multiple,
+        nbytes=nbytes,
         context=context,
+        recipe=recipe,
+        parts=parts,
         rotary=rotary,
         bits=bits,
         sequences=sequences,
@@ -129,23 +280,49 @@ def compress(
     if dry_run:
         show(planning.estimate(request), as_json)
     else:
-        show(planning.compress(request, out, work, report, force=force), as_json)
+        reported = None if report is None else planning.ReportFile(report, self_contained)
+        show(planning.compress(request, out, work, reported, force=force), as_json)
 
 
 @app.command()
 def generate(
-    model: ModelOption,
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    model: ModelArgument,
+    prompt: Annotated[
+        str, typer.Option(help="The text begins with this, or with --chat this is the question.")
+    ],
     plan: Annotated[
         Path | None,
-        typer.Option("--plan", **FOLDER, help="Folder of a plan; the stock cache if omitted."),
+        typer.Option(
+            "--plan",
+            **FOLDER,
+            show_default="the stock cache",
+            help="The text is written on the cache of the plan in this folder.",
+        ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Ask in the model's chat template, and print the answer only."),
+    ] = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="At most so many (100, or all the model takes)."),
+        typer.Option(
+            min=1,
+            show_default="100, or all the model takes",
+            help="At most so many tokens are written.",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the choice of tokens.")] = 0,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, help="Tokens are drawn at this temperature; 0 takes the likeliest."),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Tokens are drawn among the likeliest that have this probability together, in "
+            "(0, 1]; it goes with a --temperature above 0."
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="The choice of tokens depends on it alone.")] = 0,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
@@ -157,12 +334,13 @@ def generate(
 
     given = GivenModel(model, dtype, device, offload)
     known = None if plan is None else GivenPlan(plan, other_weights)
-    show(measuring.generate(given, known, prompt, max_new_tokens, temperature, seed), as_json)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    show(measuring.generate(given, known, prompt, sampling, chat=chat), as_json)
 
 
 @app.command()
 def evaluate(
-    model: ModelOption,
+    model: ModelArgument,
     plan: PlanOption,
     text: TextOption = "docstrings",
     sequences: SequencesOption = 32,
@@ -171,28 +349,29 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME,…",
-            help="Ask questions that look back instead: passkey, copying, key-value, and of RULER "
-            "(pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
-            "ruler_vt, ruler_cwe, ruler_fwe. --length is that of a prompt (1024, or half of what "
-            "the model takes).",
+            show_default="none, perplexity is measured",
+            help="Questions are asked instead that look back: passkey, copying, key-value, and of "
+            "RULER (pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
+            "ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt (1024, or half of "
+            "what the model takes).",
         ),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Questions of each task.")] = 20,
+    items: Annotated[int, typer.Option(min=1, help="Each task has so many questions.")] = 20,
     prefill: Annotated[
         Literal["exact", "compressed"],
         typer.Option(
-            help="Whether the prompt of a question is read as it is and only its answer from the "
-            "compressed cache, or the prompt too."
+            help="The prompt of a question is read as it is and only its answer comes from the "
+            "compressed cache, or the prompt is read through the cache too."
         ),
     ] = "exact",
-    seed: Annotated[int, typer.Option(help="Of the questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="The questions depend on it alone.")] = 0,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity on held-out text, or answer questions, beside the uncompressed model."""
+    """Measure perplexity on held-out text, or answer questions."""
     from manifoldkv.cli import measuring
 
     given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
@@ -205,7 +384,52 @@ def evaluate(
 
 
 @app.command()
-def inspect(plan: PlanOption, as_json: JsonOption = False) -> None:
+def compare(
+    model: ModelArgument,
+    first: Annotated[
+        Path, typer.Argument(**FOLDER | {"metavar": "FIRST"}, help="The folder of a plan.")
+    ],
+    second: Annotated[
+        Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="The folder of another plan.")
+    ],
+    text: TextOption = "docstrings",
+    sequences: SequencesOption = 8,
+    length: LengthOption = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            show_default="a window of the held-out text",
+            help="The text that is continued begins with this.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="At most so many tokens are written on each cache.")
+    ] = 60,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    offload: OffloadOption = False,
+    other_weights: OtherWeightsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show two plans side by side, in numbers and in text."""
+    from manifoldkv.cli import comparing
+
+    given = GivenModel(model, dtype, device, offload)
+    plans = [GivenPlan(folder, other_weights) for folder in (first, second)]
+    source = GivenText(text, sequences, length)
+    show(comparing.compare(given, plans, source, prompt, max_new_tokens), as_json)
+
+
+@app.command()
+def inspect(
+    plan: Annotated[
+        Path,
+        typer.Argument(
+            **FOLDER | {"metavar": "PLAN"}, help="The folder that the plan was saved in."
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
     """Show what a plan stores, and where it comes from."""
     from manifoldkv.cli import planning
 
@@ -214,23 +438,26 @@ def inspect(plan: PlanOption, as_json: JsonOption = False) -> None:
 
 @app.command()
 def bench(
-    model: ModelOption,
+    model: ModelArgument,
     plan: PlanOption,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Cached when decoding begins (512, or what the model takes).",
+            show_default="512, or what the model takes",
+            help="So many tokens are cached when decoding begins.",
         ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Decoded in every turn.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each cache.")] = 3,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="So many tokens are decoded in every turn.")
+    ] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Each cache has so many turns.")] = 3,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time decoding on this machine, with the compressed cache and without, in turns."""
+    """Time decoding with the compressed cache and without."""
     from manifoldkv.cli import measuring
 
     given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
@@ -239,7 +466,7 @@ def bench(
 
 @app.command()
 def diagnose(
-    model: ModelOption,
+    model: ModelArgument,
     plan: PlanOption,
     text: TextOption = "docstrings",
     sequences: SequencesOption = 8,
@@ -250,7 +477,7 @@ def diagnose(
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what the bases do to every layer by itself, on held-out text.
+    """Measure every layer by itself, on held-out text.
 
     Newest tokens that a plan keeps exact count as projected here.
     """
@@ -262,8 +489,15 @@ def diagnose(
 
 @app.command()
 def report(
-    study: Annotated[Path, typer.Option(**FOLDER, help="Folder that a study has written.")],
-    out: Annotated[Path, typer.Option(**FILE, help="HTML file.")] = Path("report.html"),
+    study: Annotated[
+        Path,
+        typer.Argument(
+            **FOLDER | {"metavar": "STUDY"}, help="The folder that a study has written."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(**FILE, help="The page is written here.")] = Path(
+        "report.html"
+    ),
 ) -> None:
     """Put what a study wrote into one HTML file."""
     from manifoldkv.reports.study import write_study_report

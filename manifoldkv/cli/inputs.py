@@ -24,7 +24,14 @@ def load(given: GivenModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not sys.stderr.isatty():
         disable_progress_bar()
     dtype = getattr(torch, given.dtype)
-    return load_model(given.name, dtype=dtype, device=given.device, offload=given.offload)
+    return load_model(given.name, dtype=dtype, device=_device(given.device), offload=given.offload)
+
+
+def _device(name: str) -> str:
+    """Return the device of a name, which for ``auto`` is the GPU that torch computes on."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plan_for(given: GivenPlan, model: PreTrainedModel) -> CompressionPlan:

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
-from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText
+from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
 from manifoldkv.diagnostics import diagnose as measure_layers
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation.perplexity import compare
@@ -34,23 +35,16 @@ COLDEST = 1e-6
 
 
 def generate(
-    model: GivenModel,
-    plan: GivenPlan | None,
-    prompt: str,
-    max_new_tokens: int | None,
-    temperature: float,
-    seed: int,
+    model: GivenModel, plan: GivenPlan | None, prompt: str, sampling: Sampling, *, chat: bool
 ) -> Answer:
-    """Write text, on the compressed cache if there is a plan."""
-    check_seed(seed)
+    """Write text, on the compressed cache if there is a plan; of a chat the answer alone."""
+    options = _sampling_options(sampling)
     loaded, tokenizer = load(model)
     known = None if plan is None else plan_for(plan, loaded)
-    inputs = tokenizer(prompt, return_tensors="pt").to(loaded.device)
-    count = _new_tokens(loaded, inputs["input_ids"], max_new_tokens)
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False}
-    if temperature > COLDEST:
-        options |= {"do_sample": True, "temperature": temperature}
+    inputs = _inputs(tokenizer, prompt, chat).to(loaded.device)
+    asked = inputs["input_ids"]
+    options["max_new_tokens"] = _new_tokens(loaded, asked, sampling.max_new_tokens)
+    torch.manual_seed(sampling.seed)
     facts: dict[str, Any] = {}
     if known is None:
         output = loaded.generate(**inputs, **options)
@@ -59,9 +53,47 @@ def generate(
             cache = new_cache()
             output = loaded.generate(**inputs, **options, past_key_values=cache)
         facts["cache_bytes"] = cache.nbytes()
-    written = tokenizer.decode(output[0], skip_special_tokens=True)
+    shown = output[0, asked.shape[1] :] if chat else output[0]
+    written = tokenizer.decode(shown, skip_special_tokens=True)
     facts |= {"text": written, "tokens": output.shape[1]}
     return Answer(facts, [written])
+
+
+def _sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """Return how `generate` of transformers is to choose tokens.
+
+    Raises
+    ------
+    SeedError
+        If the seed is none.
+    TextError
+        If there is nothing to draw among, or nothing is drawn.
+    """
+    check_seed(sampling.seed)
+    drawn = sampling.temperature > COLDEST
+    if not 0 < sampling.top_p <= 1:
+        raise TextError(f"--top-p {sampling.top_p:g} is not in (0, 1]")
+    if sampling.top_p < 1 and not drawn:
+        raise TextError(
+            f"--top-p {sampling.top_p:g} draws tokens: give a --temperature above 0 too, 1 say"
+        )
+    if not drawn:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+
+
+def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
+    """Return a prompt as token ids and their mask, in the model's chat template if it is a chat."""
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt")
+    if tokenizer.chat_template is None:
+        raise TextError("the tokenizer of the model has no chat template: leave --chat out")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
 
 
 def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:

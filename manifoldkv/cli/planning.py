@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -15,16 +15,17 @@ from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
 from manifoldkv.cli.inputs import held_out_tokens, load
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
+from manifoldkv.cli.parts import Parts
 from manifoldkv.errors import ExecutorError, OutputError, RankError
 from manifoldkv.pipeline.compress import compress as find_plan
+from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, recipe_named
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
-from manifoldkv.ranks import RANK_RULES, RankRule
 from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
@@ -39,17 +40,24 @@ LONG_SECONDS = 600.0
 """A run that takes longer says so before it begins."""
 
 
+class ReportFile(NamedTuple):
+    """A report as a command is asked for it; `self_contained` says where its library goes."""
+
+    path: Path
+    self_contained: bool
+
+
 @dataclass(frozen=True)
 class Request:
     """What ``manifoldkv compress`` is asked for by its arguments."""
 
     model: GivenModel
     text: str
-    ratio: float
-    recipe: str
-    ranks: str | None
-    rank_multiple: int | None
+    ratio: float | None
+    nbytes: int | None
     context: int | None
+    recipe: str
+    parts: Parts
     rotary: Rotary
     bits: int | None
     sequences: int | None
@@ -60,11 +68,9 @@ class Request:
     ray_address: str | None
 
     def config(self) -> CompressionConfig:
-        """Return the settings of the run."""
-        return CompressionConfig(
-            ratio=self.ratio,
-            recipe=self.recipe,
-            ranks=_rank_rule(self.recipe, self.ranks, self.rank_multiple),
+        """Return the settings of the run, of which a budget in bytes is not yet one."""
+        config = CompressionConfig(
+            recipe=self.parts.put_into(self.recipe),
             rotary=self.rotary,
             quantization=None if self.bits is None else Quantization(self.bits),
             seed=self.seed,
@@ -72,6 +78,14 @@ class Request:
             length=self.length,
             context=self.context,
         )
+        return config if self.ratio is None else replace(config, ratio=self.ratio)
+
+    def within_bytes(self, config: CompressionConfig, model: PreTrainedModel) -> CompressionConfig:
+        """Return the settings with the ratio that a budget in bytes comes to, if there is one."""
+        if self.nbytes is None or self.context is None:
+            return config
+        ratio = ratio_from_bytes(model, self.nbytes, context=self.context, recipe=config.recipe)
+        return replace(config, ratio=ratio)
 
     def check(self) -> None:
         """Refuse what goes wrong whatever the model, and set the number of threads."""
@@ -79,6 +93,12 @@ class Request:
             set_threads(self.threads)
         if self.ray_address is not None and self.executor != "ray":
             raise ExecutorError(f"--ray-address {self.ray_address} goes with --executor ray")
+        if self.nbytes is not None and self.ratio is not None:
+            raise RankError("--ratio and --bytes both say how much the cache takes: give one")
+        if self.nbytes is not None and self.context is None:
+            raise RankError(
+                "--bytes are those of a text: say with --context how many tokens it has"
+            )
 
 
 def estimate(request: Request) -> Answer:
@@ -86,37 +106,47 @@ def estimate(request: Request) -> Answer:
     request.check()
     config, source = request.config(), open_text(request.text)
     model, _ = load(request.model)
-    found = estimate_run(model, source, config)
+    found = estimate_run(model, source, request.within_bytes(config, model))
     return Answer(asdict(found), _estimate_lines(found))
 
 
 def compress(
-    request: Request, out: Path, work: Path | None, report: Path | None, *, force: bool
+    request: Request, out: Path, work: Path | None, report: ReportFile | None, *, force: bool
 ) -> Answer:
     """Find a plan, save it, and write a report if one is asked for."""
     request.check()
     if report is not None:
-        _check_report(report)
+        _check_report(report.path)
     _check_overwrites(out, work, force)
     config, source = request.config(), open_text(request.text)
     model, tokenizer = load(request.model)
+    config = request.within_bytes(config, model)
     executor: Executor | str = request.executor
     if request.executor == "ray":
         executor = RayExecutor(request.ray_address)
     check_writable(out)
     if report is not None:
-        check_writable(report.parent)
+        check_writable(report.path.parent)
         held_out = held_out_tokens(
             GivenText(request.text, REPORT_SEQUENCES, request.length), model, tokenizer
         )
-    if request.executor == "local" and config.recipe != DEFAULT_RECIPE:
-        _warn_of_long_work(model, source, config)
+    if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
+        _warn_of_long_work(model, source, config, request.recipe)
     with _resumable(work):
         plan = find_plan(model, source, config, folder=work, executor=executor)
     plan.save(out)
+    lines = [*_plan_lines(plan), f"plan: {out}"]
     if report is not None:
-        write_report(report, model, plan, held_out, folder=out)
-    lines = [*_plan_lines(plan), f"plan: {out}", *([f"report: {report}"] if report else [])]
+        write_report(
+            report.path,
+            model,
+            plan,
+            held_out,
+            folder=out,
+            tokenizer=tokenizer,
+            self_contained=report.self_contained,
+        )
+        lines.append(f"report: {report.path}")
     return Answer(_plan_facts(plan) | {"plan": str(out)}, lines)
 
 
@@ -124,24 +154,6 @@ def inspect(folder: Path) -> Answer:
     """Return what a plan stores, and where it comes from."""
     plan = CompressionPlan.load(folder)
     return Answer(_plan_facts(plan), _plan_lines(plan))
-
-
-def _rank_rule(recipe: str, name: str | None, multiple: int | None) -> RankRule | None:
-    """Return the rank rule of a run if it is not simply the recipe's, its multiple set.
-
-    Raises
-    ------
-    UnknownNameError
-        If there is no recipe or rule of the name.
-    RankError
-        If the recipe has no ranks of which there could be a multiple.
-    """
-    if multiple is None:
-        return None if name is None else RANK_RULES.resolve(name)
-    named = recipe_named(recipe)
-    if isinstance(named, BitRecipe):
-        raise RankError(f"--rank-multiple is for recipes that choose ranks, {recipe} gives bits")
-    return replace(named.ranks if name is None else RANK_RULES.resolve(name), multiple=multiple)
 
 
 def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
@@ -160,14 +172,16 @@ def _check_report(report: Path) -> None:
     template("plan.html")  # raises if a library is absent
 
 
-def _warn_of_long_work(model: PreTrainedModel, text: TextSource, config: CompressionConfig) -> None:
+def _warn_of_long_work(
+    model: PreTrainedModel, text: TextSource, config: CompressionConfig, recipe: str
+) -> None:
     """Say before the work begins that another recipe is quicker, if it takes too long."""
     seconds = sum(estimate_run(model, text, config).seconds.values())
     if seconds > LONG_SECONDS:
         LOG.warning(
             "recipe %s takes about %s here if nothing of it is done yet, by an estimate; "
             "recipe %s is quicker",
-            config.recipe,
+            recipe,
             duration(seconds),
             DEFAULT_RECIPE,
         )

@@ -59,6 +59,15 @@ class Projections(NamedTuple):
 class LayerActivations:
     """What passes through one decoder layer for S sequences of n tokens.
 
+    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
+    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
+    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
+    What the methods return is on the device.
+
+    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
+    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
+    again and again.
+
     Parameters
     ----------
     layer : int
@@ -84,15 +93,6 @@ class LayerActivations:
         What else the model passes to the layer.
     folder : Path or None
         Where tensors go that do not fit into memory, as in `capture`.
-
-    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
-    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
-    again and again.
-
-    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
-    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
-    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
-    What the methods return is on the device.
     """
 
     layer: int

@@ -24,7 +24,7 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.bits import prepare_bits, solve_bits
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
-from manifoldkv.pipeline.recipes import BitRecipe
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, Recipe, recipe_named
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.pipeline.solve import BasisFinder, find_bases
 from manifoldkv.pipeline.tune import tune
@@ -226,11 +226,17 @@ def _plan(
     )
 
 
-def ratio_from_bytes(model: PreTrainedModel, nbytes: float, *, context: int) -> float:
+def ratio_from_bytes(
+    model: PreTrainedModel,
+    nbytes: float,
+    *,
+    context: int,
+    recipe: Recipe | BitRecipe | str = DEFAULT_RECIPE,
+) -> float:
     """Return the ratio at which the cache of one sequence takes at most some bytes.
 
-    Give `compress` the same context: ``compress(model, text, context=n,
-    ratio=ratio_from_bytes(model, 2**30, context=n))``.
+    Give `compress` the same context and recipe: ``compress(model, text, context=n, recipe=name,
+    ratio=ratio_from_bytes(model, 2**30, context=n, recipe=name))``.
 
     Parameters
     ----------
@@ -240,18 +246,29 @@ def ratio_from_bytes(model: PreTrainedModel, nbytes: float, *, context: int) -> 
         All layers together.
     context : int
         Tokens of the sequence.
+    recipe : Recipe, BitRecipe or str
+        Whose ratio it is: that of a `BitRecipe` is one to a cache in 16 bits, in which the first
+        tokens are counted too, whatever they take in the dtype of the model.
 
     Raises
     ------
+    UnknownNameError
+        If there is no recipe of the name.
     UnsupportedModelError
         If the attention of the model cannot be handled.
     RankError
-        If there is no token or no byte.
+        If there is no token or no byte, or the first tokens take all of them.
     """
+    recipe = recipe_named(recipe)
     check_supported(model)
-    if context < 1 or not nbytes > 0:
-        raise RankError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")
+    windows = sliding_windows(model.config)
     kv_heads = model.config.get_text_config().num_key_value_heads
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    tokens = sum(cached_tokens(context, window) for window in sliding_windows(model.config))
-    return min(1.0, nbytes / (tokens * 2 * kv_heads * head_dim * model.dtype.itemsize))
+    elements, itemsize, beyond = 2 * kv_heads * head_dim, model.dtype.itemsize, 0
+    if isinstance(recipe, BitRecipe):
+        sinks = min(recipe.sinks, context) * sum(window is None for window in windows)
+        beyond, itemsize = sinks * elements * (itemsize - 2), 2
+    if context < 1 or not nbytes > beyond:
+        raise RankError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")
+    tokens = sum(cached_tokens(context, window) for window in windows)
+    return min(1.0, (nbytes - beyond) / (tokens * elements * itemsize))

@@ -50,6 +50,9 @@ CARD = Path(__file__).with_name("card.md")
 class CompressionPlan(OnHub):
     """Bases for every layer of a model.
 
+    Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
+    from (`provenance`) plays no part, so that a plan found again on another day equals the first.
+
     Parameters
     ----------
     layers : tuple of LayerPlan
@@ -73,9 +76,6 @@ class CompressionPlan(OnHub):
         their latents, in layers without a sliding window. Many models attend to them whatever they
         are, and their keys, far larger than others, suffer most from rounding. Set it before
         `quantize`, whose ranges then leave these tokens out.
-
-    Two plans are equal if their `digest` is: if caches made of them hold the same. Where they come
-    from (`provenance`) plays no part, so that a plan found again on another day equals the first.
 
     Raises
     ------

@@ -10,27 +10,35 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.errors import OutputError
+from manifoldkv.evaluation.continuation import beginning, continuation
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.objectives import EigenAttention
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.provenance import Provenance
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import candidate_ranks
 from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
+from manifoldkv.reports.charts import Drawing
+from manifoldkv.reports.library import LIBRARY, library, packed_library
 from manifoldkv.runs.files import write_whole
+from manifoldkv.text.tokens import positions
 
 LOG = logging.getLogger(__name__)
 
 LAYER_SEQUENCES = 4
 """Of the held-out ones, on which layers are measured by themselves."""
+NEW_TOKENS = 60
+"""Written after a held-out text, at most; half of what the model takes, where that is less."""
+SHOWN = 400
+"""Characters of that text that are shown, its last ones."""
 TEMPLATES = Path(__file__).parent
-KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
 
 
 def write_report(
@@ -40,6 +48,8 @@ def write_report(
     tokens: Tensor,
     *,
     folder: str | Path = "plan",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    self_contained: bool = True,
 ) -> None:
     """Measure a plan and write what came out.
 
@@ -48,7 +58,7 @@ def write_report(
     Parameters
     ----------
     path : str or Path
-        Of the HTML file, about 5 MB: the library that draws is in it.
+        Of the HTML file.
     model : PreTrainedModel
         The model the plan was made for.
     plan : CompressionPlan
@@ -57,6 +67,12 @@ def write_report(
         Held-out token ids, (sequences, length), on which everything is measured.
     folder : str or Path
         Where the plan is, for the lines that load it.
+    tokenizer : PreTrainedTokenizerBase, optional
+        The model's. With it the report also shows how the first sequence goes on, on the stock
+        cache and on the compressed one.
+    self_contained : bool
+        Whether the library that draws is in the file, compressed, which then takes about 2 MB and
+        a browser of 2023 or later; otherwise it is in ``plotly.min.js`` beside it, of 5 MB.
 
     Raises
     ------
@@ -64,7 +80,7 @@ def write_report(
         If plotly is not installed, or the file cannot be written.
     """
     page = template("plan.html")  # an absent library is found before anything is measured
-    drawing = _Drawing()
+    drawing = Drawing()
     plan.check_model(model)
     quality = compare(model, tokens, plan)
     LOG.info("measuring the layers for the report")
@@ -74,7 +90,10 @@ def write_report(
     dtype = torch.bfloat16 if plan.coded else model.dtype
     full = sum(layer.elements(length, recent=length) for layer in plan.layers)
     html = page.render(
-        library=drawing.library,
+        name=model_name(plan.provenance),
+        packed=packed_library() if self_contained else None,
+        library=LIBRARY,
+        texts=None if tokenizer is None else _texts(model, plan, tokens, tokenizer),
         provenance=plan.provenance,
         plan=plan,
         quality=quality,
@@ -94,7 +113,10 @@ def write_report(
             "bits": drawing.bits(layers) if plan.coded else None,
         },
     )
-    write_whole(Path(path), html.encode())
+    path = Path(path)
+    if not self_contained:
+        write_whole(path.with_name(LIBRARY), library().encode())
+    write_whole(path, html.encode())
 
 
 def template(name: str) -> Any:
@@ -115,6 +137,37 @@ def template(name: str) -> Any:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )
     return environment.get_template(name)
+
+
+def model_name(provenance: Provenance) -> str:
+    """Return the name of a model: its id on the Hub, or of a folder the last part."""
+    name = provenance.model
+    return name if name.count("/") < 2 and not name.startswith(("/", ".")) else Path(name).name
+
+
+def _texts(
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    tokens: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """Return the end of a held-out text, and how it goes on before compression and after."""
+    LOG.info("continuing a text for the report")
+    new_tokens = min(NEW_TOKENS, positions(model) // 2)
+    asked = beginning(model, tokens, new_tokens)
+    before, after = (
+        tokenizer.decode(
+            continuation(model, asked, known, new_tokens=new_tokens), skip_special_tokens=True
+        )
+        for known in (None, plan)
+    )
+    begun = tokenizer.decode(asked[0], skip_special_tokens=True)
+    return {
+        "begun": f"…{begun[-SHOWN:]}" if len(begun) > SHOWN else begun,
+        "before": before,
+        "after": after,
+        "tokens": asked.shape[1],
+    }
 
 
 def _measure_layers(
@@ -142,110 +195,3 @@ def _surface(
         for rank in candidate_ranks(activations.head_dim):
             bases.of(site)[rank] = problem.closed_form(rank)
     return layer_surface(activations, bases, plan.rotary, ROWS)
-
-
-class _Drawing:
-    """Charts by plotly."""
-
-    def __init__(self) -> None:
-        import plotly.graph_objects
-        import plotly.offline
-
-        self._go = plotly.graph_objects
-        # A closing tag inside the library would end its script.
-        self.library = plotly.offline.get_plotlyjs().replace("</script", "<\\/script")
-
-    def errors(self, layers: pd.DataFrame) -> str:
-        figure = self._figure("layer", "layer-output error")
-        figure.add_bar(
-            x=layers["layer"],
-            y=layers["error"],
-            marker_color=KEY_COLOUR,
-            hovertemplate="layer %{x}: %{y:.4f}<extra></extra>",
-        )
-        return self._html(figure)
-
-    def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
-        figure = self._figure("layer", f"rank per head, of {head_dim}")
-        self._add_sites(figure, layers, "", "rank %{y}")
-        figure.update_yaxes(range=[0, 1.05 * head_dim])
-        return self._html(figure)
-
-    def bits(self, layers: pd.DataFrame) -> str:
-        figure = self._figure("layer", "bits per number, mean")
-        self._add_sites(figure, layers, " bits", "%{y:.2f} bits")
-        figure.update_yaxes(rangemode="tozero")
-        return self._html(figure)
-
-    def _add_sites(self, figure: Any, layers: pd.DataFrame, column: str, shown: str) -> None:
-        """Add a line for keys and one for values."""
-        for site, colour in (("key", KEY_COLOUR), ("value", VALUE_COLOUR)):
-            figure.add_scatter(
-                x=layers["layer"],
-                y=layers[f"{site}{column}"],
-                name=f"{site}s",
-                mode="lines+markers",
-                line={"color": colour, "shape": "hvh"},
-                hovertemplate=f"layer %{{x}}: {site} {shown}<extra></extra>",
-            )
-        figure.update_layout(hovermode="x")
-
-    def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
-        """Return a heat map per layer, one of them shown, and a list to choose from."""
-        figure = self._figure("key rank", "value rank")
-        for index, (surface, layer) in enumerate(zip(surfaces, plan.layers, strict=True)):
-            figure.add_heatmap(
-                x=surface.key_ranks,
-                y=surface.value_ranks,
-                z=surface.errors.T.tolist(),
-                colorscale="Viridis",
-                colorbar={"title": {"text": "error", "side": "right"}},
-                visible=index == 0,
-                hovertemplate="keys %{x}, values %{y}: %{z:.4f}<extra></extra>",
-            )
-            figure.add_scatter(
-                x=[layer.key.rank],
-                y=[layer.value.rank],
-                mode="markers",
-                marker={"symbol": "x", "size": 12, "color": "white", "line": {"width": 1}},
-                visible=index == 0,
-                showlegend=False,
-                hovertemplate="the plan: keys %{x}, values %{y}<extra></extra>",
-            )
-        count = len(surfaces)
-        buttons = [
-            {
-                "label": f"layer {shown}",
-                "method": "restyle",
-                "args": [{"visible": [i // 2 == shown for i in range(2 * count)]}],
-            }
-            for shown in range(count)
-        ]
-        figure.update_layout(
-            updatemenus=[
-                {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
-            ]
-        )
-        return self._html(figure)
-
-    def _figure(self, x: str, y: str) -> Any:
-        figure = self._go.Figure()
-        figure.update_layout(
-            template="simple_white",
-            height=340,
-            margin={"l": 60, "r": 20, "t": 40, "b": 50},
-            legend={"orientation": "h", "y": 1.15},
-            font={"size": 12},
-        )
-        figure.update_xaxes(title_text=x)
-        figure.update_yaxes(title_text=y)
-        return figure
-
-    def _html(self, figure: Any) -> str:
-        return str(
-            figure.to_html(
-                full_html=False,
-                include_plotlyjs=False,
-                config={"responsive": True, "displayModeBar": False},
-            )
-        )

@@ -48,13 +48,19 @@ def write_study_report(folder: str | Path, path: str | Path) -> None:
         markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
         html = page.render(
             title=folder.resolve().name,
-            summary=markdown.render(summary.read_text(encoding="utf-8")),
+            summary=_scrolling(markdown.render(summary.read_text(encoding="utf-8"))),
             figures=[(p.stem, _encoded(p)) for p in sorted(folder.glob("*.png"))],
             tables=[_table(p) for p in sorted(folder.glob("*.csv"))],
         )
     except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise OutputError(f"cannot read the study in {folder}: {error}") from error
     write_whole(Path(path), html.encode())
+
+
+def _scrolling(html: str) -> str:
+    """Let every table of a page scroll by itself, so that text keeps the width of a phone."""
+    opened = html.replace("<table>", '<div class="scroll"><table>')
+    return opened.replace("</table>", "</table></div>")
 
 
 def _encoded(figure: Path) -> str:

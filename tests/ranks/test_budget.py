@@ -5,7 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import RankError, Recipe, compress, compressed, ratio_from_bytes
+from manifoldkv import (
+    BitRecipe,
+    RankError,
+    Recipe,
+    compress,
+    compressed,
+    full_rank_plan,
+    ratio_from_bytes,
+)
 from manifoldkv.models.support import cached_tokens
 from manifoldkv.ranks import CANDIDATES, PAPER_CANDIDATES, Budget, Uniform, candidate_ranks
 from tests.families import FAMILIES, tiny_model, tiny_tokens
@@ -138,10 +146,30 @@ def test_bytes_are_kept_at_the_context(family: str, rule: str, recent_share: flo
 def test_a_budget_in_bytes_is_kept(family: str, context: int, recent_share: float) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 12)
     for nbytes in (150 * context, 317 * context):
-        ratio = ratio_from_bytes(model, nbytes, context=context)
         recipe = Recipe("k-svd", "closed-form", recent_share=recent_share)
+        ratio = ratio_from_bytes(model, nbytes, context=context, recipe=recipe)
         plan = compress(model, tokens, ratio=ratio, recipe=recipe, context=context)
         assert plan.nbytes(context, dtype=model.dtype) <= nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_budget_in_bytes_is_kept_by_coded_latents(family: str, sinks: int) -> None:
+    """Their ratio is one to 16 bits, the model runs in 64."""
+    model, tokens, context = tiny_model(family), tiny_tokens(2, 12), 40
+    recipe = BitRecipe(sinks=sinks)
+    full = full_rank_plan(model).nbytes(context)
+    for nbytes in (full // 2, 3 * full // 5):
+        ratio = ratio_from_bytes(model, nbytes, context=context, recipe=recipe)
+        plan = compress(model, tokens, ratio=ratio, recipe=recipe, context=context)
+        taken = plan.nbytes(context, dtype=model.dtype)
+        assert taken <= nbytes
+        assert taken > 0.8 * nbytes
+
+
+def test_first_tokens_alone_can_be_too_much() -> None:
+    with pytest.raises(RankError, match="leave room for nothing"):
+        ratio_from_bytes(tiny_model("llama"), 1000, context=40, recipe=BitRecipe(sinks=4))
 
 
 def test_no_bytes_are_no_budget() -> None:

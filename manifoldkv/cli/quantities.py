@@ -1,0 +1,40 @@
+"""Sizes as people write them: ``1GiB``, ``32k``."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Return a number of bytes: 500MB, 1.5GiB; a number alone is bytes."""
+    return _parsed(text, BYTES | {"": 1}, "bytes: write 1GiB, 500MB or 1000000")
+
+
+def parse_tokens(text: str | int) -> int:
+    """Return a number of tokens: 4000, 32k (32,768), 1M."""
+    return _parsed(text, TOKENS, "tokens: write 4000 or 32k, which is 32768")
+
+
+def _parsed(text: str | int, units: dict[str, int], expected: str) -> int:
+    """Return a number above 0 with its unit multiplied in; typer calls it on defaults too."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", str(text).strip())
+    unit = None if found is None else units.get(found[2].lower())
+    number = 0 if found is None or unit is None else int(float(found[1]) * unit)
+    if number < 1:
+        raise typer.BadParameter(f"'{text}' is no number of {expected}")
+    return number

@@ -1,0 +1,112 @@
+"""The charts of a report, as plotly reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.ranks.surfaces import ErrorSurface
+
+KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
+
+
+class Drawing:
+    """Charts by plotly, each as the JSON of its data and layout, without a character of HTML."""
+
+    def __init__(self) -> None:
+        import plotly.graph_objects
+
+        self._go = plotly.graph_objects
+
+    def errors(self, layers: pd.DataFrame) -> str:
+        figure = self._figure("layer", "layer-output error")
+        figure.add_bar(
+            x=layers["layer"],
+            y=layers["error"],
+            marker_color=KEY_COLOUR,
+            hovertemplate="layer %{x}: %{y:.4f}<extra></extra>",
+        )
+        return self._json(figure)
+
+    def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
+        figure = self._figure("layer", f"rank per head, of {head_dim}")
+        self._add_sites(figure, layers, "", "rank %{y}")
+        figure.update_yaxes(range=[0, 1.05 * head_dim])
+        return self._json(figure)
+
+    def bits(self, layers: pd.DataFrame) -> str:
+        figure = self._figure("layer", "bits per number, mean")
+        self._add_sites(figure, layers, " bits", "%{y:.2f} bits")
+        figure.update_yaxes(rangemode="tozero")
+        return self._json(figure)
+
+    def _add_sites(self, figure: Any, layers: pd.DataFrame, column: str, shown: str) -> None:
+        """Add a line for keys and one for values."""
+        # Two kinds of lines: where both sites have the same, both are seen.
+        for site, colour, dash in (("key", KEY_COLOUR, "solid"), ("value", VALUE_COLOUR, "dot")):
+            figure.add_scatter(
+                x=layers["layer"],
+                y=layers[f"{site}{column}"],
+                name=f"{site}s",
+                mode="lines+markers",
+                line={"color": colour, "shape": "hvh", "dash": dash},
+                hovertemplate=f"layer %{{x}}: {site} {shown}<extra></extra>",
+            )
+        figure.update_layout(hovermode="x")
+
+    def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
+        """Return a heat map per layer, one of them shown, and a list to choose from."""
+        figure = self._figure("key rank", "value rank")
+        for index, (surface, layer) in enumerate(zip(surfaces, plan.layers, strict=True)):
+            figure.add_heatmap(
+                x=surface.key_ranks,
+                y=surface.value_ranks,
+                z=surface.errors.T.tolist(),
+                colorscale="Viridis",
+                colorbar={"title": {"text": "error", "side": "right"}},
+                visible=index == 0,
+                hovertemplate="keys %{x}, values %{y}: %{z:.4f}<extra></extra>",
+            )
+            figure.add_scatter(
+                x=[layer.key.rank],
+                y=[layer.value.rank],
+                mode="markers",
+                marker={"symbol": "x", "size": 12, "color": "white", "line": {"width": 1}},
+                visible=index == 0,
+                showlegend=False,
+                hovertemplate="the plan: keys %{x}, values %{y}<extra></extra>",
+            )
+        count = len(surfaces)
+        buttons = [
+            {
+                "label": f"layer {shown}",
+                "method": "restyle",
+                "args": [{"visible": [i // 2 == shown for i in range(2 * count)]}],
+            }
+            for shown in range(count)
+        ]
+        figure.update_layout(
+            updatemenus=[
+                {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
+            ]
+        )
+        return self._json(figure)
+
+    def _figure(self, x: str, y: str) -> Any:
+        figure = self._go.Figure()
+        figure.update_layout(
+            template="simple_white",
+            height=340,
+            margin={"l": 60, "r": 20, "t": 40, "b": 50},
+            legend={"orientation": "h", "y": 1.15},
+            font={"size": 12},
+        )
+        figure.update_xaxes(title_text=x)
+        figure.update_yaxes(title_text=y)
+        return figure
+
+    def _json(self, figure: Any) -> str:
+        # A closing tag inside a name would end the element that the chart is in.
+        return str(figure.to_json()).replace("<", "\\u003c")
