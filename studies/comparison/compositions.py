@@ -412,9 +412,10 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
     "bits": Bits(
         BitRecipe(),
-        "recipe best: rank and bits from one budget, Fisher coordinates, a norm per token, the "
-        "first 4 tokens exact",
+        "recipe best: rank and bits from one budget, Fisher coordinates of what a prediction from "
+        "the two layers below leaves, a norm per token, the first 4 tokens exact",
     ),
+    "bits-unpredicted": Bits(BitRecipe(below=None), "bits without prediction"),
     "bits-few-widths": Bits(
         BitRecipe(widths=(0, 2, 4, 8)), "the same, latents of 0, 2, 4 and 8 bits only"
     ),
