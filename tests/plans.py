@@ -92,10 +92,11 @@ def bits_plan(
     widths: tuple[int, ...] = WIDTHS,
     norms: bool = True,
     sinks: int = 4,
+    below: int | None = None,
     **settings: Any,
 ) -> CompressionPlan:
-    """Rank and bits from one budget."""
-    return compress(model, tokens, recipe=BitRecipe(widths, norms, sinks), **settings)
+    """Rank and bits from one budget, nothing predicted unless it is asked for."""
+    return compress(model, tokens, recipe=BitRecipe(widths, norms, sinks, below), **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:

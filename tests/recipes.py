@@ -11,7 +11,7 @@ def short(name: str) -> Recipe | BitRecipe:
     """One of the library's recipes, with all its parts and few steps of each."""
     recipe = RECIPES[name]
     if isinstance(recipe, BitRecipe):
-        return replace(recipe, tuning_steps=TUNING_STEPS)
+        return recipe
     few = {"epochs": EPOCHS, "steps": STEPS}
     known = {field: count for field, count in few.items() if hasattr(recipe.solver, field)}
     return replace(

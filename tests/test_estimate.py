@@ -32,11 +32,15 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
 @pytest.mark.parametrize("steps", [0, 3])
 def test_bits_take_time_for_moments_for_quantisers_and_for_tuning(steps: int) -> None:
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
-    recipe = BitRecipe(tuning_steps=steps)
+    recipe = BitRecipe(below=None, tuning_steps=steps)
     found = estimate(model, tokens, ratio=0.5, recipe=recipe)
     assert min(found.seconds[part] for part in ("capture", "bases", "ranks")) > 0
     assert (found.seconds["tuning"] > 0) == (steps > 0)
     assert found.activation_bytes == 6 * 16 * 4 * (3 + 2) * 32
+    predicted = estimate(model, tokens, ratio=0.5, recipe=BitRecipe(below=1))
+    given_back = 2 * 2 * 16  # keys and values of two layers
+    assert predicted.activation_bytes == found.activation_bytes + 6 * 16 * 4 * given_back
+    assert predicted.seconds["capture"] > 0
     assert found.cache_bytes == found.stock_bytes / 2
     with pytest.raises(RankError, match="too small"):
         estimate(model, tokens, ratio=0.01, recipe=recipe)

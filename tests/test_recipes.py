@@ -43,7 +43,7 @@ def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
 
 def test_bits_are_those_of_one_budget_and_tuned_if_asked_for(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
-    recipe = BitRecipe(widths=(0, 2, 4, 8), norms=False, sinks=1)
+    recipe = BitRecipe(widths=(0, 2, 4, 8), norms=False, sinks=1, below=None)
     settings = {"ratio": 0.3, "rotary": "post", "seed": 3, "context": 50}
     plan = compress(model, tokens, recipe=recipe, **settings)
     assert plan.sinks == 1

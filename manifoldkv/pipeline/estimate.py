@@ -125,7 +125,10 @@ def _estimate_of_bits(
     fitting, _ = _timed(partial(fit_quantizers, latents, recipe.widths))
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
-    passes = 1 if run.below is None else 1 + len(LAST_ROUND)
+    passes, given_back = 1, 0
+    if run.below is not None:
+        passes += len(LAST_ROUND)
+        given_back = 2 * (run.below + 1) * latents.shape[1] * latents.itemsize
     return Estimate(
         {
             "capture": passes * (forward + layers * rehearsed.per_layer),
@@ -134,7 +137,7 @@ def _estimate_of_bits(
             "tuning": _tuning(recipe.tuning_steps, forward),
         },
         weight_bytes=_weight_bytes(model),
-        activation_bytes=run.tokens.numel() * (layers + 2) * inputs,
+        activation_bytes=run.tokens.numel() * ((layers + 2) * inputs + given_back),
         cache_bytes=config.ratio * stock,
         stock_bytes=stock,
     )

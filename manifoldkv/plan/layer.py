@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +92,32 @@ class LayerPlan:
             for site, basis in self.sites
         )
         return key, value
+
+    def given_back(
+        self, keys: Tensor, values: Tensor, below: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the cache gives back of a layer's tokens, as if they were added now.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            (B, H_kv, n, d); keys before rotation.
+        below : sequence of Tensor
+            What is given back of the same tokens by the layers below: keys and values of the
+            nearest, then of the one below that, and so on.
+        """
+        found: list[Tensor] = []
+        for (site, basis), x in zip(self.sites, (keys, values), strict=True):
+            coding = self.codings.get(site)
+            if coding is None:
+                found.append(basis.project(x))
+                continue
+            given = None
+            if coding.prediction is not None:
+                sites = [basis.grouping.split(y) for y in (*found, *below)]
+                given = torch.cat(sites, dim=-1)[..., : len(coding.prediction)]
+            found.append(CodedBasis(basis, coding).project(x, given))
+        return found[0], found[1]
 
     def cached_tokens(self, tokens: int) -> int:
         """Return how many of `tokens` tokens seen the layer caches."""

@@ -77,7 +77,7 @@ def test_a_prompt_of_many_tokens_is_decoded_on() -> None:
 
 
 def test_a_stock_cache_is_given_back_as_by_hand() -> None:
-    """Exact prefill: attention over what a cache gives back is that over keys and values by hand."""
+    """With exact prefill, attention is that over keys and values given back by hand."""
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
     plan = replace(predicted_plan("llama", 2), sinks=0)
     expected = given_back_by_hand(plan, "llama", tokens[:, :-1])
@@ -157,7 +157,7 @@ def test_what_predicts_is_the_layers_that_hold_the_same_tokens() -> None:
 def test_what_does_not_go_together() -> None:
     plan = predicted_plan("llama")
     for changed in ({"recent": 4}, {"rotary": "post"}):
-        with pytest.raises(PlanError, match="predicted only where|no mean to take away"):
+        with pytest.raises(PlanError, match=r"predicted only where|no mean to take away"):
             replace(plan, **changed)
     first = replace(plan.layers[0], key_coding=plan.layers[1].key_coding)
     with pytest.raises(PlanError, match="layer 0 key: 32 numbers predict, which are not whole"):
