@@ -36,7 +36,7 @@ from manifoldkv.evaluation.retrieval import Holder, summarize, through_plan
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import Checkpoints
 
-USUAL = ("integers", "sinks-recent", "snapkv", "eigen-attention", "fast-uniform", "grouped", "bits")
+USUAL = ("integers", "sinks-recent", "snapkv", "eigen-attention", "fast-uniform", "grouped", "best")
 MAPPED = "passkey"
 DEPTHS = 5
 """Rows of the map."""

@@ -106,7 +106,7 @@ def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: best, low-rank"):
+    with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: best, bits"):
         recipe_named("nothing")
     with pytest.raises(UnknownNameError, match=r"unknown rank rule .best.; known: .*uniform"):
         Recipe("k-svd", "closed-form", ranks="best")

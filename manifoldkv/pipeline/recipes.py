@@ -155,6 +155,7 @@ class BitRecipe:
 
 RECIPES: dict[str, Recipe | BitRecipe] = {
     "best": BitRecipe(),
+    "bits": BitRecipe(below=None),
     "low-rank": Recipe(
         KQSVD(),
         ClosedForm(),

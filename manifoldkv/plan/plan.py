@@ -268,14 +268,17 @@ class CompressionPlan(OnHub):
         return (latents(start + run) - latents(start)) / run
 
     def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return the constant bytes of bases (and static ranges) while a model runs in `dtype`."""
+        """Return the constant bytes of all that is not tokens, while a model runs in `dtype`.
+
+        Bases and predictions are in this dtype; ranges, steps, means and gains in their own.
+        """
         tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
-        ranges = [layer.key_range for layer in self.layers if layer.key_range is not None]
-        codes = [
-            t for layer in self.layers for c in layer.codings.values() for t in c.tensors().values()
-        ]
-        constants = sum(tensor.nbytes for tensor in (*ranges, *codes))
-        return dtype.itemsize * sum(t.numel() for t in tensors) + constants
+        tensors += [c.prediction for c in self._codings() if c.prediction is not None]
+        constants = [layer.key_range for layer in self.layers if layer.key_range is not None]
+        for coding in self._codings():
+            constants += [t for name, t in coding.tensors().items() if name != "prediction"]
+        numbers = sum(tensor.numel() for tensor in tensors)
+        return dtype.itemsize * numbers + sum(tensor.nbytes for tensor in constants)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that decides what a cache holds: bases, windows, rounding.

@@ -50,17 +50,21 @@ def attention_work(plan: CompressionPlan, query_heads: int) -> float:
     """Multiplications per cached token of a decode step, against the uncompressed cache.
 
     Scores and mixtures on latents of g concatenated heads are g·r long. Keys stored before rotation
-    are expanded instead, every KV head of every token once a step, and scored at head_dim.
+    are expanded instead, every KV head of every token once a step, and scored at head_dim. Where
+    latents are predicted, values are expanded too, and both are predicted again.
     """
     work = full = 0
     for layer in plan.layers:
-        d, heads = layer.key.head_dim, layer.key.grouping.heads
-        full += 2 * query_heads * d
-        work += query_heads * layer.value.rank * layer.value.grouping.width
-        if plan.rotary == "post":
-            work += query_heads * layer.key.rank * layer.key.grouping.width
-        else:
-            work += query_heads * d + heads * d * layer.key.rank * layer.key.grouping.width
+        full += 2 * query_heads * layer.key.head_dim
+        for site, basis in layer.sites:
+            features = basis.rank * basis.grouping.width
+            if plan.predicted or (site == "key" and plan.rotary == "pre"):
+                expanded = basis.grouping.heads * basis.head_dim
+                work += query_heads * basis.head_dim + expanded * features
+            else:
+                work += query_heads * features
+        predictions = (coding.prediction for coding in layer.codings.values())
+        work += sum(p.numel() for p in predictions if p is not None)
     return work / full
 
 
@@ -410,16 +414,19 @@ COMPOSITIONS: dict[str, Composition] = {
         replace(RANKED["eigen-attention"], recent_share=RECENT_SHARE),
         "eigen-attention, the newest tokens exact",
     ),
-    "bits": Bits(
+    "best": Bits(
         BitRecipe(),
-        "recipe best: rank and bits from one budget, Fisher coordinates of what a prediction from "
-        "the two layers below leaves, a norm per token, the first 4 tokens exact",
+        "the recipe: bits for what a prediction from the two layers below leaves",
     ),
-    "bits-unpredicted": Bits(BitRecipe(below=None), "bits without prediction"),
+    "bits": Bits(
+        BitRecipe(below=None),
+        "the recipe: rank and bits from one budget, Fisher coordinates, a norm per token, the "
+        "first 4 tokens exact",
+    ),
     "bits-few-widths": Bits(
-        BitRecipe(widths=(0, 2, 4, 8)), "the same, latents of 0, 2, 4 and 8 bits only"
+        BitRecipe(widths=(0, 2, 4, 8), below=None), "bits, latents of 0, 2, 4 and 8 bits only"
     ),
-    "bits-without-norms": Bits(BitRecipe(norms=False), "bits without a norm per token"),
+    "bits-without-norms": Bits(BitRecipe(norms=False, below=None), "bits without a norm per token"),
     "integers": Integers(
         "token",
         "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
@@ -438,5 +445,5 @@ COMPOSITIONS: dict[str, Composition] = {
 }
 USUAL = (
     *("eigen-attention", "fast-uniform", "low-rank", "grouped", "grouped-recent", "grouped-4-bit"),
-    *("bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),
+    *("best", "bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),
 )

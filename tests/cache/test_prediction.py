@@ -139,7 +139,25 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     moved = replace(coding, prediction=coding.prediction + 1)
     layers = (*plan.layers[:2], replace(plan.layers[2], value_coding=moved))
     assert replace(plan, layers=layers) != plan
-    assert replace(plan, layers=layers).basis_nbytes() == plan.basis_nbytes()
+
+
+def test_predictions_are_counted_with_the_bases() -> None:
+    plan = predicted_plan("llama", 1)
+    codings = [coding for layer in plan.layers for coding in layer.codings.values()]
+    alone = [
+        replace(
+            layer,
+            key_coding=replace(layer.key_coding, prediction=None),
+            value_coding=replace(layer.value_coding, prediction=None),
+        )
+        for layer in plan.layers
+    ]
+    # Values of the first layer from its keys; then keys from two sites, values from three.
+    numbers = 16 * 16 * (1 + 2 * (2 + 3))
+    assert sum(c.prediction.numel() for c in codings if c.prediction is not None) == numbers
+    without = replace(plan, layers=tuple(alone))
+    assert plan.basis_nbytes() == without.basis_nbytes() + 2 * numbers
+    assert plan.nbytes(50) == without.nbytes(50)
 
 
 def test_what_predicts_is_the_layers_that_hold_the_same_tokens() -> None:

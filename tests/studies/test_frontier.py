@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from manifoldkv import RECIPES
 from tests.drawings import assert_written, points
-from tests.families import tiny_model
-from tests.plans import random_plan
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import bits_plan, random_plan
 from tests.studies.running import Done, run_here
 
 RATIOS = (0.5, 0.25)
@@ -193,3 +193,10 @@ def test_attention_work_is_counted_by_hand() -> None:
     pre = random_plan(model, key_rank=4, value_rank=4)
     scores, expansion, mixture = 4 * 8, 2 * 8 * 4, 4 * 4
     assert attention_work(pre, 4) == (scores + expansion + mixture) / (2 * 4 * 8)
+    predicted = bits_plan(model, tiny_tokens(), ratio=0.4, sinks=0, below=1)
+    work = 0
+    for index, layer in enumerate(predicted.layers):
+        stored = sum(basis.down.shape[2] for _, basis in layer.sites)
+        work += 2 * 4 * 8 + 16 * stored  # scores and mixture, then both expanded
+        work += 16 * 16 * (1 if index == 0 else 5)  # values from keys; both from the layer below
+    assert attention_work(predicted, 4) == work / (3 * 2 * 4 * 8)
