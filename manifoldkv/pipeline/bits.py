@@ -199,7 +199,8 @@ def _sites(
     Both are predicted, if at all, from what codes of so many bits give back of the sites before;
     without bits, from these themselves.
     """
-    LOG.info("fitting quantisers of %d layers", len(moments))
+    given_back = "" if bits is None else ", predicted from what is given back"
+    LOG.info("fitting quantisers of %d layers%s", len(moments), given_back)
     windows, recipe = run.windows, run.recipe
     given: list[Tensor] = []  # keys and values of the layers below, (tokens, D), the nearest first
     for activations in follow(capture(model, run.tokens), len(moments)):
