@@ -194,9 +194,7 @@ class TestText:
 class TestRefusedBeforeAnyWork:
     def test_unknown_names(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        with pytest.raises(
-            UnknownNameError, match="unknown recipe 'nothing'; known: best, bits"
-        ):
+        with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: best, bits"):
             compress(model, tokens, recipe="nothing")
         with pytest.raises(UnknownNameError, match="unknown rank rule"):
             compress(model, tokens, ranks="greedy")

@@ -137,7 +137,7 @@ class BitRecipe:
         if self.below is not None and self.below < 0:
             raise RankError(f"nothing is predicted from {self.below} layers below")
         if self.below is not None and self.tuning_steps:
-            raise RankError("what predicts keys and values cannot be tuned: set below=None")
+            raise RankError("predictions cannot be tuned: take recipe bits, or set below=None")
 
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
