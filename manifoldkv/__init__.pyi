@@ -43,7 +43,7 @@ from .objectives import (
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
-from .pipeline.recipes import RECIPES, BitRecipe, Recipe
+from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
 from .plan.layer import LayerPlan
@@ -86,6 +86,7 @@ __all__ = [
     "BitRecipe",
     "CacheError",
     "ClosedForm",
+    "CommutingRecipe",
     "CompressedCache",
     "CompressionConfig",
     "CompressionPlan",

@@ -107,8 +107,8 @@ def check_commuting(name: str, basis: Basis) -> None:
     known = [j for j in frequencies if type(j) is int and 0 <= j < half]
     if basis.head_dim % 2 or basis.grouping.name == "shared" or known != sorted(frequencies):
         raise PlanError(
-            f"{name}: a commuting basis of {basis.head_dim} features a head cannot have frequencies "
-            f"{list(frequencies)}"
+            f"{name}: a commuting basis of {basis.head_dim} features a head cannot have "
+            f"frequencies {list(frequencies)}"
         )
     columns = basis.down.shape[-1]
     if 2 * len(frequencies) != columns:
