@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .evaluation.perplexity import Perplexity, perplexity
+from .export import Exported, export_checkpoint
 from .layers.activations import Batch, LayerActivations
 from .layers.capture import capture
 from .models.loading import load_model
@@ -94,6 +95,7 @@ __all__ = [
     "EigenAttention",
     "Executor",
     "ExecutorError",
+    "Exported",
     "GivenRanks",
     "HeadGrouping",
     "LayerActivations",
@@ -134,6 +136,7 @@ __all__ = [
     "compress",
     "compressed",
     "diagnose",
+    "export_checkpoint",
     "full_rank_plan",
     "layer_errors",
     "load_model",

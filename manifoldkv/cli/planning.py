@@ -132,7 +132,7 @@ def compress(
         )
     if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
         _warn_of_long_work(model, source, config, request.recipe)
-    with _resumable(work):
+    with resumable(work):
         plan = find_plan(model, source, config, folder=work, executor=executor)
     plan.save(out)
     lines = [*_plan_lines(plan), f"plan: {out}"]
@@ -188,7 +188,7 @@ def _warn_of_long_work(
 
 
 @contextmanager
-def _resumable(work: Path | None) -> Iterator[None]:
+def resumable(work: Path | None) -> Iterator[None]:
     """Say what is left of the work inside the block if Ctrl-C ends it."""
     try:
         yield

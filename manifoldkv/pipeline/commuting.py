@@ -32,8 +32,8 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.objectives import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form, weighted_directions
-from manifoldkv.pipeline.coordinates import RIDGE
 from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.coordinates import RIDGE
 from manifoldkv.pipeline.recipes import CommutingRecipe
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
@@ -209,10 +209,12 @@ def closed_form(
     at, column = kept // width, kept % width
     found = []
     for _, down, up in directions:
-        chosen = (x[:, at, :, column].movedim(0, -1) for x in (down, up))  # (G, g, pairs)
-        columns = (detached(x.to(torch.complex64)) for x in chosen)
-        head_dim = 2 * saved.shape[0]
-        found.append(commuting_basis(*columns, tuple(at.tolist()), grouping, head_dim))
+        # Two indices that stand apart put their axis first: (pairs, G, g).
+        of_down, of_up = (
+            detached(x[:, at, :, column].movedim(0, -1).to(torch.complex64)) for x in (down, up)
+        )
+        frequencies, head_dim = tuple(at.tolist()), 2 * saved.shape[0]
+        found.append(commuting_basis(of_down, of_up, frequencies, grouping, head_dim))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import geoopt
@@ -116,13 +117,14 @@ class _MovingCommutingBasis(nn.Module):
         down, up = (x.to(device) for x in complex_columns(basis))  # (G, g, pairs)
         self._columns = [down] if basis.orthonormal else [down, up]
         self._places = _places_of_moving(basis, device)
-        self._points = nn.ModuleList(
-            nn.ParameterList(
+        self._points = [
+            [
                 geoopt.ManifoldParameter(_span(self._gathered(columns, at)), ComplexGrassmann())
                 for at in self._places
-            )
+            ]
             for columns in self._columns
-        )
+        ]
+        self._moving = nn.ParameterList(point for points in self._points for point in points)
 
     @staticmethod
     def _gathered(columns: Tensor, at: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class _MovingCommutingBasis(nn.Module):
     def forward(self) -> Basis | None:
         if not self._places:
             return None
-        return self._basis([list(points) for points in self._points])
+        return self._basis(self._points)
 
     def stored(self) -> Moved:
         """Return the basis as a plan stores it, without a coding."""
@@ -143,7 +145,7 @@ class _MovingCommutingBasis(nn.Module):
         down = detached(found.down)
         return replace(found, down=down, up=down if found.orthonormal else detached(found.up)), None
 
-    def _basis(self, spans: list[list[Tensor]]) -> Basis:
+    def _basis(self, spans: Sequence[Sequence[Tensor]]) -> Basis:
         """Return the real basis with columns of these spans in the place of those that move."""
         down = spans[0]
         of_down = of_up = self._placed(self._columns[0], down)
@@ -154,7 +156,7 @@ class _MovingCommutingBasis(nn.Module):
         grouping, head_dim = self._start.grouping, self._start.head_dim
         return commuting_basis(of_down, of_up, frequencies, grouping, head_dim)
 
-    def _placed(self, columns: Tensor, parts: list[Tensor]) -> Tensor:
+    def _placed(self, columns: Tensor, parts: Sequence[Tensor]) -> Tensor:
         columns = columns.to(parts[0].dtype)
         for at, part in zip(self._places, parts, strict=True):
             columns = columns.index_copy(2, at.flatten(), part.movedim(2, 1).flatten(2))
