@@ -408,6 +408,9 @@ def export(
         Path | None,
         typer.Option(**FOLDER, help="Folder of checkpoints, from which killed healing goes on."),
     ] = None,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Also write model.gguf, which llama.cpp runs.")
+    ] = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     other_weights: OtherWeightsOption = False,
@@ -422,7 +425,8 @@ def export(
 
     given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
     source, healing = GivenText(text, sequences, length), exporting.Healing(heal, seed, work)
-    show(exporting.export(given, known, out, source, healing, force=force), as_json)
+    answer = exporting.export(given, known, out, source, healing, gguf=gguf, force=force)
+    show(answer, as_json)
 
 
 @app.command()

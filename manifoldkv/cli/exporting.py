@@ -12,6 +12,7 @@ from manifoldkv.cli.planning import resumable
 from manifoldkv.export import Exported, export_checkpoint
 from manifoldkv.export.checkpoint import check_replaceable
 from manifoldkv.export.fold import check_foldable
+from manifoldkv.export.gguf import check_writable_as_gguf
 from manifoldkv.text.sources import open_text
 
 
@@ -30,6 +31,7 @@ def export(
     text: GivenText,
     healing: Healing,
     *,
+    gguf: bool,
     force: bool,
 ) -> Answer:
     """Write a plain checkpoint, and measure what it loses."""
@@ -38,6 +40,8 @@ def export(
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
     check_foldable(loaded, known)
+    if gguf:
+        check_writable_as_gguf(loaded, known.layers[0].key)
     held_out = held_out_tokens(text, loaded, tokenizer)
     with resumable(healing.work):
         found = export_checkpoint(
@@ -50,6 +54,7 @@ def export(
             text=source if healing.steps else None,
             seed=healing.seed,
             work=healing.work,
+            gguf=gguf,
             force=force,
         )
     return _answer(found, healing.steps)

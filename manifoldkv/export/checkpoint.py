@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.errors import OutputError, TextError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity
 from manifoldkv.export.fold import check_foldable, folded
+from manifoldkv.export.gguf import check_writable_as_gguf, write_gguf
 from manifoldkv.export.heal import heal
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
@@ -32,6 +33,7 @@ from manifoldkv.text.tokens import calibration_tokens, checked_tokens, read_toke
 LOG = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md")
+GGUF = "model.gguf"
 WEIGHTS = ("config.json", "model.safetensors", "model.safetensors.index.json")
 """Files by which a folder is known to hold a checkpoint."""
 
@@ -67,6 +69,7 @@ def export_checkpoint(
     text: Tensor | TextSource | str | None = None,
     seed: int = 0,
     work: str | Path | None = None,
+    gguf: bool = False,
     force: bool = False,
 ) -> Exported:
     """Write a plain checkpoint whose stock cache is as small as a plan's.
@@ -98,6 +101,8 @@ def export_checkpoint(
         Of the order of the text.
     work : str or Path, optional
         Where the state of the healing is stored; a run that was interrupted goes on there.
+    gguf : bool
+        Whether to write a file for llama.cpp too, ``model.gguf`` in the folder.
     force : bool
         Whether a checkpoint that is in the folder is replaced.
 
@@ -105,9 +110,11 @@ def export_checkpoint(
     ------
     UnsupportedModelError, PlanError
         If the model or the plan cannot be exported: what is in the way is named, before any work.
+    ModelError
+        If the extra ``manifoldkv[gguf]`` is wanted and not installed.
     TextError
-        If the tokenizer cannot be read, the tokens are not ids and lengths of the model, or there
-        is no text to heal on.
+        If the tokenizer cannot be read, or not be written for llama.cpp, the tokens are not ids
+        and lengths of the model, or there is no text to heal on.
     OutputError
         If there is something in the folder already, it cannot be written to, or another run is at
         work in the folder `work`.
@@ -117,6 +124,8 @@ def export_checkpoint(
     model, folder = unwrapped(model), Path(folder)
     check_replaceable(folder, force=force)
     check_foldable(model, plan)
+    if gguf:
+        check_writable_as_gguf(model, plan.layers[0].key)
     check_seed(seed)
     if heal_steps < 0 or (heal_steps and text is None):
         raise TextError(f"{heal_steps} steps of healing cannot be taken: give a text to heal on")
@@ -144,6 +153,8 @@ def export_checkpoint(
         made.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        if gguf:
+            write_gguf(made, partial, partial / GGUF, folder.name)
         (partial / "README.md").write_text(card, encoding="utf-8")
     return found
 

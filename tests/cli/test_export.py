@@ -30,11 +30,12 @@ def test_a_checkpoint_is_written_and_measured(
     assert phases(err) == [
         *("loading", "reading", "multiplying", "measuring", "measuring", "writing"),
     ]
-    assert "3.0 KiB per token, 6.0 KiB before" in out
+    assert "1.5 KiB per token, 3.0 KiB before" in out
     code, _, err = run(capsys, monkeypatch, *ask)
     assert (code, err.count("\n"), "--force" in err) == (2, 1, True)
-    code, out, _ = run(capsys, monkeypatch, *ask, "--force", "--json")
+    code, out, _ = run(capsys, monkeypatch, *ask, "--force", "--gguf", "--json")
     facts = json.loads(out)
+    assert (tmp_path / "plain" / "model.gguf").exists()
     assert facts["bytes_per_token"] * 2 == facts["stock_bytes_per_token"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     _, tokenizer = load_model(str(tmp_path / "plain"))
