@@ -157,10 +157,51 @@ def _folded_attention(attention: Any, planned: LayerPlan) -> dict[str, Tensor]:
         found[f"q_proj.{part}"] = scale * (of_keys.mT @ by_head).flatten(0, 1)
     output = attention.o_proj.weight.to(of_values).unflatten(1, (query_heads, head_dim))
     found["o_proj.weight"] = torch.einsum("ohd,hdw->ohw", output, of_values).flatten(1)
+    groups = len(into_keys)
+    stretch = _stretch(found["k_proj.weight"], found["q_proj.weight"], groups, width, pairs=True)
+    for name, by in (("k_proj", stretch), ("q_proj", 1 / stretch)):
+        for part, _ in _parts(getattr(attention, name)):
+            _stretch_rows(found[f"{name}.{part}"], by)
+    stretch = _stretch(found["v_proj.weight"], found["o_proj.weight"].mT, groups, width)
+    for part, _ in _parts(attention.v_proj):
+        _stretch_rows(found[f"v_proj.{part}"], stretch)
+    _stretch_rows(found["o_proj.weight"].mT, 1 / stretch)
     return {
         name: x.squeeze(-1) if name.endswith("bias") else x.contiguous()
         for name, x in found.items()
     }
+
+
+def _stretch(
+    makes: Tensor, reads: Tensor, groups: int, width: int, *, pairs: bool = False
+) -> Tensor:
+    """Return by what latents are stretched, (G, w), so that two matrices are as large as another.
+
+    What makes a latent is stretched by it and what reads it is shrunk, which changes no product. As
+    they come from a plan the two may differ by orders of magnitude, where neither integers nor
+    steps of an optimiser suit both.
+
+    Parameters
+    ----------
+    makes, reads : Tensor
+        Rows for latents, (G·w, hidden) and (H_q·w, hidden), heads of a group side by side.
+    groups, width : int
+        G and w.
+    pairs : bool
+        Whether latents i and w/2 + i, which rotation mixes, are stretched alike.
+    """
+    sizes = []
+    for matrix in (makes, reads):
+        rows = matrix.square().sum(dim=1).view(groups, -1, width).sum(dim=1)  # (G, w)
+        if pairs:
+            rows = rows.unflatten(1, (2, -1)).sum(dim=1).repeat(1, 2)
+        sizes.append(rows.clamp(min=torch.finfo(rows.dtype).tiny))
+    return (sizes[1] / sizes[0]).pow(0.25)
+
+
+def _stretch_rows(matrix: Tensor, by: Tensor) -> None:
+    """Stretch the rows of a matrix, (heads·w, …), in place; heads of a group are side by side."""
+    matrix.view(len(by), -1, by.shape[1], matrix.shape[-1]).mul_(by.unsqueeze(1).unsqueeze(-1))
 
 
 def _parts(linear: nn.Linear) -> list[tuple[str, Tensor]]:

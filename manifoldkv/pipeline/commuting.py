@@ -243,10 +243,10 @@ def _fisher_forms(moments: SiteMoments, grouping: HeadGrouping) -> Forms:
     second = moments.covariance + torch.outer(moments.mean, moments.mean)
     ridge = RIDGE * moments.fisher.diagonal().mean()
     weight = moments.fisher + ridge * torch.eye(len(second), dtype=second.dtype)
-    return _of_groups(second, grouping), _of_groups(weight, grouping)
+    return of_groups(second, grouping), of_groups(weight, grouping)
 
 
-def _of_groups(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
+def of_groups(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
     """Return the blocks of head groups on the diagonal of a matrix of all heads."""
     groups = grouping.groups
     blocks = matrix.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))  # (G, p, G, p)

@@ -118,6 +118,24 @@ def test_transformers_loads_it_without_us(name: str, tmp_path: Path) -> None:
     assert found.stock_bytes_per_token == stock
 
 
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_makes_a_latent_is_as_large_as_what_reads_it(name: str) -> None:
+    model = model_of(name)
+    for layer in folded(model, plan_for(model, name)).model.layers:
+        attention = layer.self_attn
+        groups, width = model.config.num_key_value_heads // 2, attention.head_dim
+        by_latent = [
+            matrix.square().sum(1).view(groups, -1, width).sum(1)
+            for matrix in (
+                *(attention.k_proj.weight, attention.q_proj.weight),
+                *(attention.v_proj.weight, attention.o_proj.weight.mT),
+            )
+        ]
+        keys, queries = (x.unflatten(1, (2, -1)).sum(1) for x in by_latent[:2])
+        torch.testing.assert_close(keys, queries)
+        torch.testing.assert_close(*by_latent[2:])
+
+
 def test_stock_frequencies_leave_the_rotation_as_it_was(tmp_path: Path) -> None:
     model = model_of("llama-yarn")
     plan = plan_for(model, ratio=0.5)
