@@ -21,6 +21,7 @@ from manifoldkv import (
     compress,
     compressed,
     export_checkpoint,
+    full_rank_plan,
     load_model,
     perplexity,
     quantize,
@@ -148,6 +149,18 @@ def test_stock_frequencies_leave_the_rotation_as_it_was(tmp_path: Path) -> None:
     assert other["rope_type"] == "longrope"
     assert other["short_factor"] == other["long_factor"]
     assert other["attention_factor"] == pytest.approx(model.model.rotary_emb.attention_scaling)
+
+
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_what_is_exported_runs_on_our_caches_too(rotary: str) -> None:
+    """Its longrope is the same at every length; another one is still refused."""
+    model, tokens = model_of("llama"), tiny_tokens(2, 20)
+    made = folded(model, plan_for(model))
+    plan = full_rank_plan(made, rotary)
+    torch.testing.assert_close(logits_of(made, tokens, plan), logits_of(made, tokens))
+    made.config.rope_parameters["long_factor"] = [9.0, 9.0, 9.0]
+    with pytest.raises(UnsupportedModelError, match="longrope rotary embedding changes"):
+        full_rank_plan(made, rotary)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
