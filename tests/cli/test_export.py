@@ -24,7 +24,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_is_written_and_measured(
     plan: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    ask = ("export", "--model", MODEL, "--plan", plan, "--out", tmp_path / "plain", *FEW)
+    ask = ("export", MODEL, "--plan", plan, "--out", tmp_path / "plain", *FEW)
     code, out, err = run(capsys, monkeypatch, *ask)
     assert (code, f"checkpoint: {tmp_path / 'plain'}" in out) == (0, True)
     assert phases(err) == [
@@ -49,7 +49,7 @@ def test_healing_goes_on_and_helps_on_what_it_is_healed_on(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Return the sum of {i} numbers, or zero." * 60 for i in range(99)))
-    ask = ("export", "--model", MODEL, "--plan", plan, "--out", tmp_path / "plain", *FEW)
+    ask = ("export", MODEL, "--plan", plan, "--out", tmp_path / "plain", *FEW)
     ask = (*ask, "--text", text, "--heal", 2, "--work", tmp_path / "work", "--force", "--json")
     monkeypatch.setattr("manifoldkv.text.tokens.SEQUENCES", 2)
     monkeypatch.setattr("manifoldkv.text.tokens.LENGTH", 32)
@@ -71,12 +71,12 @@ def test_what_is_in_the_way_is_one_line(plan: Path, tmp_path: Path, capsys, monk
         ({"--out": tmp_path / "mine"}, "no checkpoint"),
         ({"--plan": tmp_path}, "cannot read"),
         ({"--text": "nowhere.txt"}, "nowhere.txt"),
-        ({"--model": qwen}, "made for"),
+        ({"model": qwen}, "made for"),
     ):
-        given = {"--model": MODEL, "--plan": plan, "--out": tmp_path / "out"} | change
-        code, out, err = run(
-            capsys, monkeypatch, "export", *(part for pair in given.items() for part in pair)
-        )
+        given = {"--plan": plan, "--out": tmp_path / "out"} | change
+        model = given.pop("model", MODEL)
+        options = (part for pair in given.items() for part in pair)
+        code, out, err = run(capsys, monkeypatch, "export", model, *options)
         said = [line for line in err.splitlines() if line.startswith("manifoldkv: ")]
         assert (code, out, len(said)) == (2, "", 1)
         assert reason in said[0]
@@ -88,7 +88,7 @@ def test_a_family_that_cannot_be_folded_is_named(tmp_path: Path, capsys, monkeyp
     model, _ = load_model(qwen)
     tokens = torch.arange(64).view(2, 32)
     compress(model, tokens, recipe="commuting").save(tmp_path / "plan")
-    ask = ("export", "--model", qwen, "--plan", tmp_path / "plan", "--out", tmp_path / "out")
+    ask = ("export", qwen, "--plan", tmp_path / "plan", "--out", tmp_path / "out")
     code, _, err = run(capsys, monkeypatch, *ask)
     assert code == 2
     assert "Qwen3ForCausalLM (model_type 'qwen3') cannot be exported" in err
