@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .evaluation.perplexity import Perplexity, perplexity
+from .export import Exported, export_checkpoint
 from .layers.activations import Batch, LayerActivations
 from .layers.capture import capture
 from .models.loading import load_model
@@ -43,7 +44,7 @@ from .objectives import (
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
-from .pipeline.recipes import RECIPES, BitRecipe, Recipe
+from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
 from .plan.layer import LayerPlan
@@ -86,6 +87,7 @@ __all__ = [
     "BitRecipe",
     "CacheError",
     "ClosedForm",
+    "CommutingRecipe",
     "CompressedCache",
     "CompressionConfig",
     "CompressionPlan",
@@ -93,6 +95,7 @@ __all__ = [
     "EigenAttention",
     "Executor",
     "ExecutorError",
+    "Exported",
     "GivenRanks",
     "HeadGrouping",
     "LayerActivations",
@@ -133,6 +136,7 @@ __all__ = [
     "compress",
     "compressed",
     "diagnose",
+    "export_checkpoint",
     "full_rank_plan",
     "layer_errors",
     "load_model",

@@ -129,17 +129,23 @@ class Basis:
         oblique one ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Which heads use which of the bases.
+    frequencies : tuple of int or None
+        Of a basis of keys that commutes with their rotation: the frequency of RoPE that each pair
+        of latents turns with, (width·r / 2,), in order; pair i is latents i and width·r / 2 + i
+        (see `manifoldkv.commuting`). None if it is not known to commute.
     """
 
     down: Tensor
     up: Tensor
     grouping: HeadGrouping
+    frequencies: tuple[int, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Basis):
             return NotImplemented
         return (
             self.grouping == other.grouping
+            and self.frequencies == other.frequencies
             and self.orthonormal == other.orthonormal
             and equal(self.down, other.down)
             and equal(self.up, other.up)
@@ -150,12 +156,18 @@ class Basis:
 
     def __repr__(self) -> str:
         kind = "orthonormal" if self.orthonormal else "oblique"
+        kind += ", commuting" if self.commuting else ""
         return f"Basis(rank {self.rank} of {self.head_dim}, {kind}, {self.grouping})"
 
     @property
     def orthonormal(self) -> bool:
         """Return whether `up` is the very tensor `down`."""
         return self.down is self.up
+
+    @property
+    def commuting(self) -> bool:
+        """Return whether keys may be rotated before they are projected or after it, alike."""
+        return self.frequencies is not None
 
     @property
     def rank(self) -> int:
@@ -175,7 +187,8 @@ class Basis:
     def like(self, x: Tensor) -> Basis:
         """Return the same basis in the dtype and on the device of a tensor."""
         down = self.down.to(x)
-        return Basis(down, down if self.orthonormal else self.up.to(x), self.grouping)
+        up = down if self.orthonormal else self.up.to(x)
+        return Basis(down, up, self.grouping, self.frequencies)
 
     def project(self, x: Tensor) -> Tensor:
         """Return what attention sees of `x`, projected down and up: (B, H, n, d), same shape."""

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from manifoldkv import RECIPES, BitRecipe, Recipe
+from manifoldkv import RECIPES, BitRecipe, CommutingRecipe, Recipe
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 
 
-def short(name: str) -> Recipe | BitRecipe:
+def short(name: str) -> Recipe | BitRecipe | CommutingRecipe:
     """One of the library's recipes, with all its parts and few steps of each."""
     recipe = RECIPES[name]
-    if isinstance(recipe, BitRecipe):
+    if not isinstance(recipe, Recipe):
         return recipe
     few = {"epochs": EPOCHS, "steps": STEPS}
     known = {field: count for field, count in few.items() if hasattr(recipe.solver, field)}

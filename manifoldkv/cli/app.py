@@ -384,6 +384,52 @@ def evaluate(
 
 
 @app.command()
+def export(
+    model: ModelArgument,
+    plan: PlanOption,
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder of the checkpoint.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a checkpoint that is in the folder.")
+    ] = False,
+    heal: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="Then train the projections of attention to predict what the original does, on "
+            "the calibration part of the text.",
+        ),
+    ] = 0,
+    text: TextOption = "docstrings",
+    sequences: SequencesOption = 8,
+    length: LengthOption = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    work: Annotated[
+        Path | None,
+        typer.Option(**FOLDER, help="Folder of checkpoints, from which killed healing goes on."),
+    ] = None,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Also write model.gguf, which llama.cpp runs.")
+    ] = False,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    other_weights: OtherWeightsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plain checkpoint with the smaller cache, of a plan of the recipe commuting.
+
+    It needs no manifoldkv: transformers and other engines load it like any model. Its card says
+    what was lost on held-out text.
+    """
+    from manifoldkv.cli import exporting
+
+    given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
+    source, healing = GivenText(text, sequences, length), exporting.Healing(heal, seed, work)
+    answer = exporting.export(given, known, out, source, healing, gguf=gguf, force=force)
+    show(answer, as_json)
+
+
+@app.command()
 def compare(
     model: ModelArgument,
     first: Annotated[

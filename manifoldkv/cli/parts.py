@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from manifoldkv.errors import RankError
-from manifoldkv.pipeline.recipes import BitRecipe, Recipe, recipe_named
+from manifoldkv.pipeline.recipes import AnyRecipe, Recipe, recipe_named
 from manifoldkv.ranks import RANK_RULES
 
 
@@ -13,8 +13,8 @@ from manifoldkv.ranks import RANK_RULES
 class Parts:
     """Fields of a recipe that are not to be as it has them; None leaves one as it is.
 
-    They have the names and the meaning of the fields of `Recipe` and `BitRecipe`; a rank rule has a
-    multiple beside its name.
+    They have the names and the meaning of the fields of `Recipe`, `BitRecipe` and
+    `CommutingRecipe`; a rank rule has a multiple beside its name.
     """
 
     objective: str | None = None
@@ -27,7 +27,7 @@ class Parts:
     sinks: int | None = None
     tuning_steps: int | None = None
 
-    def put_into(self, name: str) -> Recipe | BitRecipe:
+    def put_into(self, name: str) -> AnyRecipe:
         """Return a recipe with these parts.
 
         Raises

@@ -132,7 +132,7 @@ def compress(
         )
     if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
         _warn_of_long_work(model, source, config, request.recipe)
-    with _resumable(work):
+    with resumable(work):
         plan = find_plan(model, source, config, folder=work, executor=executor)
     plan.save(out)
     lines = [*_plan_lines(plan), f"plan: {out}"]
@@ -188,7 +188,7 @@ def _warn_of_long_work(
 
 
 @contextmanager
-def _resumable(work: Path | None) -> Iterator[None]:
+def resumable(work: Path | None) -> Iterator[None]:
     """Say what is left of the work inside the block if Ctrl-C ends it."""
     try:
         yield
@@ -227,6 +227,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
                 "value_rank": layer.value.rank,
                 "head_dim": layer.key.head_dim,
                 "key_grouping": layer.key.grouping.name,
+                "commuting": layer.key.commuting,
                 "value_grouping": layer.value.grouping.name,
                 "window": layer.window,
                 "bits": layer.mean_bits if plan.coded else None,
@@ -243,6 +244,7 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
     rounding = plan.quantization
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
     predicted = provenance.predicted_nats
+    keys = f"{first.key.grouping.name}{' (commuting)' if first.key.commuting else ''}"
     foretold = [] if predicted is None else [f"loss    {predicted:.4f} nats per token predicted"]
     return [
         f"model   {provenance.model}",
@@ -252,7 +254,7 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
         f"        {exact}keys {plan.rotary}-rotation",
         *foretold,
-        f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
+        f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"
         + ("   key bits  value bits" if plan.coded else ""),

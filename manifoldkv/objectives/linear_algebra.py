@@ -53,9 +53,27 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     tuple of Tensor
         down and up, (groups, p, count).
     """
+    _, down, up = weighted_directions(gram, weight)
+    return down[..., :count], up[..., :count]
+
+
+def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all columns that `weighted_closed_form` chooses from, and what each of them saves.
+
+    Parameters
+    ----------
+    gram, weight : Tensor
+        Positive semidefinite, symmetric or complex Hermitian, (…, p, p), as there.
+
+    Returns
+    -------
+    tuple of Tensor
+        The squared error that a column saves, (…, p), falling; down and up, (…, p, p).
+    """
     values, vectors = torch.linalg.eigh(weight)
     values = torch.maximum(values, RELATIVE_FLOOR * values[..., -1:])
-    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
-    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT
-    right = leading_eigenvectors(root @ gram @ root, count)
-    return root @ right, inverse_root @ right
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mH
+    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mH
+    gains, right = torch.linalg.eigh(root @ gram @ root)
+    right = right.flip(-1)
+    return gains.flip(-1), root @ right, inverse_root @ right

@@ -23,8 +23,15 @@ from manifoldkv.models.support import (
     unwrapped,
 )
 from manifoldkv.pipeline.bits import prepare_bits, solve_bits
+from manifoldkv.pipeline.commuting import prepare_commuting, solve_commuting
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, Recipe, recipe_named
+from manifoldkv.pipeline.recipes import (
+    DEFAULT_RECIPE,
+    AnyRecipe,
+    BitRecipe,
+    CommutingRecipe,
+    recipe_named,
+)
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.pipeline.solve import BasisFinder, find_bases
 from manifoldkv.pipeline.tune import tune
@@ -80,7 +87,8 @@ def compress(
         If the attention of the model cannot be handled.
     RankError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
-        given to a `BitRecipe`, or its packs of latents do not fit the features of a layer.
+        given to a `BitRecipe` or a `CommutingRecipe`, or its packs of latents do not fit the
+        features of a layer.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
     SeedError
@@ -102,7 +110,13 @@ def compress(
     executor = executor_named(executor)
     recipe = config.complete_recipe()
     if isinstance(recipe, BitRecipe):
-        return _compress_to_bits(model, tokens, config, recipe, folder)
+        to_bits = prepare_bits(model, tokens, config, recipe)
+        plan = solve_bits(model, to_bits, folder)
+        return _finished(model, plan, to_bits.tokens, config, recipe.tuning_steps, folder)
+    if isinstance(recipe, CommutingRecipe):
+        commuting = prepare_commuting(model, tokens, config, recipe)
+        plan = solve_commuting(model, commuting, folder)
+        return _finished(model, plan, commuting.tokens, config, recipe.tuning_steps, folder)
     run = prepare(model, tokens, config, recipe)
     threads = torch.get_num_threads()
     alone = nullcontext() if folder is None else only_run(Path(folder))
@@ -131,26 +145,23 @@ def compress(
         return quantize(plan, model, run.tokens, config.quantization)
 
 
-def _compress_to_bits(
+def _finished(
     model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
+    plan: CompressionPlan,
+    tokens: Tensor,
     config: CompressionConfig,
-    recipe: BitRecipe,
+    steps: int,
     folder: str | Path | None,
 ) -> CompressionPlan:
-    run = prepare_bits(model, tokens, config, recipe)
-    plan = solve_bits(model, run, folder)
+    """Return a plan tuned, and rounded if that is asked for."""
     threads = torch.get_num_threads()
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(threads):
-        return tune(
-            model,
-            plan,
-            run.tokens,
-            steps=recipe.tuning_steps,
-            seed=config.seed,
-            checkpoints=_checkpoints(folder, model, run.tokens, threads),
-        )
+        checkpoints = _checkpoints(folder, model, tokens, threads)
+        plan = tune(model, plan, tokens, steps=steps, seed=config.seed, checkpoints=checkpoints)
+        if config.quantization is None:
+            return plan
+        return quantize(plan, model, tokens, config.quantization)
 
 
 def _checkpoints(
@@ -231,7 +242,7 @@ def ratio_from_bytes(
     nbytes: float,
     *,
     context: int,
-    recipe: Recipe | BitRecipe | str = DEFAULT_RECIPE,
+    recipe: AnyRecipe | str = DEFAULT_RECIPE,
 ) -> float:
     """Return the ratio at which the cache of one sequence takes at most some bytes.
 
@@ -246,7 +257,7 @@ def ratio_from_bytes(
         All layers together.
     context : int
         Tokens of the sequence.
-    recipe : Recipe, BitRecipe or str
+    recipe : Recipe, BitRecipe, CommutingRecipe or str
         Whose ratio it is: that of a `BitRecipe` is one to a cache in 16 bits, in which the first
         tokens are counted too, whatever they take in the dtype of the model.
 

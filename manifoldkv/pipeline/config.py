@@ -15,7 +15,14 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, BitRecipe, Recipe, recipe_named
+from manifoldkv.pipeline.recipes import (
+    DEFAULT_RECIPE,
+    AnyRecipe,
+    BitRecipe,
+    CommutingRecipe,
+    Recipe,
+    recipe_named,
+)
 from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.quantization import Quantization, check_layout
@@ -36,14 +43,15 @@ class CompressionConfig:
         Largest share of the bytes of an uncompressed cache that a text of `context` tokens may
         take, before quantisation, in (0, 1]. The achieved one is `CompressionPlan.ratio`;
         `ratio_from_bytes` returns the one of a budget in bytes.
-    recipe : Recipe, BitRecipe or str
+    recipe : Recipe, BitRecipe, CommutingRecipe or str
         How: a composition of one's own, or a name out of `RECIPES`.
     ranks : RankRule or str, optional
         The recipe's own rule if omitted; a name stands for a registered one with default fields
         (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). None goes with a
-        `BitRecipe`.
+        `BitRecipe` or a `CommutingRecipe`.
     rotary : {"pre", "post"}
-        Whether keys are stored before rotation (better) or after it (faster).
+        Whether keys are stored before rotation (better) or after it (faster). Those of a
+        `CommutingRecipe` are the same either way, and stored after it.
     quantization : Quantization, optional
         Also round the latents to integers; see `quantize`. Those of a `BitRecipe` are rounded
         already.
@@ -61,11 +69,12 @@ class CompressionConfig:
     UnknownNameError
         If a recipe or a rank rule does not exist.
     RankError, PlanError
-        If a rank rule or a quantisation is given to a `BitRecipe`.
+        If a rank rule is given to a `BitRecipe` or a `CommutingRecipe`, or a quantisation to the
+        former.
     """
 
     ratio: float = 0.5
-    recipe: Recipe | BitRecipe | str = DEFAULT_RECIPE
+    recipe: AnyRecipe | str = DEFAULT_RECIPE
     ranks: RankRule | str | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None
@@ -77,7 +86,7 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         self.complete_recipe()
 
-    def complete_recipe(self) -> Recipe | BitRecipe:
+    def complete_recipe(self) -> AnyRecipe:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
         if isinstance(recipe, BitRecipe):
@@ -92,7 +101,12 @@ class CompressionConfig:
                     "out, or take another recipe (low-rank)"
                 )
             return recipe
-        if self.ranks is None:
+        if isinstance(recipe, CommutingRecipe) and self.ranks is not None:
+            raise RankError(
+                "recipe commuting has the same ranks in all layers: leave the rank rule out, or "
+                "take another recipe"
+            )
+        if isinstance(recipe, CommutingRecipe) or self.ranks is None:
             return recipe
         return replace(recipe, ranks=RANK_RULES.resolve(self.ranks))
 

@@ -20,9 +20,10 @@ from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
 from manifoldkv.pipeline.bits import LAST_ROUND, prepare_bits
+from manifoldkv.pipeline.commuting import prepare_commuting
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
 from manifoldkv.pipeline.coordinates import SAMPLES
-from manifoldkv.pipeline.recipes import BitRecipe
+from manifoldkv.pipeline.recipes import BitRecipe, CommutingRecipe
 from manifoldkv.pipeline.solve import SITES
 from manifoldkv.pipeline.tune import SEQUENCES_PER_STEP
 from manifoldkv.ranks import Rehearsal
@@ -91,6 +92,8 @@ def estimate(
     recipe = config.complete_recipe()
     if isinstance(recipe, BitRecipe):
         return _estimate_of_bits(model, tokens, config, recipe)
+    if isinstance(recipe, CommutingRecipe):
+        return _estimate_of_commuting(model, tokens, config, recipe)
     run = prepare(model, tokens, config, recipe)
     layers = run.budget.layers
     rehearsed = _rehearse(model, run.tokens)
@@ -138,6 +141,33 @@ def _estimate_of_bits(
         },
         weight_bytes=_weight_bytes(model),
         activation_bytes=run.tokens.numel() * ((layers + 2) * inputs + given_back),
+        cache_bytes=config.ratio * stock,
+        stock_bytes=stock,
+    )
+
+
+def _estimate_of_commuting(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: CommutingRecipe,
+) -> Estimate:
+    run = prepare_commuting(model, tokens, config, recipe)
+    layers = len(decoder_layers(model))
+    rehearsed = _rehearse(model, run.tokens)
+    activations, forward = rehearsed.activations, rehearsed.forward
+    fisher = recipe.objective == "fisher"
+    stock = _stock_bytes(model, activations)
+    inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
+    return Estimate(
+        {
+            "capture": forward + layers * rehearsed.per_layer,
+            "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward if fisher else 0.0,
+            "ranks": 0.0,
+            "tuning": _tuning(recipe.tuning_steps, forward),
+        },
+        weight_bytes=_weight_bytes(model),
+        activation_bytes=run.tokens.numel() * (layers + 2) * inputs,
         cache_bytes=config.ratio * stock,
         stock_bytes=stock,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from manifoldkv.basis import Site, parse_grouping
 from manifoldkv.errors import RankError, UnknownNameError
@@ -153,7 +153,70 @@ class BitRecipe:
         }
 
 
-RECIPES: dict[str, Recipe | BitRecipe] = {
+Weights = Literal["fisher", "kq-svd"]
+"""What an error in keys and values costs."""
+
+
+@dataclass(frozen=True)
+class CommutingRecipe:
+    """Keys in bases that commute with their rotation, values in as many latents.
+
+    A plan of it is the only one that `export_checkpoint` can fold into the weights of a model: keys
+    are stored after rotation and never rebuilt, all layers have the same ranks of frequencies, and
+    keys and values of a group of heads the same width (see `manifoldkv.commuting`). The ratio is
+    kept at every length, since no token stays exact. It depends neither on the rank rule nor on
+    whether keys are stored before rotation.
+
+    Parameters
+    ----------
+    objective : {"fisher", "kq-svd"}
+        What an error costs: nats to second order (`fisher_moments`), or its share of the scores and
+        of the output that the queries and W_O of a layer read.
+    grouping : str or int
+        Which heads have a basis together, ``"all"`` or a number: each group becomes one KV head.
+    tuning_steps : int
+        Of `tune`, at the end; 0 leaves bases in closed form.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such objective.
+    RankError
+        If the grouping is none, or shares one small basis between heads.
+    """
+
+    objective: Weights = "fisher"
+    grouping: str | int = "all"
+    tuning_steps: int = 0
+
+    def __post_init__(self) -> None:
+        known = get_args(Weights)
+        if self.objective not in known:
+            raise UnknownNameError(
+                f"unknown objective {self.objective!r} of commuting bases; known: "
+                f"{', '.join(known)}"
+            )
+        object.__setattr__(self, "grouping", parse_grouping(self.grouping))
+        if self.grouping == "shared":
+            raise RankError(
+                "a commuting basis is one of heads side by side: take grouping all, or a number"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `Recipe.describe` does."""
+        return {
+            "objective": {"name": self.objective},
+            "solver": {"name": "closed-form"},
+            "key_grouping": self.grouping,
+            "value_grouping": self.grouping,
+            "ranks": {"name": "frequencies"},
+            "tuning_steps": self.tuning_steps,
+        }
+
+
+AnyRecipe = Recipe | BitRecipe | CommutingRecipe
+
+RECIPES: dict[str, AnyRecipe] = {
     "best": BitRecipe(),
     "bits": BitRecipe(below=None),
     "low-rank": Recipe(
@@ -171,11 +234,12 @@ RECIPES: dict[str, Recipe | BitRecipe] = {
         ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
     ),
     "fast": Recipe(LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
+    "commuting": CommutingRecipe(),
 }
 DEFAULT_RECIPE = "best"
 
 
-def recipe_named(recipe: str | Recipe | BitRecipe) -> Recipe | BitRecipe:
+def recipe_named(recipe: str | AnyRecipe) -> AnyRecipe:
     """Return a recipe by its name, or itself.
 
     Raises
@@ -183,7 +247,7 @@ def recipe_named(recipe: str | Recipe | BitRecipe) -> Recipe | BitRecipe:
     UnknownNameError
         If there is none of this name.
     """
-    if isinstance(recipe, Recipe | BitRecipe):
+    if isinstance(recipe, AnyRecipe):
         return recipe
     if recipe not in RECIPES:
         raise UnknownNameError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")

@@ -165,11 +165,12 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
 
 
 def _site_description(basis: Basis) -> dict[str, Any]:
+    commuting = {} if basis.frequencies is None else {"frequencies": list(basis.frequencies)}
     return {
         "grouping": basis.grouping.name,
         "rank": basis.rank,
         "orthonormal": basis.orthonormal,
-    }
+    } | commuting
 
 
 def _contents(
@@ -238,7 +239,9 @@ def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index:
     fields = layer[site]
     down = tensors.pop(f"layers.{index}.{site}.down")
     up = down if fields["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
-    basis = Basis(down, up, HeadGrouping(fields["grouping"], _integer(layer, "kv_heads")))
+    grouping = HeadGrouping(fields["grouping"], _integer(layer, "kv_heads"))
+    frequencies = tuple(fields["frequencies"]) if "frequencies" in fields else None
+    basis = Basis(down, up, grouping, frequencies)
     check_basis(f"layer {index} {site}", basis)
     if (basis.rank, basis.head_dim) != (fields["rank"], layer["head_dim"]):
         raise PlanError(

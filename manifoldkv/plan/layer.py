@@ -16,6 +16,7 @@ from manifoldkv.basis import (
     equal,
     orthonormality_error,
 )
+from manifoldkv.commuting import check_commuting
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import cached_tokens
 from manifoldkv.plan.coded import CodedBasis
@@ -209,7 +210,7 @@ def check_elements(name: str, tensor: Tensor) -> None:
 
 
 def check_basis(name: str, basis: Basis) -> None:
-    """Raise `PlanError` unless a basis fits its grouping and is orthonormal or biorthonormal."""
+    """Raise `PlanError` unless a basis fits its grouping and obeys the laws of its kind."""
     width, groups = basis.grouping.width, basis.grouping.groups
     for part in (basis.down, basis.up):
         check_elements(name, part)
@@ -225,3 +226,4 @@ def check_basis(name: str, basis: Basis) -> None:
     if not error <= ORTHONORMAL_TOLERANCE:
         law = "PᵀP" if basis.orthonormal else "upᵀ down"
         raise PlanError(f"{name}: {law} is not the identity, largest difference {error:.1e}")
+    check_commuting(name, basis)

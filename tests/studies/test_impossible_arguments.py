@@ -15,6 +15,11 @@ IMPOSSIBLE = {
         (("--text", ""), "the name of the text is empty"),
         (("--out", ""), "argument --out: the name is empty"),
     ],
+    "commuting": [
+        (("--ratio", 2, "--sequences", 1, "--length", 8), "ratio 2 is not in (0, 1]"),
+        (("--windows", 0, "--sequences", 1, "--length", 8), "cannot read 0 sequences of 8 tokens"),
+        (("--out", ""), "argument --out: the name is empty"),
+    ],
     "compare_quantization": [
         (("--sequences", 0), "0 sequences of 1024 tokens: both must be at least 1"),
         (("--sequence-length", 0), "sequences of 0 tokens: both must be at least 1"),

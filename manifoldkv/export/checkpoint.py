@@ -1,0 +1,304 @@
+"""Plain checkpoints: a folder that transformers loads without manifoldkv."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCardData
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from manifoldkv.errors import OutputError, TextError
+from manifoldkv.evaluation.perplexity import Comparison, perplexity
+from manifoldkv.export.fold import check_foldable, folded
+from manifoldkv.export.gguf import check_writable_as_gguf, write_gguf
+from manifoldkv.export.heal import heal
+from manifoldkv.models.support import unwrapped
+from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.files import check_writable, only_run
+from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens, checked_tokens, read_tokenizer
+
+LOG = logging.getLogger(__name__)
+
+CARD = Path(__file__).with_name("card.md")
+GGUF = "model.gguf"
+WEIGHTS = ("config.json", "model.safetensors", "model.safetensors.index.json")
+"""Files by which a folder is known to hold a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A checkpoint that was written.
+
+    Parameters
+    ----------
+    folder : Path
+        Where it is.
+    bytes_per_token, stock_bytes_per_token : int
+        Of the cache of the exported model and of the original, in the dtype of the weights.
+    measured : Comparison or None
+        Of the original and the exported model on held-out text, if there was any.
+    """
+
+    folder: Path
+    bytes_per_token: int
+    stock_bytes_per_token: int
+    measured: Comparison | None = None
+
+
+def export_checkpoint(
+    model: PreTrainedModel,
+    plan: CompressionPlan,
+    folder: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    held_out: Tensor | None = None,
+    heal_steps: int = 0,
+    text: Tensor | TextSource | str | None = None,
+    seed: int = 0,
+    work: str | Path | None = None,
+    gguf: bool = False,
+    force: bool = False,
+) -> Exported:
+    """Write a plain checkpoint whose stock cache is as small as a plan's.
+
+    It is an ordinary model of the same architecture, with fewer KV heads and another head_dim, that
+    ``AutoModelForCausalLM`` and other engines load without manifoldkv, and whose logits are those
+    of the model on its compressed cache, within rounding. Beside the weights are the tokenizer, the
+    generation settings and a model card that says what was done and what was lost.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of type llama, mistral or qwen2. It is left as it was; its dtype is that of the checkpoint.
+    plan : CompressionPlan
+        Of the recipe ``"commuting"``.
+    folder : str or Path
+        Where it goes. It appears when all is written.
+    tokenizer : PreTrainedTokenizerBase, optional
+        What goes along; the one the model was saved with if omitted, none if the model was never
+        saved.
+    held_out : Tensor, optional
+        Token ids, (sequences, length), on which the loss is measured that the card states.
+    heal_steps : int
+        Of `heal`, which trains the folded projections to predict what the original does; 0 leaves
+        them as the plan has them.
+    text : Tensor, TextSource or str, optional
+        What they are healed on: calibration data, as in `compress`.
+    seed : int
+        Of the order of the text.
+    work : str or Path, optional
+        Where the state of the healing is stored; a run that was interrupted goes on there.
+    gguf : bool
+        Whether to write a file for llama.cpp too, ``model.gguf`` in the folder.
+    force : bool
+        Whether a checkpoint that is in the folder is replaced.
+
+    Raises
+    ------
+    UnsupportedModelError, PlanError
+        If the model or the plan cannot be exported: what is in the way is named, before any work.
+    ModelError
+        If the extra ``manifoldkv[gguf]`` is wanted and not installed.
+    TextError
+        If the tokenizer cannot be read, or not be written for llama.cpp, the tokens are not ids
+        and lengths of the model, or there is no text to heal on.
+    OutputError
+        If there is something in the folder already, it cannot be written to, or another run is at
+        work in the folder `work`.
+    SeedError, DivergenceError
+        As `heal`.
+    """
+    model, folder = unwrapped(model), Path(folder)
+    check_replaceable(folder, force=force)
+    check_foldable(model, plan)
+    if gguf:
+        check_writable_as_gguf(model, plan.layers[0].key)
+    check_seed(seed)
+    if heal_steps < 0 or (heal_steps and text is None):
+        raise TextError(f"{heal_steps} steps of healing cannot be taken: give a text to heal on")
+    if held_out is not None:
+        held_out = checked_tokens(model, held_out, shortest=2)
+    name, tokens = ("", None) if text is None else calibration_tokens(model, text)
+    if tokenizer is None and model.config._name_or_path:
+        tokenizer = read_tokenizer(model.config._name_or_path)
+    check_writable(folder.absolute().parent)
+    LOG.info("multiplying the plan into the weights of %d layers", len(plan.layers))
+    made, healing = folded(model, plan), "The weights were not trained afterwards."
+    if tokens is not None and heal_steps:
+        _heal(model, made, plan, tokens, heal_steps, seed, work)
+        healing = (
+            f"Healing: the projections of attention were trained for {heal_steps} steps to predict "
+            f"what the original does, on {tokens.shape[0]} × {tokens.shape[1]} tokens of {name}."
+        )
+    measured = None
+    if held_out is not None:
+        measured = Comparison(perplexity(model, held_out), perplexity(made, held_out))
+    found = Exported(folder, _bytes_per_token(made), _bytes_per_token(model), measured)
+    card = _card(model, made, plan, found, healing)
+    LOG.info("writing the checkpoint %s", folder)
+    with replacing(folder) as partial:
+        made.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if gguf:
+            write_gguf(made, partial, partial / GGUF, folder.name)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+    return found
+
+
+def _heal(
+    model: PreTrainedModel,
+    made: PreTrainedModel,
+    plan: CompressionPlan,
+    tokens: Tensor,
+    steps: int,
+    seed: int,
+    work: str | Path | None,
+) -> None:
+    """Heal a folded model, alone in the folder of its checkpoints."""
+    with nullcontext() if work is None else only_run(Path(work)):
+        checkpoints = Checkpoints()
+        if work is not None:
+            settings = {
+                "model": digest_of_model(model),
+                "plan": plan.digest(),
+                "tokens": digest_of_tokens(tokens),
+                "threads": torch.get_num_threads(),
+                "versions": versions(),
+            }
+            checkpoints = Checkpoints(Path(work), settings)
+        heal(model, made, tokens, steps=steps, seed=seed, checkpoints=checkpoints)
+
+
+def check_replaceable(folder: Path, *, force: bool) -> None:
+    """Refuse a folder with something in it, unless it is a checkpoint that may be replaced.
+
+    Raises
+    ------
+    OutputError
+        Naming the way out.
+    """
+    if not str(folder).strip() or folder == Path():
+        raise OutputError("a checkpoint needs a folder of its own, not the current one")
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file: take another folder")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not any((folder / name).exists() for name in WEIGHTS):
+        raise OutputError(f"{folder} holds something that is no checkpoint: take another folder")
+    if not force:
+        raise OutputError(
+            f"{folder} holds a checkpoint already: take another folder, or --force (force=True) to "
+            "replace it"
+        )
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which takes the place of another when the block is done.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written; what was there before is still there.
+    """
+    folder = folder.absolute()
+    made, old = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "old"))
+    try:
+        if old.exists() and not folder.exists():  # a run was killed between the two renamings
+            old.replace(folder)
+        for left in (made, old):
+            shutil.rmtree(left, ignore_errors=True)
+        made.mkdir(parents=True)
+        yield made
+        if folder.exists():
+            folder.replace(old)
+        made.replace(folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            old.replace(folder)
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _bytes_per_token(model: PreTrainedModel) -> int:
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_key_value_heads
+    return 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+
+
+def _card(
+    model: PreTrainedModel,
+    made: PreTrainedModel,
+    plan: CompressionPlan,
+    found: Exported,
+    healing: str,
+) -> str:
+    provenance, key = plan.provenance, plan.layers[0].key
+    base = provenance.model if REPOSITORY.fullmatch(provenance.model) else None
+    metadata = ModelCardData(
+        library_name="transformers",
+        base_model=base,
+        pipeline_tag="text-generation",
+        tags=["kv-cache", "compression", "manifoldkv"],
+    )
+    counts = [(key.frequencies or ()).count(j) for j in range(key.head_dim // 2)]
+    return CARD.read_text(encoding="utf-8").format(
+        metadata=metadata.to_yaml(),
+        name=found.folder.name,
+        folder=json.dumps(found.folder.name),
+        model=_model_name(model, provenance.model),
+        model_type=made.config.model_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        bytes_per_token=found.bytes_per_token,
+        stock_bytes_per_token=found.stock_bytes_per_token,
+        ratio=found.bytes_per_token / found.stock_bytes_per_token,
+        version=version("manifoldkv"),
+        kv_heads=made.config.num_key_value_heads,
+        width=made.config.head_dim,
+        stock_kv_heads=model.config.num_key_value_heads,
+        head_dim=key.head_dim,
+        frequencies=", ".join(
+            f"{j} ({count}x)" if count > 1 else str(j) for j, count in enumerate(counts) if count
+        ),
+        origin=provenance.origin,
+        tuning_steps=provenance.tuning_steps,
+        digest=plan.digest()[:16],
+        healing=healing,
+        lost=_lost(found.measured),
+    )
+
+
+def _model_name(model: PreTrainedModel, name: str) -> str:
+    """Return how a model is called on a card: not by the folders of the machine it was on."""
+    if not name:
+        return type(model).__name__
+    return name if REPOSITORY.fullmatch(name) else Path(name).name
+
+
+def _lost(measured: Comparison | None) -> str:
+    if measured is None:
+        return "It was not measured when the checkpoint was written."
+    before, after = measured.uncompressed, measured.compressed
+    error = f" ± {measured.standard_error:.4f}" if len(before.by_sequence) > 1 else ""
+    return (
+        f"On {len(before.by_sequence)} windows of held-out text, {before.predicted} tokens: "
+        f"{after.nll:.4f} nats per token instead of {before.nll:.4f}, {measured.added_nll:.4f}"
+        f"{error} more."
+    )

@@ -1,0 +1,286 @@
+"""Bases that commute with the rotation of keys, in closed form, all layers at the same ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from manifoldkv.basis import Basis, HeadGrouping, Site
+from manifoldkv.cache.rotation import (
+    angles_at,
+    rotary_embedding_of,
+    rotate_halves,
+    rotation_of_keys,
+)
+from manifoldkv.commuting import commuting_basis, hermitian_parts
+from manifoldkv.errors import PlanError, RankError, UnsupportedModelError
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import (
+    attention_of,
+    check_supported,
+    decoder_layers,
+    sliding_windows,
+)
+from manifoldkv.objectives import KQSVD
+from manifoldkv.objectives.linear_algebra import weighted_closed_form, weighted_directions
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.coordinates import RIDGE
+from manifoldkv.pipeline.recipes import CommutingRecipe
+from manifoldkv.plan.files import check_context
+from manifoldkv.plan.layer import LayerPlan, detached
+from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.quantization import check_layout
+from manifoldkv.ranks.fisher import SiteMoments, fisher_moments
+from manifoldkv.runs.progress import follow
+from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
+
+LOG = logging.getLogger(__name__)
+
+SITES: tuple[Site, Site] = ("key", "value")
+Forms = tuple[Tensor, Tensor]
+"""Second moments of keys or values and the weight of errors in them, (groups, g·d, g·d) both."""
+
+
+@dataclass(frozen=True)
+class PreparedCommuting:
+    """A run of `compress` by a `CommutingRecipe`, all asked that could refuse it beforehand.
+
+    Parameters
+    ----------
+    config : CompressionConfig
+        What plan to make.
+    recipe : CommutingRecipe
+        How.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length), int64.
+    context : int
+        Tokens that the ratio holds for, as for any other number.
+    grouping : HeadGrouping
+        Of keys and of values.
+    latents : int
+        Of each group, for keys and for values: even, a multiple of the heads of a group.
+    """
+
+    config: CompressionConfig
+    recipe: CommutingRecipe
+    text: str
+    tokens: Tensor
+    context: int
+    grouping: HeadGrouping
+    latents: int
+
+
+def prepare_commuting(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: CommutingRecipe,
+) -> PreparedCommuting:
+    """Read the text and return what a run starts from; its errors are raised here."""
+    check_supported(model)
+    check_turns_halves(model)
+    check_seed(config.seed)
+    for index, window in enumerate(sliding_windows(model.config)):
+        check_layout(config.quantization, index, window, recent=False)
+    if config.context is not None:
+        check_context(config.context)
+    heads = model.config.get_text_config().num_key_value_heads
+    grouping = HeadGrouping(recipe.grouping, heads)
+    latents = _latents(config.ratio, attention_of(decoder_layers(model)[0]).head_dim, grouping)
+    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    context = ids.shape[1] if config.context is None else config.context
+    return PreparedCommuting(config, recipe, name, ids, context, grouping, latents)
+
+
+def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
+    """Return how many latents of a group are within a ratio."""
+    if not 0 < ratio <= 1:
+        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
+    features, step = head_dim * grouping.width, math.lcm(2, grouping.width)
+    latents = int(ratio * features / step + 1e-9) * step
+    if not latents:
+        raise RankError(
+            f"ratio {ratio:g} leaves no latent: {grouping.width} heads of {head_dim} together have "
+            f"a multiple of {step}, so that {step / features:g} is the least"
+        )
+    return latents
+
+
+def check_turns_halves(model: PreTrainedModel) -> None:
+    """Refuse a model that does not turn features j and d/2 + j of a head by one angle, for all j.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it turns neighbours, or a part of the features only.
+    """
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
+    embedding = rotary_embedding_of(model.get_decoder())
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    for kind, layer in zip(kinds, decoder_layers(model), strict=True):
+        cos, _ = angles_at(embedding, start, kind, like=start.float())
+        if rotation_of_keys(layer, cos.shape[-1]) is not rotate_halves:
+            half = attention_of(layer).head_dim // 2
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no commuting bases: it does not rotate features j and "
+                f"{half} + j of a head by one angle, for all of them"
+            )
+
+
+def solve_commuting(
+    model: PreTrainedModel, run: PreparedCommuting, folder: str | Path | None
+) -> CompressionPlan:
+    """Return the plan of a run, nothing tuned.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As in `compress`, and unwrapped.
+    run : PreparedCommuting
+        From `prepare_commuting`.
+    folder : str or Path, optional
+        Where Fisher moments are stored, for a run that goes on.
+
+    Raises
+    ------
+    OutputError, DivergenceError
+        As `fisher_moments`.
+    """
+    keys, values = [], []
+    for key, value in quadratic_forms(model, run, folder):
+        keys.append(key)
+        down, up = (detached(x.float()) for x in weighted_closed_form(*value, run.latents))
+        values.append(Basis(down, up, run.grouping))
+    bases = closed_form(keys, run.latents // 2, run.grouping)
+    return plan_of(model, run, [*zip(bases, values, strict=True)])
+
+
+def closed_form(
+    forms: Sequence[Forms], pairs: int, grouping: HeadGrouping, *, real: bool = False
+) -> list[Basis]:
+    """Return commuting bases of the keys of all layers, of the same frequencies.
+
+    With second moments C_j = E[z zᴴ] and weights W_j of one frequency, errors cost
+    tr((I - A Bᴴ) C_j (I - A Bᴴ)ᴴ W_j) when all phases are alike. The least is left by the leading
+    eigenvectors U of W_j^½ C_j W_j^½, with B = W_j^½ U and A = W_j^-½ U, and an eigenvalue is what
+    its direction saves. So the ranks r_j are those that save most in all layers and groups
+    together.
+
+    Parameters
+    ----------
+    forms : sequence of tuple of Tensor
+        Of the keys of every layer, before rotation or after it.
+    pairs : int
+        Σ_j r_j, of every group.
+    grouping : HeadGrouping
+        Which heads have a basis together.
+    real : bool
+        Whether directions are real, a strict subset.
+
+    Returns
+    -------
+    list of Basis
+        float32.
+    """
+    width, directions = grouping.width, []
+    for gram, weight in forms:
+        of_frequencies = (hermitian_parts(x, width) for x in (gram, weight))
+        if real:
+            of_frequencies = (x.real for x in of_frequencies)
+        directions.append(weighted_directions(*of_frequencies))  # (G, d/2, g), (G, d/2, g, g)
+    saved = torch.stack([gains for gains, _, _ in directions]).sum(dim=(0, 1))  # (d/2, g)
+    # Stable, and gains of a frequency fall: the first r_j directions of each are taken.
+    kept = saved.flatten().sort(descending=True, stable=True).indices[:pairs].sort().values
+    at, column = kept // width, kept % width
+    found = []
+    for _, down, up in directions:
+        # Two indices that stand apart put their axis first: (pairs, G, g).
+        of_down, of_up = (
+            detached(x[:, at, :, column].movedim(0, -1).to(torch.complex64)) for x in (down, up)
+        )
+        frequencies, head_dim = tuple(at.tolist()), 2 * saved.shape[0]
+        found.append(commuting_basis(of_down, of_up, frequencies, grouping, head_dim))
+    return found
+
+
+def quadratic_forms(
+    model: PreTrainedModel, run: PreparedCommuting, folder: str | Path | None
+) -> Iterator[tuple[Forms, Forms]]:
+    """Yield second moments and weights of the keys and of the values of every layer."""
+    if run.recipe.objective == "fisher":
+        # In nats, so that layers can be compared as they are.
+        moments = fisher_moments(
+            model, run.tokens, seed=run.config.seed, rotary="pre", folder=folder
+        )
+        for layer in moments:
+            yield _fisher_forms(layer.key, run.grouping), _fisher_forms(layer.value, run.grouping)
+        return
+    layers = len(decoder_layers(model))
+    for activations in follow(capture(model, run.tokens), layers, "layers"):
+        key, value = (
+            KQSVD().matrices(KQSVD().problem(activations, site, run.grouping), None)
+            for site in SITES
+        )
+        yield _relative(*key), _relative(*value)
+
+
+def _fisher_forms(moments: SiteMoments, grouping: HeadGrouping) -> Forms:
+    second = moments.covariance + torch.outer(moments.mean, moments.mean)
+    ridge = RIDGE * moments.fisher.diagonal().mean()
+    weight = moments.fisher + ridge * torch.eye(len(second), dtype=second.dtype)
+    return of_groups(second, grouping), of_groups(weight, grouping)
+
+
+def of_groups(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
+    """Return the blocks of head groups on the diagonal of a matrix of all heads."""
+    groups = grouping.groups
+    blocks = matrix.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))  # (G, p, G, p)
+    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def _relative(gram: Tensor, weight: Tensor | None) -> Forms:
+    """Return forms in which all that a layer could lose is 1."""
+    if weight is None:
+        raise PlanError("the objective of a commuting basis has weights")
+    gram, weight = gram.cpu(), weight.cpu()
+    return gram, weight / (gram * weight).sum()
+
+
+def plan_of(
+    model: PreTrainedModel, run: PreparedCommuting, bases: Sequence[tuple[Basis, Basis]]
+) -> CompressionPlan:
+    """Return the plan that stores these keys, after rotation, and these values."""
+    layers = [
+        LayerPlan(key, value, window)
+        for (key, value), window in zip(bases, sliding_windows(model.config), strict=True)
+    ]
+    provenance = Provenance(
+        model=model.config._name_or_path,
+        text=run.text,
+        sequences=run.tokens.shape[0],
+        length=run.tokens.shape[1],
+        context=run.context,
+        recipe=run.recipe.describe(),
+        seed=run.config.seed,
+        requested_ratio=run.config.ratio,
+        threads=torch.get_num_threads(),
+        versions=versions(),
+    )
+    return CompressionPlan(
+        tuple(layers), "post", config_hash(model.config), fingerprint(model), provenance
+    )

@@ -1,0 +1,93 @@
+"""Complex Stiefel and Grassmann manifolds with geoopt's interface, which has real ones only.
+
+A product of them over frequencies is a batch: leading dimensions are points of their own. Points,
+tangent vectors and gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and
+Smith 1998, arXiv:physics/9806030, with transposes conjugated).
+"""
+
+from __future__ import annotations
+
+import torch
+from geoopt.manifolds.base import Manifold
+from torch import Tensor
+
+Checked = tuple[bool, str | None]
+
+
+class ComplexStiefel(Manifold):
+    """Matrices X, (…, n, p), with Xᴴ X = I, in the metric of ℝ^2np.
+
+    Retraction is the polar factor of X + U, and a vector is carried along by projecting it onto the
+    tangent space of the new point.
+    """
+
+    name = "ComplexStiefel"
+    ndim = 2
+    reversible = False
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> Checked:
+        ok, reason = super()._check_shape(shape, name)
+        if ok and shape[-1] > shape[-2]:
+            return False, f"`{name}` has {shape[-1]} columns, more than its {shape[-2]} rows"
+        return ok, reason
+
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> Checked:
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        if torch.allclose(x.mH @ x, identity.expand_as(x.mH @ x), atol=atol, rtol=rtol):
+            return True, None
+        return False, f"`X^H X != I` with atol={atol}, rtol={rtol}"
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> Checked:
+        normal = u - self.proju(x, u)
+        if torch.allclose(normal, torch.zeros_like(normal), atol=atol, rtol=rtol):
+            return True, None
+        return False, f"`u` is not tangent with atol={atol}, rtol={rtol}"
+
+    def projx(self, x: Tensor) -> Tensor:
+        """Return the nearest point: the polar factor."""
+        left, _, right = torch.linalg.svd(x, full_matrices=False)
+        return left @ right
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the nearest tangent vector: Xᴴ U becomes skew-Hermitian."""
+        product = x.mH @ u
+        return u - x @ (product + product.mH) / 2
+
+    def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the Riemannian gradient of what torch gives for a complex parameter."""
+        return self.proju(x, u)
+
+    def inner(
+        self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
+    ) -> Tensor:
+        """Return Re tr(Uᴴ V), real."""
+        product = u.conj() * (u if v is None else v)
+        return product.real.sum(dim=(-1, -2), keepdim=keepdim)
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the point that a step along a tangent vector leads to."""
+        return self.projx(x + u)
+
+    expmap = retr
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Return a tangent vector of x as one of y."""
+        return self.proju(y, v)
+
+
+class ComplexGrassmann(ComplexStiefel):
+    """Subspaces, of which orthonormal columns X, (…, n, p), stand for their span.
+
+    Tangent vectors are horizontal, Xᴴ U = 0: what turns columns within their span is no direction.
+    For losses that depend on X Xᴴ alone.
+    """
+
+    name = "ComplexGrassmann"
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """Return the nearest horizontal vector."""
+        return u - x @ (x.mH @ u)
