@@ -26,7 +26,7 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.coordinates import Coordinates, coded, find_coordinates
+from manifoldkv.pipeline.coordinates import Coordinates, by_token, coded, find_coordinates
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import NORM_BYTES, Coding
@@ -50,6 +50,8 @@ LAST_ROUND = (False, True)
 
 Bits = list[NDArray[np.int64]]
 """Of the latents of every pack, by site."""
+Costs = NDArray[np.float64]
+"""Nats that a token's errors cost by pack and width, at one site."""
 Coded = tuple[Basis, Coding]
 
 
@@ -76,14 +78,15 @@ def solve_bits(
     moments = fisher_moments(
         model, ids, seed=config.seed, rotary=config.rotary, first=recipe.sinks, folder=folder
     )
-    sites = list(_sites(model, run, moments, None))
-    bits = _allocated(sites, run)
+    sites, costs = zip(*_sites(model, run, moments, None), strict=True)
+    bits = _allocated(costs, run)
     for last in LAST_ROUND if run.below is not None else ():
-        sites = list(_sites(model, run, moments, bits))
-        bits = bits if last else _allocated(sites, run)
+        sites, costs = zip(*_sites(model, run, moments, bits), strict=True)
+        bits = bits if last else _allocated(costs, run)
     codes = [_coded(site, chosen, run) for site, chosen in zip(sites, bits, strict=True)]
     predicted = sum(
-        site.cost(chosen, recipe.widths) for site, chosen in zip(sites, bits, strict=True)
+        float(own[np.arange(len(chosen)), np.searchsorted(recipe.widths, chosen)].sum())
+        for own, chosen in zip(costs, bits, strict=True)
     )
     LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
     layers = [
@@ -193,8 +196,8 @@ def _check_packs(features: int, widths: tuple[int, ...]) -> None:
 
 def _sites(
     model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments], bits: Bits | None
-) -> Iterator[Coordinates]:
-    """Yield the coordinates of keys and of values of one layer after the other.
+) -> Iterator[tuple[Coordinates, Costs]]:
+    """Yield the coordinates of keys and of values of one layer after the other, and their costs.
 
     Both are predicted, if at all, from what codes of so many bits give back of the sites before;
     without bits, from these themselves.
@@ -210,13 +213,11 @@ def _sites(
         keys = activations.keys_in(run.config.rotary)
         both = (moments[index].key, keys), (moments[index].value, activations.values_of())
         for place, (own, x) in enumerate(both, start=2 * index):
-            x = x[:, :, recipe.sinks :].transpose(1, 2).flatten(2).flatten(0, 1).cpu()  # (S·n, D)
+            x = by_token(x[:, :, recipe.sinks :])  # (S·n, D)
             inputs = torch.cat(given, dim=1) if given else None
             centred = place % 2 == 1 or run.config.rotary == "pre"
-            site = find_coordinates(
-                own, x, inputs, recipe.widths, norms=recipe.norms, centred=centred
-            )
-            yield site
+            site = find_coordinates(own, x, inputs, centred=centred)
+            yield site, site.costs(recipe.widths, norms=recipe.norms)
             if run.below is not None:
                 if bits is not None:
                     x = _given_back(_coded(site, bits[place], run), x, inputs)
@@ -238,10 +239,10 @@ def _given_back(code: Coded, x: Tensor, inputs: Tensor | None) -> Tensor:
     return basis.grouping.split(found)[0, 0]
 
 
-def _allocated(sites: list[Coordinates], run: PreparedBits) -> Bits:
+def _allocated(costs: Sequence[Costs], run: PreparedBits) -> Bits:
     """Return the bits that cost least within the budget."""
     cached = [cached_tokens(run.context, window) for window in run.windows for _ in SITES]
-    return allocate([site.costs for site in sites], run.recipe.widths, run.budget, cached)
+    return allocate(costs, run.recipe.widths, run.budget, cached)
 
 
 def _latent_bytes(

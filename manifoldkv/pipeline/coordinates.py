@@ -43,9 +43,7 @@ class Coordinates:
     prediction : Tensor or None
         (inputs, D), float64.
     latents : Tensor
-        Of some tokens, (SAMPLES, D), float64.
-    costs : array
-        Nats that a token's errors cost by pack and width, (packs, widths).
+        Of some tokens, (samples, D), float64.
     """
 
     down: Tensor
@@ -53,21 +51,34 @@ class Coordinates:
     mean: Tensor | None
     prediction: Tensor | None
     latents: Tensor
-    costs: NDArray[np.float64]
 
-    def cost(self, bits: NDArray[np.int64], widths: tuple[int, ...]) -> float:
-        """Return the nats that a token's errors cost with so many bits in each pack."""
-        return float(self.costs[np.arange(len(bits)), np.searchsorted(widths, bits)].sum())
+    def costs(self, widths: tuple[int, ...], *, norms: bool) -> NDArray[np.float64]:
+        """Return the nats that a token's errors cost by pack and width, (packs, widths).
+
+        Parameters
+        ----------
+        widths : tuple of int
+            Bits that a latent may have.
+        norms : bool
+            Whether latents are divided by the norm of their token.
+        """
+        fitted = fit_quantizers(self.latents, widths, _norms(self.latents) if norms else None)
+        costs = coherent_costs(fitted.distortion) / 2
+        return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
+
+
+def by_token(x: Tensor) -> Tensor:
+    """Return keys or values (S, H_kv, n, d) with all heads side by side, (S·n, D), on the CPU."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
 
 
 def find_coordinates(
     moments: SiteMoments,
     x: Tensor,
-    given: Tensor | None,
-    widths: tuple[int, ...],
+    given: Tensor | None = None,
     *,
-    norms: bool,
-    centred: bool,
+    centred: bool = True,
+    samples: int = SAMPLES,
 ) -> Coordinates:
     """Return the Fisher coordinates of a site, or of what a prediction leaves of it.
 
@@ -77,14 +88,12 @@ def find_coordinates(
         Of its keys or values.
     x : Tensor
         Keys or values, all heads side by side, (tokens, D).
-    given : Tensor or None
-        What the same tokens are predicted from, (tokens, inputs).
-    widths : tuple of int
-        Bits that a latent may have.
-    norms : bool
-        Whether latents are divided by the norm of their token.
+    given : Tensor, optional
+        What the same tokens are predicted from, (tokens, inputs); nothing if omitted.
     centred : bool
         Whether a mean is taken away; it is where there is a prediction.
+    samples : int
+        Tokens of which latents are returned, at most.
     """
     prediction, mean = None, moments.mean if centred else None
     if given is not None:
@@ -99,14 +108,10 @@ def find_coordinates(
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     down, up = root @ directions, inverse @ directions
-    left = x[torch.linspace(0, len(x) - 1, min(len(x), SAMPLES)).long()].double()
+    left = x[torch.linspace(0, len(x) - 1, min(len(x), samples)).long()].double()
     if given is None and mean is not None:
         left = left - mean
-    latents = left @ down
-    fitted = fit_quantizers(latents, widths, _norms(latents) if norms else None)
-    costs = coherent_costs(fitted.distortion) / 2
-    costs = costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1)
-    return Coordinates(down, up, mean, prediction, latents, costs.numpy())
+    return Coordinates(down, up, mean, prediction, left @ down)
 
 
 def coded(
