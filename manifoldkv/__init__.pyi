@@ -8,10 +8,11 @@ from .basis import (
     projector_distance,
     rank_from_ratio,
 )
-from .cache import CompressedCache, compressed
+from .cache import Codec, CompressedCache, compressed
 from .diagnostics import LayerErrors, diagnose, layer_errors
 from .errors import (
     CacheError,
+    CodecError,
     DivergenceError,
     ExecutorError,
     ManifoldKVError,
@@ -44,7 +45,7 @@ from .objectives import (
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
-from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe
+from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe, StoredRecipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
 from .plan.layer import LayerPlan
@@ -87,6 +88,8 @@ __all__ = [
     "BitRecipe",
     "CacheError",
     "ClosedForm",
+    "Codec",
+    "CodecError",
     "CommutingRecipe",
     "CompressedCache",
     "CompressionConfig",
@@ -123,6 +126,7 @@ __all__ = [
     "Sequential",
     "Solution",
     "Solver",
+    "StoredRecipe",
     "TextError",
     "TextSource",
     "Threshold",

@@ -49,5 +49,9 @@ class CacheError(ManifoldKVError):
     """A cache is used where it does not belong, or asked for what it cannot do."""
 
 
+class CodecError(ManifoldKVError):
+    """A stored cache is damaged or foreign, or a cache cannot be stored."""
+
+
 class ExecutorError(ManifoldKVError):
     """Tasks cannot be run where they were to be run."""

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from manifoldkv import RECIPES, BitRecipe, CommutingRecipe, Recipe
+from manifoldkv import RECIPES, Recipe
+from manifoldkv.pipeline.recipes import AnyRecipe
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 
 
-def short(name: str) -> Recipe | BitRecipe | CommutingRecipe:
+def short(name: str) -> AnyRecipe:
     """One of the library's recipes, with all its parts and few steps of each."""
     recipe = RECIPES[name]
     if not isinstance(recipe, Recipe):

@@ -48,6 +48,15 @@ def test_bits_take_time_for_moments_for_quantisers_and_for_tuning(steps: int) ->
         estimate(tiny_model("llama", head_dim=6), tokens, ratio=0.5, recipe=recipe)
 
 
+def test_a_plan_for_stored_caches_takes_time_for_moments_and_tables() -> None:
+    model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
+    found = estimate(model, tokens, ratio=0.5, recipe="stored", context=200)
+    assert min(found.seconds[part] for part in ("capture", "bases", "ranks")) > 0
+    assert found.seconds["tuning"] == 0
+    with pytest.raises(RankError, match="too small"):
+        estimate(model, tokens, ratio=0.01, recipe="stored")
+
+
 def test_bytes_by_hand() -> None:
     model = tiny_model("llama").float()  # 3 layers, hidden 32, 4 query and 2 KV heads of 8
     tokens = tiny_tokens(6, 16)
@@ -70,7 +79,7 @@ def test_an_offloaded_model_counts_one_layer(recipe: str, tmp_path: Path) -> Non
     whole = tiny_model("llama").float()
     whole.save_pretrained(tmp_path)
     model, _ = load_offloaded(str(tmp_path), torch.float32, "cpu")
-    found = estimate(model, tiny_tokens(6, 16), recipe=recipe)
+    found = estimate(model, tiny_tokens(6, 16), recipe=recipe, context=200)
     layer = sum(p.nbytes for p in whole.model.layers[0].parameters())
     assert found.weight_bytes == sum(p.nbytes for p in whole.parameters()) - 2 * layer
     assert all(p.is_meta for p in model.model.layers[0].parameters())

@@ -59,9 +59,11 @@ def test_the_same_plan_as_from_a_model_in_memory(recipe: str, tmp_path: Path) ->
     whole = saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.float32)
     tokens = tiny_tokens(4, 12)
-    plan = compress(model, tokens, recipe=short(recipe))
-    assert plan.digest() == compress(whole, tokens, recipe=short(recipe)).digest()
+    plan, other = (compress(m, tokens, recipe=short(recipe), context=200) for m in (model, whole))
+    assert plan.digest() == other.digest()
     assert not any(map(is_loaded, decoder_layers(model)))
+    if plan.stored:  # no model runs on it
+        return
     with compressed(model, plan), compressed(whole, plan):
         assert torch.equal(model(input_ids=tokens).logits, whole(input_ids=tokens).logits)
 

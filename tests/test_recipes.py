@@ -34,8 +34,12 @@ from tests.recipes import short
 def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
     recipe = short(name)
-    plan = compress(model, tokens, recipe=recipe)
+    plan = compress(model, tokens, recipe=recipe, context=200)
     assert plan.ratio <= 0.5
+    if plan.stored:
+        with pytest.raises(PlanError, match="caches that are stored and not attended to"):
+            compressed(model, plan).__enter__()
+        return
     assert (plan.recent > 0) == (getattr(recipe, "recent_share", 0) > 0)
     with compressed(model, plan):
         assert model(input_ids=tokens).logits.isfinite().all()

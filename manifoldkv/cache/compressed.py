@@ -119,7 +119,8 @@ def compressed(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     PlanError
-        If the plan was made for another model (see `CompressionPlan.transferred_to`).
+        If the plan was made for another model (see `CompressionPlan.transferred_to`), or for caches
+        that are stored and not attended to.
     CacheError
         If the model is inside such a block already, if the options contradict each other, or, from
         a call inside the block, if it is given what a compressed cache cannot do, or a gradient is
@@ -128,6 +129,7 @@ def compressed(
     model = unwrapped(model)
     check_supported(model)
     plan.check_model(model)
+    plan.check_attended()
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
     if fold_values and prefill == "exact":
@@ -198,12 +200,10 @@ class _Run:
     def _attention(
         self, planned: LayerPlan, dtype: torch.dtype, device: torch.device
     ) -> CachedAttention:
+        codings = [planned.codings.get(site) for site, _ in planned.sites]
         key, value = (
             RunningBasis(basis, dtype, device, None if coding is None else coding.mean)
-            for basis, coding in (
-                (planned.key, planned.key_coding),
-                (planned.value, planned.value_coding),
-            )
+            for (_, basis), coding in zip(planned.sites, codings, strict=True)
         )
         predicted = None
         if self._plan.predicted:
@@ -212,7 +212,7 @@ class _Run:
                 coding.prediction.to(device, working)
                 if coding is not None and coding.prediction is not None
                 else None
-                for coding in (planned.key_coding, planned.value_coding)
+                for coding in codings
             )
             predicted = PredictedSites(key, value, *weights)
         return CachedAttention(key, value, self._exact_prefill, not self._fold_values, predicted)

@@ -13,8 +13,8 @@ from manifoldkv.ranks import RANK_RULES
 class Parts:
     """Fields of a recipe that are not to be as it has them; None leaves one as it is.
 
-    They have the names and the meaning of the fields of `Recipe`, `BitRecipe` and
-    `CommutingRecipe`; a rank rule has a multiple beside its name.
+    They have the names and the meaning of the fields of recipes; a rank rule has a multiple beside
+    its name.
     """
 
     objective: str | None = None

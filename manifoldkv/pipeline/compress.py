@@ -30,10 +30,12 @@ from manifoldkv.pipeline.recipes import (
     AnyRecipe,
     BitRecipe,
     CommutingRecipe,
+    StoredRecipe,
     recipe_named,
 )
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.pipeline.solve import BasisFinder, find_bases
+from manifoldkv.pipeline.stored import prepare_stored, solve_stored
 from manifoldkv.pipeline.tune import tune
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan, config_hash
@@ -76,8 +78,8 @@ def compress(
         a time.
     executor : {"local", "ray"} or Executor
         Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
-        plan is the same. The sequential rule, tuning, rounding and all of a `BitRecipe` run in
-        this process.
+        plan is the same. The sequential rule, tuning, rounding and all of a `BitRecipe` or a
+        `StoredRecipe` run in this process.
     **settings
         Fields of `CompressionConfig`, in place of those of `config`: ``ratio=0.25``.
 
@@ -87,8 +89,8 @@ def compress(
         If the attention of the model cannot be handled.
     RankError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
-        given to a `BitRecipe` or a `CommutingRecipe`, or its packs of latents do not fit the
-        features of a layer.
+        given to a recipe other than a `Recipe`, or packs of latents do not fit the features of a
+        layer.
     UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
     SeedError
@@ -97,8 +99,8 @@ def compress(
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
         short, or the sequences are longer than the model takes.
     PlanError
-        If the layout of the quantisation does not fit the model, or there is no plan for a context
-        of so many tokens.
+        If the layout of the quantisation does not fit the model, there is no plan for a context
+        of so many tokens, or a `StoredRecipe` is asked for a model with sliding windows.
     ExecutorError
         If Ray is not installed or reached, or a task is lost for good.
     OutputError
@@ -109,6 +111,8 @@ def compress(
     model = unwrapped(model)
     executor = executor_named(executor)
     recipe = config.complete_recipe()
+    if isinstance(recipe, StoredRecipe):
+        return solve_stored(model, prepare_stored(model, tokens, config, recipe), folder)
     if isinstance(recipe, BitRecipe):
         to_bits = prepare_bits(model, tokens, config, recipe)
         plan = solve_bits(model, to_bits, folder)
@@ -257,9 +261,10 @@ def ratio_from_bytes(
         All layers together.
     context : int
         Tokens of the sequence.
-    recipe : Recipe, BitRecipe, CommutingRecipe or str
+    recipe : Recipe, BitRecipe, CommutingRecipe, StoredRecipe or str
         Whose ratio it is: that of a `BitRecipe` is one to a cache in 16 bits, in which the first
-        tokens are counted too, whatever they take in the dtype of the model.
+        tokens are counted too, whatever they take in the dtype of the model. That of a
+        `StoredRecipe` is also one to a cache in 16 bits, to which all that is stored is compared.
 
     Raises
     ------
@@ -278,7 +283,9 @@ def ratio_from_bytes(
     elements, itemsize, beyond = 2 * kv_heads * head_dim, model.dtype.itemsize, 0
     if isinstance(recipe, BitRecipe):
         sinks = min(recipe.sinks, context) * sum(window is None for window in windows)
-        beyond, itemsize = sinks * elements * (itemsize - 2), 2
+        beyond = sinks * elements * (itemsize - 2)
+    if isinstance(recipe, BitRecipe | StoredRecipe):
+        itemsize = 2
     if context < 1 or not nbytes > beyond:
         raise RankError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")
     tokens = sum(cached_tokens(context, window) for window in windows)

@@ -21,6 +21,7 @@ from manifoldkv.pipeline.recipes import (
     BitRecipe,
     CommutingRecipe,
     Recipe,
+    StoredRecipe,
     recipe_named,
 )
 from manifoldkv.pipeline.solve import BasisFinder
@@ -43,18 +44,18 @@ class CompressionConfig:
         Largest share of the bytes of an uncompressed cache that a text of `context` tokens may
         take, before quantisation, in (0, 1]. The achieved one is `CompressionPlan.ratio`;
         `ratio_from_bytes` returns the one of a budget in bytes.
-    recipe : Recipe, BitRecipe, CommutingRecipe or str
+    recipe : Recipe, BitRecipe, CommutingRecipe, StoredRecipe or str
         How: a composition of one's own, or a name out of `RECIPES`.
     ranks : RankRule or str, optional
         The recipe's own rule if omitted; a name stands for a registered one with default fields
-        (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). None goes with a
-        `BitRecipe` or a `CommutingRecipe`.
+        (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). Rules go with a
+        `Recipe` alone.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (better) or after it (faster). Those of a
         `CommutingRecipe` are the same either way, and stored after it.
     quantization : Quantization, optional
-        Also round the latents to integers; see `quantize`. Those of a `BitRecipe` are rounded
-        already.
+        Also round the latents to integers; see `quantize`. Those of a `BitRecipe` or a
+        `StoredRecipe` are rounded already.
     seed : int
         Of everything random.
     sequences, length : int, optional
@@ -69,8 +70,8 @@ class CompressionConfig:
     UnknownNameError
         If a recipe or a rank rule does not exist.
     RankError, PlanError
-        If a rank rule is given to a `BitRecipe` or a `CommutingRecipe`, or a quantisation to the
-        former.
+        If a rank rule is given to a recipe other than a `Recipe`, or a quantisation to a
+        `BitRecipe` or a `StoredRecipe`.
     """
 
     ratio: float = 0.5
@@ -89,16 +90,17 @@ class CompressionConfig:
     def complete_recipe(self) -> AnyRecipe:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
-        if isinstance(recipe, BitRecipe):
+        if isinstance(recipe, BitRecipe | StoredRecipe):
+            name = "ranks and bits" if isinstance(recipe, BitRecipe) else "its step"
             if self.ranks is not None:
                 raise RankError(
-                    "recipe best finds ranks and bits from one budget: leave the rank rule out, or "
-                    "take another recipe (low-rank)"
+                    f"the recipe finds {name} from one budget: leave the rank rule out, or take "
+                    "another recipe (low-rank)"
                 )
             if self.quantization is not None:
                 raise PlanError(
-                    "recipe best rounds every latent to bits of its own: leave the quantisation "
-                    "out, or take another recipe (low-rank)"
+                    "the recipe rounds every latent by itself: leave the quantisation out, or take "
+                    "another recipe (low-rank)"
                 )
             return recipe
         if isinstance(recipe, CommutingRecipe) and self.ranks is not None:

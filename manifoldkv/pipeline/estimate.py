@@ -19,12 +19,14 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
-from manifoldkv.pipeline.bits import LAST_ROUND, prepare_bits
+from manifoldkv.pipeline.bits import LAST_ROUND, PreparedBits, prepare_bits
 from manifoldkv.pipeline.commuting import prepare_commuting
 from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
 from manifoldkv.pipeline.coordinates import SAMPLES
-from manifoldkv.pipeline.recipes import BitRecipe, CommutingRecipe
+from manifoldkv.pipeline.recipes import BitRecipe, CommutingRecipe, StoredRecipe
 from manifoldkv.pipeline.solve import SITES
+from manifoldkv.pipeline.stored import PreparedStored, prepare_stored
+from manifoldkv.pipeline.symbols import entropy_coding
 from manifoldkv.pipeline.tune import SEQUENCES_PER_STEP
 from manifoldkv.ranks import Rehearsal
 from manifoldkv.ranks.bits import fit_quantizers
@@ -39,6 +41,9 @@ REHEARSED_SEQUENCES = 4
 FORWARDS_OF_TUNING = 5
 """What tuning costs for each sequence of a step, in forward passes: the exact one, the compressed
 one, and the compressed one again with its gradient."""
+
+STEPS_TRIED = 24
+"""Of quantisers that entropy coding is measured with, on twice as many samples as for bits."""
 
 FORWARDS_OF_FISHER = 5
 """What Fisher moments cost for each sequence, in forward passes: one forwards and backwards, and
@@ -90,8 +95,8 @@ def estimate(
     model = unwrapped(model)
     config = replace(config or CompressionConfig(), **settings)
     recipe = config.complete_recipe()
-    if isinstance(recipe, BitRecipe):
-        return _estimate_of_bits(model, tokens, config, recipe)
+    if isinstance(recipe, BitRecipe | StoredRecipe):
+        return _estimate_of_fisher(model, tokens, config, recipe)
     if isinstance(recipe, CommutingRecipe):
         return _estimate_of_commuting(model, tokens, config, recipe)
     run = prepare(model, tokens, config, recipe)
@@ -114,30 +119,40 @@ def estimate(
     )
 
 
-def _estimate_of_bits(
+def _estimate_of_fisher(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
     config: CompressionConfig,
-    recipe: BitRecipe,
+    recipe: BitRecipe | StoredRecipe,
 ) -> Estimate:
-    run = prepare_bits(model, tokens, config, recipe)
+    run: PreparedBits | PreparedStored
+    if isinstance(recipe, BitRecipe):
+        run = prepare_bits(model, tokens, config, recipe)
+    else:
+        run = prepare_stored(model, tokens, config, recipe)
     layers = len(decoder_layers(model))
     rehearsed = _rehearse(model, run.tokens)
     activations, forward = rehearsed.activations, rehearsed.forward
     latents = torch.randn(SAMPLES, activations.kv_heads * activations.head_dim)
-    fitting, _ = _timed(partial(fit_quantizers, latents, recipe.widths))
+    if isinstance(run, PreparedBits):
+        fitting, _ = _timed(partial(fit_quantizers, latents, run.recipe.widths))
+        tuning_steps, below = run.recipe.tuning_steps, run.below
+    else:
+        once, _ = _timed(partial(entropy_coding, latents))
+        fitting = STEPS_TRIED * once
+        tuning_steps, below = 0, None
+    passes, given_back = 1, 0
+    if below is not None:
+        passes += len(LAST_ROUND)
+        given_back = 2 * (below + 1) * latents.shape[1] * latents.itemsize
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
-    passes, given_back = 1, 0
-    if run.below is not None:
-        passes += len(LAST_ROUND)
-        given_back = 2 * (run.below + 1) * latents.shape[1] * latents.itemsize
     return Estimate(
         {
             "capture": passes * (forward + layers * rehearsed.per_layer),
             "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward,
             "ranks": passes * 2 * layers * fitting,
-            "tuning": _tuning(recipe.tuning_steps, forward),
+            "tuning": _tuning(tuning_steps, forward),
         },
         weight_bytes=_weight_bytes(model),
         activation_bytes=run.tokens.numel() * ((layers + 2) * inputs + given_back),

@@ -27,8 +27,8 @@ class MovingBases:
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
             (
-                _moving(layer.key, layer.key_coding, device),
-                _moving(layer.value, layer.value_coding, device),
+                _moving(layer.key, layer.codings.get("key"), device),
+                _moving(layer.value, layer.codings.get("value"), device),
             )
             for layer in plan.layers
         ]

@@ -214,7 +214,47 @@ class CommutingRecipe:
         }
 
 
-AnyRecipe = Recipe | BitRecipe | CommutingRecipe
+@dataclass(frozen=True)
+class StoredRecipe:
+    """A plan for a `Codec`: latents become symbols, which an entropy coder stores.
+
+    Coordinates are Fisher's, as in `BitRecipe`, but the Fisher information is that of a prompt
+    whose cache is stored after it was read exactly: what its errors cost are the predictions after
+    it (`fisher_moments`, whose `prompt` is half of every calibration sequence). One step for all
+    latents of the model is then the whole allocation; it is chosen so that the bytes of a blob,
+    with everything in it, are expected to meet the ratio. They are compared to a cache in 16 bits,
+    at the context of the run. No model runs on such latents: a codec gives a stock cache back.
+
+    Parameters
+    ----------
+    sinks : int
+        The first tokens, which stay as they are.
+
+    Raises
+    ------
+    RankError
+        If there are no such first tokens.
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise RankError(f"{self.sinks} first tokens cannot stay as they are")
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `Recipe.describe` does."""
+        return {
+            "objective": {"name": "fisher"},
+            "solver": {"name": "closed-form"},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "ranks": {"name": "entropy"},
+            "sinks": self.sinks,
+        }
+
+
+AnyRecipe = Recipe | BitRecipe | CommutingRecipe | StoredRecipe
 
 RECIPES: dict[str, AnyRecipe] = {
     "best": BitRecipe(),
@@ -235,6 +275,7 @@ RECIPES: dict[str, AnyRecipe] = {
     ),
     "fast": Recipe(LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
     "commuting": CommutingRecipe(),
+    "stored": StoredRecipe(),
 }
 DEFAULT_RECIPE = "best"
 

@@ -71,6 +71,7 @@ def quantize(
         raise PlanError("the plan is quantised already")
     model = unwrapped(model)
     plan.check_model(model)
+    plan.check_attended()
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     for index, layer in enumerate(plan.layers):

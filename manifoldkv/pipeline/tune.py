@@ -108,6 +108,7 @@ def tune(
     check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)
+    plan.check_attended()
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
     bases = MovingBases(plan, model.device)

@@ -24,6 +24,7 @@ from manifoldkv.basis import (
 )
 from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
 from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.layer import LayerPlan, check_basis, parts
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization
@@ -67,8 +68,9 @@ def payload_of(contents: PlanContents) -> bytes:
                 tensors[f"layers.{index}.{site}.{part}"] = tensor.contiguous()
         if layer.key_range is not None:
             tensors[f"layers.{index}.key.range"] = layer.key_range.contiguous()
-        for site, coding in layer.codings.items():
-            for name, tensor in coding.tensors().items():
+        for site, _ in layer.sites:
+            coding = layer.coding(site)
+            for name, tensor in ({} if coding is None else coding.tensors()).items():
                 tensors[f"layers.{index}.{site}.{name}"] = tensor.contiguous()
     return save_tensors(tensors)
 
@@ -251,8 +253,11 @@ def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index:
     return basis
 
 
-def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | None:
+def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | EntropyCoding | None:
     name = f"layers.{index}.{site}"
+    if f"{name}.tables" in tensors:
+        parts = ("mean", "gain", "reach", "tables")
+        return EntropyCoding(*(tensors.pop(f"{name}.{part}") for part in parts))
     if f"{name}.bits" not in tensors:
         return None
     bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))

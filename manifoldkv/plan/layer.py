@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from manifoldkv.errors import PlanError
 from manifoldkv.models.support import cached_tokens
 from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
 
 
@@ -37,16 +39,17 @@ class LayerPlan:
     key_range : Tensor or None
         Smallest and largest key latent per head group and group of features,
         (head groups, feature groups, 2); only for a plan in the static layout.
-    key_coding, value_coding : Coding or None
-        Bits of every latent; in the dtype of the model if None.
+    key_coding, value_coding : Coding, EntropyCoding or None
+        Bits of every latent, or tables of the symbols that they are stored as; in the dtype of the
+        model if None.
     """
 
     key: Basis
     value: Basis
     window: int | None = None
     key_range: Tensor | None = field(default=None, repr=False)
-    key_coding: Coding | None = None
-    value_coding: Coding | None = None
+    key_coding: Coding | EntropyCoding | None = None
+    value_coding: Coding | EntropyCoding | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LayerPlan):
@@ -66,12 +69,21 @@ class LayerPlan:
 
     @property
     def codings(self) -> dict[Site, Coding]:
-        """Return the codings of the sites that have one."""
-        pairs: tuple[tuple[Site, Coding | None], ...] = (
-            ("key", self.key_coding),
-            ("value", self.value_coding),
-        )
-        return {site: coding for site, coding in pairs if coding is not None}
+        """Return the bits of latents of the sites that have some."""
+        return {site: coding for site, coding in self._codings if isinstance(coding, Coding)}
+
+    @property
+    def entropy_codings(self) -> dict[Site, EntropyCoding]:
+        """Return the tables of symbols of the sites that have some."""
+        return {site: coding for site, coding in self._codings if isinstance(coding, EntropyCoding)}
+
+    def coding(self, site: Site) -> Coding | EntropyCoding | None:
+        """Return the coding of a site, of whichever kind."""
+        return self.key_coding if site == "key" else self.value_coding
+
+    @property
+    def _codings(self) -> tuple[tuple[Site, Coding | EntropyCoding | None], ...]:
+        return ("key", self.key_coding), ("value", self.value_coding)
 
     @property
     def mean_bits(self) -> dict[Site, float]:
@@ -84,6 +96,8 @@ class LayerPlan:
     def _bits(self, site: Site, basis: Basis) -> float:
         if site in self.codings:
             return float(self.codings[site].bits.float().sum())
+        if site in self.entropy_codings:
+            return self.entropy_codings[site].token_bits
         return 16.0 * basis.down.shape[2]
 
     def projections(self) -> tuple[Projection, Projection]:
@@ -149,9 +163,11 @@ def site_nbytes(
     tokens: int,
     dtype: torch.dtype,
     quantization: Quantization | None,
-    coding: Coding | None,
+    coding: Coding | EntropyCoding | None,
 ) -> int:
     """Return the bytes of the latents of `tokens` cached tokens of one sequence at one site."""
+    if isinstance(coding, EntropyCoding):
+        return ceil(tokens * coding.token_bits / 8)
     if coding is not None:
         return tokens * basis.grouping.heads // basis.grouping.width * coding.token_bytes
     if quantization is None:
@@ -198,6 +214,17 @@ def check_coding(name: str, basis: Basis, coding: Coding) -> None:
         raise PlanError(
             f"{name}: means {tuple(coding.mean.shape)} do not fit a basis of shape "
             f"{tuple(basis.down.shape)}"
+        )
+
+
+def check_entropy_coding(name: str, basis: Basis, coding: EntropyCoding) -> None:
+    """Raise `PlanError` unless symbols are those of the latents of a basis of all heads."""
+    if basis.grouping.width != basis.grouping.heads:
+        raise PlanError(f"{name}: symbols are coded of a basis of all heads together")
+    if basis.down.shape[1:] != (len(coding.mean), len(coding.gain)):
+        raise PlanError(
+            f"{name}: {len(coding.mean)} means and {len(coding.gain)} tables do not fit a basis of "
+            f"shape {tuple(basis.down.shape)}"
         )
 
 

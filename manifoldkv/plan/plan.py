@@ -21,6 +21,7 @@ from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
 from manifoldkv.plan.coding import Coding
+from manifoldkv.plan.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import (
@@ -28,6 +29,7 @@ from manifoldkv.plan.layer import (
     check_basis,
     check_coding,
     check_elements,
+    check_entropy_coding,
     parts,
     site_nbytes,
 )
@@ -155,6 +157,13 @@ class CompressionPlan(OnHub):
             check_coding(name, dict(layer.sites)[site], coding)
             if coding.prediction is not None:
                 self._check_prediction(name, index, site, coding.prediction)
+        for site, entropy_coding in layer.entropy_codings.items():
+            check_entropy_coding(f"layer {index} {site}", dict(layer.sites)[site], entropy_coding)
+        if self.stored and (len(layer.entropy_codings) < 2 or layer.window is not None):
+            raise PlanError(
+                f"layer {index}: keys and values of all layers, none with a sliding window, are "
+                "stored as symbols, or none"
+            )
 
     def _check_prediction(self, name: str, index: int, site: Site, prediction: Tensor) -> None:
         if self.rotary == "post" or self.recent:
@@ -225,12 +234,26 @@ class CompressionPlan(OnHub):
         """Return whether latents have bits of their own."""
         return any(layer.codings for layer in self.layers)
 
+    @property
+    def stored(self) -> bool:
+        """Return whether latents become symbols of a `Codec`, which no attention reads."""
+        return any(layer.entropy_codings for layer in self.layers)
+
+    def check_attended(self) -> None:
+        """Raise `PlanError` if no model can run on the latents."""
+        if self.stored:
+            raise PlanError(
+                "the plan was made by recipe stored, for caches that are stored and not attended "
+                "to: give it to manifoldkv.Codec"
+            )
+
     def ratio_at(self, tokens: int) -> float:
         """Return the cached elements of a text of some tokens over the uncompressed model's.
 
-        Where latents have bits of their own it is bytes that are compared, in 16-bit numbers.
+        Where latents have bits of their own, or are stored as symbols, it is bytes that are
+        compared, in 16-bit numbers.
         """
-        if self.coded:
+        if self.coded or self.stored:
             full = sum(2 * layer.elements(tokens, recent=tokens) for layer in self.layers)
             return self.nbytes(tokens) / full
         cached = sum(layer.elements(tokens, self.recent, self.sinks) for layer in self.layers)
@@ -240,19 +263,25 @@ class CompressionPlan(OnHub):
         """Return what `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
 
         It counts latents as stored, their scales and offsets, and the tokens that stay exact;
-        `dtype` is the model's.
+        `dtype` is the model's. Of a plan of recipe stored it is what the blob of a `Codec` takes
+        with everything in it, if the symbols are as frequent as on the calibration text.
         """
-        return batch * sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
+        layers = sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
+        if not self.stored:
+            return batch * layers
+        return batch * (layers + TOKEN_ID_BYTES * tokens) + frame_bytes(tokens, len(self.layers))
 
     def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         exact = layer.exact_tokens(tokens, self.recent)
-        latents = self._latent_nbytes(layer, layer.cached_tokens(tokens) - exact, dtype)
-        exact += min(tokens, layer.sink_tokens(self.sinks))
+        sinks = min(tokens, layer.sink_tokens(self.sinks))
+        coded = layer.cached_tokens(tokens) - exact - (sinks if self.stored else 0)
+        latents = self._latent_nbytes(layer, coded, dtype)
+        exact += sinks
         return latents + exact * 2 * layer.key.grouping.heads * layer.key.head_dim * dtype.itemsize
 
     def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         return sum(
-            site_nbytes(basis, site, tokens, dtype, self.quantization, layer.codings.get(site))
+            site_nbytes(basis, site, tokens, dtype, self.quantization, layer.coding(site))
             for site, basis in layer.sites
         )
 
@@ -262,6 +291,8 @@ class CompressionPlan(OnHub):
         def latents(tokens: int) -> int:
             return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
 
+        if self.stored:
+            return latents(1 << 10) / (1 << 10) + TOKEN_ID_BYTES
         if self.quantization is None or self.quantization.layout != "kivi":
             return latents(1)
         run, start = self.quantization.group_size, self.quantization.residual
@@ -275,8 +306,9 @@ class CompressionPlan(OnHub):
         tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
         tensors += [c.prediction for c in self._codings() if c.prediction is not None]
         constants = [layer.key_range for layer in self.layers if layer.key_range is not None]
-        for coding in self._codings():
-            constants += [t for name, t in coding.tensors().items() if name != "prediction"]
+        for coding in (layer.coding(site) for layer in self.layers for site, _ in layer.sites):
+            held = {} if coding is None else coding.tensors()
+            constants += [t for name, t in held.items() if name != "prediction"]
         numbers = sum(tensor.numel() for tensor in tensors)
         return dtype.itemsize * numbers + sum(tensor.nbytes for tensor in constants)
 
@@ -294,6 +326,11 @@ class CompressionPlan(OnHub):
         exact = [self.recent, self.sinks]
         rest = [self.rotary, repr(self.quantization), windows, self.config_hash, exact]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
+
+    def model_digest(self) -> bytes:
+        """Return 32 bytes that tell the model that the plan is for from others."""
+        weights = self.fingerprint.contiguous().numpy().tobytes()
+        return hashlib.sha256(self.config_hash.encode() + weights).digest()
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is."""

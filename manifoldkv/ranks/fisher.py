@@ -114,6 +114,7 @@ def fisher_moments(
     seed: int = 0,
     rotary: Rotary = "pre",
     first: int = 0,
+    prompt: int | None = None,
     folder: str | Path | None = None,
 ) -> list[LayerMoments]:
     """Return, for every layer, the moments of keys and values and their Fisher information.
@@ -149,6 +150,10 @@ def fisher_moments(
     first : int
         Tokens at the beginning of every sequence that do not count: those that a cache keeps as
         they are, and whose keys are an order of magnitude larger.
+    prompt : int, optional
+        So many tokens at the beginning of every sequence are a prompt, read without errors; what
+        errors in its keys and values cost is what they cost the tokens after it. The moments are
+        then those of the prompt's tokens alone. Every token counts, and is read, if omitted.
     folder : str or Path, optional
         Where the moments of every layer are stored as soon as they are there. A run that was
         interrupted goes on there when it is started again, and ends in the same moments. Nothing
@@ -159,7 +164,8 @@ def fisher_moments(
     UnsupportedModelError
         If the attention of the model cannot be handled.
     TextError
-        If the tokens are not ids and lengths that the model takes, or all of them are `first`.
+        If the tokens are not ids and lengths that the model takes, all of them are `first`, or no
+        token is left for the prompt or after it.
     SeedError
         If the seed is not an integer of 64 bits.
     PlanError
@@ -177,6 +183,12 @@ def fisher_moments(
     tokens = checked_tokens(model, tokens)
     if not 0 <= first < tokens.shape[1]:
         raise TextError(f"of sequences of {tokens.shape[1]} tokens, {first} cannot be left out")
+    if prompt is not None and not first < prompt < tokens.shape[1]:
+        raise TextError(
+            f"of sequences of {tokens.shape[1]} tokens, {prompt} cannot be a prompt without its "
+            f"first {first}"
+        )
+    counted = slice(first, prompt)
     alone = nullcontext() if folder is None else only_run(Path(folder))
     threads = torch.get_num_threads()
     with alone, on_threads(threads), evaluating(model), torch.no_grad():
@@ -190,8 +202,9 @@ def fisher_moments(
                 seed=seed,
                 rotary=rotary,
                 first=first,
+                prompt=prompt,
             )
-        return _moments(model, tokens.to(model.device), seed, rotary, first, checkpoints)
+        return _moments(model, tokens.to(model.device), seed, rotary, counted, checkpoints)
 
 
 def _moments(
@@ -199,7 +212,7 @@ def _moments(
     tokens: Tensor,
     seed: int,
     rotary: Rotary,
-    first: int,
+    counted: slice,
     checkpoints: Checkpoints,
 ) -> list[LayerMoments]:
     """Return the moments of all layers: those that are stored, and the others below them."""
@@ -210,10 +223,11 @@ def _moments(
         activations, gradient = _run_forwards(model, tokens, below, checkpoints.folder)
         if stored is None:
             _differentiate_predictions(model, tokens, activations[-1].outputs, seed, gradient)
+            gradient[:, : counted.stop or 0] = 0
         else:
             gradient.copy_(stored)
         for layer in follow(reversed(range(below)), below, "layers backwards"):
-            found[layer] = _differentiate_layer(activations.pop(), rotary, first, gradient)
+            found[layer] = _differentiate_layer(activations.pop(), rotary, counted, gradient)
             _write(checkpoints, layer, found[layer], gradient)
     return [found[layer] for layer in range(layers)]
 
@@ -294,7 +308,7 @@ def draw(predicted: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _differentiate_layer(
-    activations: LayerActivations, rotary: Rotary, first: int, gradient: Tensor
+    activations: LayerActivations, rotary: Rotary, counted: slice, gradient: Tensor
 ) -> LayerMoments:
     """Return the moments of a layer, and take a gradient from its outputs to its inputs.
 
@@ -302,10 +316,13 @@ def _differentiate_layer(
     ----------
     activations : LayerActivations
         The layer and what enters it.
-    rotary, first
+    rotary
         As in `fisher_moments`.
+    counted : slice
+        Of the tokens: from `first` to the end of the prompt, if there is one.
     gradient : Tensor
-        With respect to its outputs, (S, n, hidden); afterwards with respect to its inputs.
+        With respect to its outputs, (S, n, hidden); afterwards with respect to its inputs. It is 0
+        at the tokens of a prompt, which are read without errors.
     """
     features = activations.kv_heads * activations.head_dim
     sums = {site: _Sums(features, activations.device) for site in SITES}
@@ -318,9 +335,10 @@ def _differentiate_layer(
             into, *gradients = torch.autograd.grad(
                 output, (inputs, *sites), gradient[chunk].to(output)
             )
+            into[:, : counted.stop or 0] = 0
             gradient[chunk] = into.to(gradient)
             for of_site, x, of_x in zip(sums.values(), sites, gradients, strict=True):
-                of_site.add(x.detach()[:, :, first:], of_x[:, :, first:])
+                of_site.add(x.detach()[:, :, counted], of_x[:, :, counted])
     found = LayerMoments(*(of_site.moments() for of_site in sums.values()))
     if not all(x.isfinite().all() for site in SITES for x in found.of(site).tensors().values()):
         raise DivergenceError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import (
     DivergenceError,
@@ -166,6 +168,38 @@ def test_first_tokens_are_left_out_of_the_sums_but_not_of_the_text(
         for place, both in by_hand(model, tokens, rotary=rotary).items()
     }
     check(fisher_moments(model, tokens, rotary=rotary, first=first), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "glm4"])
+def test_of_a_prompt_they_are_those_of_its_cache_that_later_tokens_read(family: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens()
+    prompt, first = 7, 2
+    sums: dict[tuple[int, str], list[np.ndarray]] = defaultdict(list)
+    generator = torch.Generator().manual_seed(3)
+    for text in tokens:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=text[None, :prompt], past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys, layer.values = (x.clone().requires_grad_() for x in _held(layer))
+        leaves = [_held(layer) for layer in cache.layers]
+        logits = model(input_ids=text[None, prompt:], past_key_values=cache).logits
+        predicted = logits.log_softmax(-1)
+        uniform = torch.rand(len(text), generator=generator, dtype=torch.float64)[prompt:]
+        predicted.gather(-1, draw(predicted.detach(), uniform[None])[..., None]).sum().backward()
+        for index, pair in enumerate(leaves):
+            for site, x in zip(("key", "value"), pair, strict=True):
+                both = [
+                    part[0, :, first:].transpose(0, 1).flatten(1) for part in (x.detach(), x.grad)
+                ]
+                sums[index, site].append(np.stack([part.numpy() for part in both]))
+    expected = {place: tuple(np.concatenate(each, axis=1)) for place, each in sums.items()}
+    found = fisher_moments(model, tokens, seed=3, rotary="post", first=first, prompt=prompt)
+    check(found, expected)
+
+
+def _held(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.keys, layer.values
 
 
 def test_nothing_is_lost_where_little_fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +534,9 @@ def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.Monk
     for first in (-1, 12):
         with pytest.raises(TextError, match=f"of 12 tokens, {first} cannot be left out"):
             fisher_moments(model, tokens, first=first)
+    for prompt in (0, 4, 12):
+        with pytest.raises(TextError, match=f"of 12 tokens, {prompt} cannot be a prompt"):
+            fisher_moments(model, tokens, first=4, prompt=prompt)
     for family in ("mamba", "gpt2", "deepseek-v3"):
         with pytest.raises(UnsupportedModelError):
             fisher_moments(tiny_model(family), tokens)

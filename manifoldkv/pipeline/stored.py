@@ -1,0 +1,221 @@
+"""Plans for caches that are stored: Fisher coordinates, one step, and tables of symbols."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.basis import Basis, HeadGrouping, check_rotary
+from manifoldkv.errors import PlanError, RankError
+from manifoldkv.layers.capture import capture
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import (
+    attention_of,
+    check_supported,
+    decoder_layers,
+    sliding_windows,
+)
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates
+from manifoldkv.pipeline.recipes import StoredRecipe
+from manifoldkv.pipeline.symbols import entropy_coding, find_step, predicted_cost
+from manifoldkv.plan.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
+from manifoldkv.plan.files import check_context
+from manifoldkv.plan.layer import LayerPlan, detached
+from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
+from manifoldkv.runs.progress import follow
+from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
+
+LOG = logging.getLogger(__name__)
+
+SAMPLES = 8192
+"""Tokens that tables are made of, of each site."""
+
+
+@dataclass(frozen=True)
+class PreparedStored:
+    """A run of `compress` by a `StoredRecipe`, all asked that could refuse it before its long work.
+
+    Parameters
+    ----------
+    config : CompressionConfig
+        What plan to make.
+    recipe : StoredRecipe
+        How.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length), int64. The first half of every sequence is the prompt.
+    context : int
+        Tokens that the budget holds for.
+    grouping : HeadGrouping
+        Of all KV heads of a layer.
+    bits : float
+        Of the symbols of a token, in all layers.
+    """
+
+    config: CompressionConfig
+    recipe: StoredRecipe
+    text: str
+    tokens: Tensor
+    context: int
+    grouping: HeadGrouping
+    bits: float
+
+
+def prepare_stored(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: StoredRecipe,
+) -> PreparedStored:
+    """Read the text and return what a run starts from; its errors are raised here."""
+    if not 0 < config.ratio <= 1:
+        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
+    check_seed(config.seed)
+    check_rotary(config.rotary)
+    if config.context is not None:
+        check_context(config.context)
+    check_supported(model)
+    for index, window in enumerate(sliding_windows(model.config)):
+        if window is not None:
+            raise PlanError(
+                f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
+                "stored does not store: take recipe best"
+            )
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
+    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    context = ids.shape[1] if config.context is None else config.context
+    bits = _symbol_bits(model, config.ratio, context, features, recipe.sinks)
+    return PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+
+
+def _symbol_bits(
+    model: PreTrainedModel, ratio: float, context: int, features: int, sinks: int
+) -> float:
+    """Return the bits that are left for the symbols of a token, after all else in a blob."""
+    layers = len(decoder_layers(model))
+    full = 2 * 2 * features * layers * context
+    exact = min(sinks, context)
+    around = frame_bytes(context, layers) + TOKEN_ID_BYTES * context
+    around += 2 * features * layers * exact * model.dtype.itemsize
+    around += 2 * layers  # the symbols of a site fill whole bytes
+    left = ratio * full - around
+    if left <= 0:
+        raise RankError(
+            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are, token ids and "
+            f"frames take {around / full:.3g} of the cache of {context} tokens"
+        )
+    return 8 * left / max(1, context - exact)
+
+
+def solve_stored(
+    model: PreTrainedModel, run: PreparedStored, folder: str | Path | None
+) -> CompressionPlan:
+    """Return the plan of a run.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As in `compress`, and unwrapped.
+    run : PreparedStored
+        From `prepare_stored`.
+    folder : str or Path, optional
+        Where Fisher moments are stored, for a run that goes on.
+
+    Raises
+    ------
+    RankError
+        If no step takes so few bits.
+    OutputError, DivergenceError
+        As `fisher_moments`.
+    """
+    config, recipe, ids = run.config, run.recipe, run.tokens
+    sequences, length = ids.shape
+    prompt = length // 2
+    moments = fisher_moments(
+        model,
+        ids,
+        seed=config.seed,
+        rotary=config.rotary,
+        first=recipe.sinks,
+        prompt=prompt,
+        folder=folder,
+    )
+    sites = _sites(model, run, moments)
+    LOG.info("choosing the step of %d sites", len(sites))
+    step = find_step([site.latents for site in sites], run.bits)
+    coded = [_coded(site, step, run.grouping) for site in sites]
+    cost = sum(
+        predicted_cost(site.latents[:, order] / step, coding)
+        for site, (_, coding, order) in zip(sites, coded, strict=True)
+    )
+    # A token's errors cost all tokens after the prompt, these together what all its tokens do.
+    predicted = step**2 / 2 * cost * (prompt - recipe.sinks) / (length - prompt)
+    LOG.info("predicted: %.4f nats per token", predicted)
+    layers = [
+        LayerPlan(key, value, key_coding=of_keys, value_coding=of_values)
+        for (key, of_keys, _), (value, of_values, _) in zip(coded[::2], coded[1::2], strict=True)
+    ]
+    provenance = Provenance(
+        model=model.config._name_or_path,
+        text=run.text,
+        sequences=sequences,
+        length=length,
+        context=run.context,
+        recipe=recipe.describe(),
+        seed=config.seed,
+        requested_ratio=config.ratio,
+        threads=torch.get_num_threads(),
+        versions=versions(),
+        predicted_nats=predicted,
+    )
+    return CompressionPlan(
+        tuple(layers),
+        config.rotary,
+        config_hash(model.config),
+        fingerprint(model),
+        provenance,
+        sinks=recipe.sinks,
+    )
+
+
+def _sites(
+    model: PreTrainedModel, run: PreparedStored, moments: list[LayerMoments]
+) -> list[Coordinates]:
+    """Return the coordinates of keys and of values of all layers, one after the other."""
+    rotary, sinks = run.config.rotary, run.recipe.sinks
+    sites = []
+    for activations in follow(capture(model, run.tokens), len(moments)):
+        of_layer = moments[activations.layer]
+        keys, values = activations.keys_in(rotary), activations.values_of()
+        for own, x in ((of_layer.key, keys), (of_layer.value, values)):
+            site = find_coordinates(own, by_token(x[:, :, sinks:]), samples=SAMPLES)
+            sites.append(replace(site, latents=site.latents.float()))  # of all sites at once
+    return sites
+
+
+def _coded(
+    site: Coordinates, step: float, grouping: HeadGrouping
+) -> tuple[Basis, EntropyCoding, Tensor]:
+    """Return basis and tables of the latents that are not always 0, and which they are."""
+    used = (site.latents / step).round().abs().amax(dim=0) > 0
+    order = used.int().argsort(descending=True, stable=True)
+    # Every head has as many latents: some that are always 0 may be among them.
+    order = order[: max(1, -(-int(used.sum()) // grouping.width)) * grouping.width]
+    coding = entropy_coding(site.latents[:, order] / step, site.mean)
+    down, up = (
+        detached(x[:, order].float().unsqueeze(0)) for x in (site.down / step, site.up * step)
+    )
+    return Basis(down, up, grouping), coding, order

@@ -1,0 +1,141 @@
+"""The recipe stored: one step for all latents, its bytes those asked for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from manifoldkv import (
+    CompressionPlan,
+    PlanError,
+    Quantization,
+    RankError,
+    StoredRecipe,
+    compress,
+    quantize,
+    tune,
+)
+from manifoldkv.pipeline.symbols import NARROWEST, entropy_coding, find_step
+from tests.families import tiny_model, tiny_tokens
+from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
+
+
+def latents_like(deviations: list[float], tokens: int = 4000, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, len(deviations), generator=generator) * torch.tensor(deviations)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.floats(0.2, 6.0))
+@example([72.0, 0.25], 6.0)
+@example([328.0, 0.25], 6.0)
+@settings(max_examples=30)
+def test_a_step_takes_the_bits_that_are_asked_for(deviations: list[float], each: float) -> None:
+    sites = [latents_like(deviations, seed=seed) for seed in range(2)]
+    bits = each * 2 * len(deviations)
+    step = find_step(sites, bits)
+    found = sum(entropy_coding(site / step).token_bits for site in sites)
+    assert found <= bits
+    is_narrowest = step < 1.1 * NARROWEST * max(deviations)
+    assert is_narrowest or found >= 0.97 * bits
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.3, 1.0, 5.0, 40.0])
+def test_tables_promise_the_entropy_of_a_rounded_gaussian(deviation: float) -> None:
+    """Counted on a million other samples, without tables."""
+    rounded = np.round(np.random.default_rng(1).normal(0, deviation, 1_000_000))
+    shares = np.unique(rounded, return_counts=True)[1] / len(rounded)
+    entropy = -(shares * np.log2(shares)).sum()
+    coding = entropy_coding(latents_like([deviation], tokens=20_000))
+    assert coding.token_bits == pytest.approx(entropy, abs=0.03)
+    table = coding.tables.double() / coding.tables.sum()
+    places = np.clip(rounded, -coding.reach.item(), coding.reach.item()) + coding.reach.item()
+    assert -np.log2(table.numpy()[places.astype(int)]).mean() == pytest.approx(entropy, abs=0.03)
+
+
+def test_no_step_takes_fewer_bits_than_symbols_that_are_all_0() -> None:
+    latents = latents_like([1.0, 2.0])
+    with pytest.raises(RankError, match="too few even for latents that are all 0"):
+        find_step([latents], 1e-4)
+    assert find_step([latents], 100) == pytest.approx(2 / 512, rel=0.1)  # the narrowest
+
+
+def test_no_latent_is_outside_of_every_table() -> None:
+    coding = entropy_coding(torch.tensor([[0.0, 1e9], [0.2, -3.0]]))
+    assert coding.reach.tolist() == [2, 4096]
+    assert int(coding.tables.min()) >= 1
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.3, 0.4])
+def test_the_expected_bytes_are_the_ratio_of_the_budget(ratio: float) -> None:
+    model, plan = stored_model(), stored_plan(ratio=ratio)
+    full = CONTEXT * 3 * 2 * 16 * 2
+    found = plan.nbytes(CONTEXT, dtype=model.dtype) / full
+    assert 0.97 * ratio <= found <= ratio
+    # What stays exact is in 16 bits here, in 32 there.
+    exact = plan.sinks * 3 * 2 * 16 * 2 / full
+    assert plan.ratio == pytest.approx(found - exact)
+    assert plan.stored
+    assert not plan.coded
+
+
+def test_fewer_bytes_cost_more_nats() -> None:
+    predicted = [stored_plan(ratio=ratio).provenance.predicted_nats for ratio in (0.2, 0.4, 0.8)]
+    assert predicted == sorted(predicted, reverse=True)
+    assert predicted[-1] > 0
+
+
+def test_a_loaded_plan_is_the_saved_one(tmp_path: Path) -> None:
+    plan = stored_plan()
+    plan.save(tmp_path)
+    loaded = CompressionPlan.load(tmp_path)
+    assert loaded == plan
+    assert loaded.layers == plan.layers
+    assert loaded.bytes_per_token() == plan.bytes_per_token() < 3 * 2 * 16 * 2
+    first, other = plan.layers[0].entropy_codings["key"], plan.layers[1].entropy_codings["key"]
+    assert first != other
+    assert first != "anything else"
+    assert hash(first) == hash(loaded.layers[0].entropy_codings["key"])
+
+
+def test_the_same_seed_gives_the_same_plan_and_a_killed_run_goes_on(tmp_path: Path) -> None:
+    model, tokens = stored_model(), some_tokens(4, 32)
+    first, second = (
+        compress(model, tokens, recipe="stored", context=400, folder=tmp_path) for _ in range(2)
+    )
+    assert first == second == compress(model, tokens, recipe="stored", context=400)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({"ratio": 1.5}, RankError, r"ratio 1.5 is not in \(0, 1\]"),
+        ({"ratio": 0.01}, RankError, "ratio 0.01 is too small: 4 tokens that stay as they are"),
+        ({"ranks": "uniform"}, RankError, "finds its step from one budget"),
+        ({"rotary": "both"}, PlanError, "unknown rotary space"),
+        ({"context": 0}, PlanError, "a context of 0 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        compress(stored_model(), some_tokens(4, 32), recipe="stored", **asked)
+
+
+def test_sliding_windows_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="layer 0 has a sliding window of 5 tokens"):
+        compress(tiny_model("gemma3"), tiny_tokens(), recipe="stored")
+
+
+def test_first_tokens_are_not_fewer_than_none() -> None:
+    with pytest.raises(RankError, match="-1 first tokens"):
+        StoredRecipe(sinks=-1)
+
+
+def test_no_model_runs_on_symbols() -> None:
+    model, plan, tokens = stored_model(), stored_plan(), some_tokens(2, 32)
+    for work in (tune, lambda *given: quantize(given[1], given[0], given[2], Quantization())):
+        with pytest.raises(PlanError, match="stored and not attended to"):
+            work(model, plan, tokens)
