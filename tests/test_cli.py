@@ -27,7 +27,9 @@ from manifoldkv import (
     CompressionConfig,
     CompressionPlan,
     Optimal,
+    load_model,
 )
+from manifoldkv import compress as compress_to_plan
 from manifoldkv.basis import Rotary
 from manifoldkv.cli import inputs, main, measuring, planning
 from manifoldkv.cli.app import app, compress
@@ -98,6 +100,92 @@ def test_the_plan_is_saved(plan: Path) -> None:
     assert found.ratio == 0.5
     said = found.provenance
     assert (said.text, said.sequences, said.length) == ("docstrings", 4, 64)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of recipe stored."""
+    folder = tmp_path_factory.mktemp("cli") / "stored"
+    tokens = torch.randint(1, 4000, (4, 64), generator=torch.Generator().manual_seed(0))
+    model, _ = load_model(MODEL)
+    compress_to_plan(model, tokens, recipe="stored", ratio=0.25, context=400).save(folder)
+    return folder
+
+
+def test_a_prompt_is_read_once_and_its_cache_from_a_file(
+    stored: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    file, known = tmp_path / "prompt.kv", (MODEL, "--max-new-tokens", 8, "--json")
+    prompt = "Return the sum of all elements of an array along a given axis."
+
+    def ask(text: str) -> dict:
+        given = ("generate", *known, "--plan", stored, "--cache", file, "--prompt", text)
+        code, out, err = run(capsys, monkeypatch, *given)
+        assert code == 0, err
+        return json.loads(out)
+
+    first, content = ask(prompt), file.read_bytes()
+    again = ask(prompt)
+    assert first.pop("cached_tokens") == 0
+    count = again.pop("cached_tokens")
+    assert count > 10
+    assert again == first
+    assert first["cache_bytes"] == len(content)
+    assert file.read_bytes() == content
+    assert ask(prompt + " The default is")["cached_tokens"] == count  # and the rest is appended
+    assert file.read_bytes()[112 : len(content)] == content[112:]
+    assert ask(prompt) == again | {
+        "cached_tokens": count,
+        "cache_bytes": file.stat().st_size,
+    }
+    other = ask("Nothing of the kind, but something else.")
+    assert other["cached_tokens"] == 0
+    assert ask(prompt)["text"] == first["text"]
+
+
+def test_a_file_that_is_no_cache_of_the_plan_is_left_alone(
+    stored: Path, plan: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("Dear reader")
+    ask = ("generate", MODEL, "--prompt", "Return the sum", "--cache", file)
+    for more, said in (
+        (("--plan", stored), "letter.txt: 11 bytes are no stored cache; take another file"),
+        (("--plan", plan), "the plan holds no tables of symbols"),
+        ((), "goes with the --plan of recipe stored"),
+    ):
+        code, _, err = run(capsys, monkeypatch, *ask, *more)
+        assert code == 2
+        assert said in err
+    assert file.read_text() == "Dear reader"
+    code, _, err = run(
+        capsys, monkeypatch, *ask[:2], "--prompt", "a", "--cache", tmp_path / "x", "--plan", stored
+    )
+    assert code == 2
+    assert "prompt of one token" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "--prompt", "Return the sum"), ("evaluate",), ("diagnose",), ("bench",)],
+)
+def test_nothing_runs_on_a_plan_for_stored_caches(
+    command: tuple, stored: Path, capsys, monkeypatch
+) -> None:
+    name, *more = command
+    code, out, err = run(capsys, monkeypatch, name, MODEL, "--plan", stored, *more)
+    assert (code, out) == (2, "")
+    assert "stored and not attended to" in err
+
+
+def test_a_report_of_a_plan_for_stored_caches_is_refused_before_the_work(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(inputs, "load_model", None)
+    ask = ("compress", MODEL, "--recipe", "stored", "--out", tmp_path / "p")
+    code, out, err = run(capsys, monkeypatch, *ask, "--report", tmp_path / "r.html")
+    assert (code, out) == (2, "")
+    assert "r.html measures a model on its cache" in err
 
 
 def test_generate_writes_text(plan: Path, capsys, monkeypatch) -> None:

@@ -323,19 +323,28 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The choice of tokens depends on it alone.")] = 0,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            **FILE,
+            show_default="no file",
+            help="The prompt's cache is kept in this file, by a plan of recipe stored: it is read "
+            "if it holds the beginning of this prompt, and written if not.",
+        ),
+    ] = None,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write text on the compressed cache."""
+    """Write text on the compressed cache, or from a stored one."""
     from manifoldkv.cli import measuring
 
     given = GivenModel(model, dtype, device, offload)
     known = None if plan is None else GivenPlan(plan, other_weights)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    show(measuring.generate(given, known, prompt, sampling, chat=chat), as_json)
+    show(measuring.generate(given, known, prompt, sampling, cache, chat=chat), as_json)
 
 
 @app.command()

@@ -34,9 +34,14 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def plan_for(given: GivenPlan, model: PreTrainedModel) -> CompressionPlan:
-    """Load a plan, which must be made for a model unless another one's is asked for."""
+def plan_for(given: GivenPlan, model: PreTrainedModel, *, attended: bool = True) -> CompressionPlan:
+    """Load a plan, which must be made for a model unless another one's is asked for.
+
+    Where caches of it are `attended` to, it must be for such caches.
+    """
     plan = CompressionPlan.load(given.folder)
+    if attended:
+        plan.check_attended()
     if given.other_weights:
         return plan.transferred_to(model)
     plan.check_model(model)

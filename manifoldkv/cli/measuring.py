@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
+from manifoldkv.cli.storing import cache_of_prompt
 from manifoldkv.diagnostics import diagnose as measure_layers
-from manifoldkv.errors import TextError
+from manifoldkv.errors import CodecError, TextError
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import retrieval, summarize
@@ -35,12 +37,23 @@ COLDEST = 1e-6
 
 
 def generate(
-    model: GivenModel, plan: GivenPlan | None, prompt: str, sampling: Sampling, *, chat: bool
+    model: GivenModel,
+    plan: GivenPlan | None,
+    prompt: str,
+    sampling: Sampling,
+    cache: Path | None = None,
+    *,
+    chat: bool,
 ) -> Answer:
-    """Write text, on the compressed cache if there is a plan; of a chat the answer alone."""
+    """Write text, on the compressed cache if there is a plan, or from a prompt's stored one.
+
+    Of a chat it is the answer alone.
+    """
     options = _sampling_options(sampling)
+    if cache is not None and plan is None:
+        raise CodecError(f"--cache {cache} goes with the --plan of recipe stored that made it")
     loaded, tokenizer = load(model)
-    known = None if plan is None else plan_for(plan, loaded)
+    known = None if plan is None else plan_for(plan, loaded, attended=cache is None)
     inputs = _inputs(tokenizer, prompt, chat).to(loaded.device)
     asked = inputs["input_ids"]
     options["max_new_tokens"] = _new_tokens(loaded, asked, sampling.max_new_tokens)
@@ -48,11 +61,15 @@ def generate(
     facts: dict[str, Any] = {}
     if known is None:
         output = loaded.generate(**inputs, **options)
+    elif cache is not None:
+        held, facts["cached_tokens"] = cache_of_prompt(loaded, known, asked, cache)
+        facts["cache_bytes"] = cache.stat().st_size
+        output = loaded.generate(**inputs, **options, past_key_values=held)
     else:
         with compressed(loaded, known) as new_cache:
-            cache = new_cache()
-            output = loaded.generate(**inputs, **options, past_key_values=cache)
-        facts["cache_bytes"] = cache.nbytes()
+            latents = new_cache()
+            output = loaded.generate(**inputs, **options, past_key_values=latents)
+        facts["cache_bytes"] = latents.nbytes()
     shown = output[0, asked.shape[1] :] if chat else output[0]
     written = tokenizer.decode(shown, skip_special_tokens=True)
     facts |= {"text": written, "tokens": output.shape[1]}

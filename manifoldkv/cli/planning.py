@@ -16,13 +16,13 @@ from manifoldkv.cli.answers import Answer, duration, size
 from manifoldkv.cli.inputs import held_out_tokens, load
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
 from manifoldkv.cli.parts import Parts
-from manifoldkv.errors import ExecutorError, OutputError, RankError
+from manifoldkv.errors import ExecutorError, OutputError, PlanError, RankError
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES, StoredRecipe
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
@@ -115,10 +115,11 @@ def compress(
 ) -> Answer:
     """Find a plan, save it, and write a report if one is asked for."""
     request.check()
+    config = request.config()
     if report is not None:
-        _check_report(report.path)
+        _check_report(report.path, config)
     _check_overwrites(out, work, force)
-    config, source = request.config(), open_text(request.text)
+    source = open_text(request.text)
     model, tokenizer = load(request.model)
     config = request.within_bytes(config, model)
     executor: Executor | str = request.executor
@@ -165,8 +166,13 @@ def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
         )
 
 
-def _check_report(report: Path) -> None:
+def _check_report(report: Path, config: CompressionConfig) -> None:
     """Refuse what is found only when a report is written, after hours."""
+    if isinstance(config.recipe, StoredRecipe):
+        raise PlanError(
+            f"--report {report} measures a model on its cache, and none runs on that of recipe "
+            "stored: leave it out"
+        )
     if report.suffix != ".html" or report.is_dir():
         raise OutputError(f"--report {report} is no file that ends in .html")
     template("plan.html")  # raises if a library is absent

@@ -1,0 +1,84 @@
+"""codec as a user runs it, on few windows."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.drawings import assert_written
+from tests.studies.running import Done, run_here
+
+
+def run(folder: Path, *arguments: object) -> Done:
+    return run_here(
+        "codec",
+        *("--text", "pydoc-topics", "--sequences", 8, "--sequence-length", 128),
+        *("--prompt", 200, "--continuation", 60, "--held-out", 3, "--items", 2),
+        *("--times", 4, 12, "--out", folder, *arguments),
+    )
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    folder = tmp_path_factory.mktemp("codec")
+    done = run(folder)
+    assert done.code == 0, done.err
+    return folder, done
+
+
+def test_fewer_bytes_lose_more(done: tuple[Path, Done]) -> None:
+    results = pd.read_csv(done[0] / "results.csv").set_index("cache")
+    assert list(results.index) == ["16-bit cache", "zstd", "1/4", "1/12"]
+    assert results.loc["16-bit cache", "times_smaller"] == 1
+    assert results.loc["zstd", "times_smaller"] > 1
+    # Windows of another domain than any in a few calibration sequences: near what was asked for.
+    assert results.loc["1/4", "times_smaller"] == pytest.approx(4, rel=0.2)
+    assert results.loc["1/12", "times_smaller"] == pytest.approx(12, rel=0.2)
+    assert abs(results.loc["1/4", "added_nll"]) < results.loc["1/12", "added_nll"]
+    assert 0 < results.loc["1/4", "predicted_nats"] < results.loc["1/12", "predicted_nats"]
+    assert (results.drop("16-bit cache")["decode_mb_per_second"] > 0).all()
+
+
+def test_every_window_and_passkey_is_kept(done: tuple[Path, Done]) -> None:
+    windows = pd.read_csv(done[0] / "windows.csv")
+    assert len(windows) == 3 * 4
+    assert windows.groupby("cache")["nll"].count().to_dict() == {
+        "16-bit cache": 3,
+        "1/4": 3,
+        "1/12": 3,
+        "zstd": 0,
+    }
+    passkeys = pd.read_csv(done[0] / "passkeys.csv")
+    assert len(passkeys) == 2 * 3
+    stock, quarter = (
+        passkeys[passkeys["cache"] == name]["nll"] for name in ("16-bit cache", "1/4")
+    )
+    assert stock.mean() != quarter.mean()
+
+
+def test_the_figure_shows_the_table(done: tuple[Path, Done]) -> None:
+    folder, run = done
+    results = pd.read_csv(folder / "results.csv").set_index("cache")
+    losses, recall, speeds = run.figures["stored_caches"].axes
+    line = losses.containers[0].lines[0].get_xydata()
+    assert line[:, 0].tolist() == pytest.approx(results.loc[["1/4", "1/12"], "times_smaller"])
+    assert line[:, 1].tolist() == pytest.approx(results.loc[["1/4", "1/12"], "added_nll"])
+    assert len(recall.patches) == 3
+    assert len(speeds.patches) == 2 * 3
+    assert_written(folder / "stored_caches")
+
+
+def test_what_is_measured_is_kept(done: tuple[Path, Done]) -> None:
+    before = (done[0] / "results.csv").read_bytes()
+    assert run(done[0]).code == 0
+    assert (done[0] / "results.csv").read_bytes() == before
+
+
+def test_what_is_no_size_is_refused(tmp_path: Path) -> None:
+    for more, said in (
+        (("--times", 0.5), "--times 0.5 is not at least 1"),
+        (("--times", 900), "too small"),
+    ):
+        done = run(tmp_path, *more)
+        assert done.code == 2
+        assert said in done.last_line
