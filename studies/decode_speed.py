@@ -254,10 +254,10 @@ def layer_steps(
         steps.append(
             Step(
                 variant,
-                partial(attention.attend, layer, queries, keys, values, *arguments, *of_all),
+                partial(attention.attend, layer, queries, keys, values, *arguments, *of_all, []),
                 partial(layer.crop, -1),
                 cache.nbytes(),
-                partial(attention.store, layer, keys, values),
+                partial(attention.store, layer, keys, values, []),
             )
         )
     return steps

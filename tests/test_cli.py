@@ -787,8 +787,8 @@ def test_help_names_every_command(capsys, monkeypatch) -> None:
     assert code == 0
     assert run(capsys, monkeypatch, "-h")[1] == out
     commands = (
-        "compress generate evaluate compare inspect bench diagnose report objectives solvers "
-        "recipes"
+        "compress generate evaluate export compare inspect bench diagnose report objectives "
+        "solvers recipes"
     )
     assert list(COMMANDS) == commands.split()
     assert all(f"  {command} " in out for command in COMMANDS)

@@ -197,7 +197,7 @@ class TestRefusedBeforeAnyWork:
         with pytest.raises(UnknownNameError, match="unknown recipe 'nothing'; known: best, bits"):
             compress(model, tokens, recipe="nothing")
         with pytest.raises(UnknownNameError, match="unknown rank rule"):
-            compress(model, tokens, ranks="greedy")
+            compress(model, tokens, recipe="low-rank", ranks="greedy")
         with pytest.raises(UnknownNameError, match="unknown solver"):
             compress(model, tokens, recipe=Recipe("k-svd", "none"))
 

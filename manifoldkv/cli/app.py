@@ -396,29 +396,33 @@ def evaluate(
 def export(
     model: ModelArgument,
     plan: PlanOption,
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder of the checkpoint.")],
+    out: Annotated[Path, typer.Option(**FOLDER, help="The checkpoint is written to this folder.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a checkpoint that is in the folder.")
+        bool, typer.Option("--force", help="A checkpoint that is in the folder is replaced.")
     ] = False,
     heal: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="Then train the projections of attention to predict what the original does, on "
-            "the calibration part of the text.",
+            help="The projections of attention are trained for so many steps to predict what the "
+            "original does, on the calibration part of the text.",
         ),
     ] = 0,
     text: TextOption = "docstrings",
     sequences: SequencesOption = 8,
     length: LengthOption = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="The order of the text is drawn with this seed.")] = 0,
     work: Annotated[
         Path | None,
-        typer.Option(**FOLDER, help="Folder of checkpoints, from which killed healing goes on."),
+        typer.Option(
+            **FOLDER,
+            show_default="nowhere",
+            help="Steps of healing are kept in this folder, and a killed run goes on from there.",
+        ),
     ] = None,
     gguf: Annotated[
-        bool, typer.Option("--gguf", help="Also write model.gguf, which llama.cpp runs.")
+        bool, typer.Option("--gguf", help="The file model.gguf is written too, for llama.cpp.")
     ] = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",

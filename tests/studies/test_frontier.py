@@ -139,8 +139,11 @@ def test_the_front_has_no_point_that_another_beats(results: pd.DataFrame) -> Non
     assert losses.is_monotonic_decreasing
 
 
-def test_every_recipe_is_a_composition() -> None:
+def test_every_recipe_of_a_cache_that_is_attended_to_is_a_composition() -> None:
+    """Checkpoints and stored caches have studies of their own."""
     for name, recipe in RECIPES.items():
+        if name in ("commuting", "stored"):
+            continue
         known = COMPOSITIONS[name]
         assert isinstance(known, Ranks | Bits)
         assert known.recipe == recipe
