@@ -429,9 +429,9 @@ def export(
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plain checkpoint with the smaller cache, of a plan of the recipe commuting.
+    """Write a plain checkpoint with the smaller cache.
 
-    It needs no manifoldkv: transformers and other engines load it like any model. Its card says
+    The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and other engines load it like any model. Its card says
     what was lost on held-out text.
     """
     from manifoldkv.cli import exporting
