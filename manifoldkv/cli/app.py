@@ -431,8 +431,8 @@ def export(
 ) -> None:
     """Write a plain checkpoint with the smaller cache.
 
-    The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and other engines load it like any model. Its card says
-    what was lost on held-out text.
+    The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
+    other engines load it like any model. Its card says what was lost on held-out text.
     """
     from manifoldkv.cli import exporting
 
