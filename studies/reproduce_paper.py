@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import math
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import common
 import pandas as pd
 import torch
 from paper import figures
-from paper.protocol import EIGEN, GROUPED, PROTOCOLS, SAME_RANKS, SERIES, STIEF, Protocol
+from paper.protocol import EIGEN, GROUPED, PROTOCOLS, SAME_RANKS, STIEF, Protocol
 from paper.published import (
     C4,
     PAPER_CORPORA,
@@ -37,12 +38,15 @@ from paper.published import (
     mismatches,
 )
 from paper.search import ReleaseSearch
+from paper.solvers import compare_solvers, solvers_caption
+from paper.steps import Steps
 from paper.tables import (
     bases_at_the_same_ranks,
     of_methods,
     rules_with_the_same_bases,
     write_tables,
 )
+from paper.tasks import spread_tasks
 from torch import Tensor
 from tqdm import tqdm
 
@@ -59,6 +63,7 @@ from manifoldkv import (
     Quantization,
     RankRule,
     Recipe,
+    RiemannianAdam,
     Sequential,
     Threshold,
     Uniform,
@@ -81,6 +86,7 @@ from manifoldkv.figures import table_of_results
 from manifoldkv.pipeline.rounding import Rotation
 from manifoldkv.ranks import Ranks
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.solvers import SOLVERS
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
@@ -110,10 +116,11 @@ def main() -> int:
     )
     add(
         "--protocol",
-        choices=("default", "paper"),
+        choices=("default", "paper", "real"),
         default="default",
-        help="paper: all of the paper's data, epochs, ranks and windows, and of C4 256 windows "
-        "(%(default)s)",
+        help="paper: all of the paper's data, epochs, ranks and windows, and of C4 256 windows; "
+        "real: a model of a hundred million parameters in an hour of one core, the paper's bases "
+        "by Riemannian Adam and its predictor in three layers (%(default)s)",
     )
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
@@ -168,6 +175,10 @@ class Study:
         self.model, self.tokenizer = common.load(
             model, dtype=getattr(torch, given.dtype), device=given.device
         )
+        self.measured = self.model
+        if protocol.dtype is not None:
+            dtype = getattr(torch, protocol.dtype)
+            self.measured, _ = common.load(model, dtype=dtype, device=given.device)
         config = self.model.config.get_text_config()
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.length = min(protocol.length, config.max_position_embeddings)
@@ -176,9 +187,10 @@ class Study:
         # WikiText has a test set of its own.
         own_test = first == WIKITEXT
         text, split = (PAPER_CORPORA["WikiText"], None) if own_test else (first, HELD_OUT)
+        window = min(protocol.window or self.length, config.max_position_embeddings)
         self.corpora = {
-            _title(first): self._tokens(text, protocol.windows, split),
-            _title(second): self._tokens(second, protocol.second_windows, None),
+            _title(first): self._tokens(text, protocol.windows, split, window),
+            _title(second): self._tokens(second, protocol.second_windows, None, window),
         }
         self.paper_corpora = {
             title: self._tokens(text, PAPER_WINDOWS, None, PAPER_LENGTH)
@@ -187,6 +199,12 @@ class Study:
         }
         self.data: Path | None = given.tasks_data
         self.tasks: tuple[str, ...] = TASKS
+        spread = self.data is not None and protocol.items is not None
+        if self.data is not None and protocol.items is not None:
+            wanted = dict.fromkeys(TASKS, protocol.items)
+            if protocol.mmlu_items is not None:
+                wanted["mmlu"] = protocol.mmlu_items
+            self.data = spread_tasks(wanted, self.data, out / "steps" / name)
         if self.data is None and embedded:
             self.data, self.tasks = out / "steps" / name, (CONTINUATION,)
             self.data.mkdir(parents=True, exist_ok=True)
@@ -198,13 +216,16 @@ class Study:
         # A missing file is told of now.
         self.documents = {} if self.data is None else _digests(self.tasks, self.data)
         windows = [len(tokens) for tokens in self.corpora.values()]
-        self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length, windows)}"
+        self.caption = (
+            f"{name} ({Path(model).name}): {protocol.caption(self.length, windows, spread=spread)}"
+        )
         self.plans_folder = out / "steps" / "plans"
         self.checkpoints = (
             common.stored_in(out, given)
             .keyed(model=digest_of_model(self.model))
             .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
         )
+        self.steps = Steps()
 
     def _tokens(
         self, text: str, sequences: int | None, split: Split | None, length: int | None = None
@@ -231,33 +252,32 @@ class Study:
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure, draw, and return the rows of the tables by their names."""
         plans = self.plans()
-        evaluations = pd.concat(
-            [
-                self.evaluated(None),
-                *(
-                    self.evaluated(labelled)
-                    for labelled in tqdm(plans, desc=f"{self.name}: plans", disable=None)
-                ),
-            ],
-            ignore_index=True,
-        )
-        main_series = of_methods(evaluations, SERIES)
-        of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
         frames = {
-            "accuracy": main_series,
-            "ppl": main_series,
-            "policy_uniform": of_stief,
             "quantization": self.quantized(plans),
             "bases_comparison": self.diagnostics(plans),
             "ranks": self.profile(plans),
         }
+        if self.protocol.predicted_layers:
+            self.write_solvers(self.solvers())
+        asked = self.asked(plans)  # what takes longest comes last
+        everything: list[Labelled | None] = [None, *plans]
+        measured = [self.evaluated(p, self.perplexities) for p in self._followed(everything)]
+        measured += [self.evaluated(p, self.accuracies) for p in self._followed([None, *asked])]
+        evaluations = pd.concat(measured, ignore_index=True)
+        main_series = of_methods(evaluations, self.protocol.series)
+        of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
+        frames |= {"accuracy": main_series, "ppl": main_series, "policy_uniform": of_stief}
         for stem, frame in frames.items():
             figures.save(stem, frame, self.name, self.out)
+        self.steps.table().to_csv(self.out / f"seconds_{self.name}.csv", index=False)
         return {
             "table1": table_of_results(main_series),
             "table2": bases_at_the_same_ranks(evaluations),
             "table3": rules_with_the_same_bases(evaluations),
         }
+
+    def _followed(self, plans: list[Labelled | None]) -> Iterator[Labelled | None]:
+        return iter(tqdm(plans, desc=f"{self.name}: plans", disable=None))
 
     # Plans
 
@@ -290,26 +310,37 @@ class Study:
             "threshold": Threshold(protocol.candidates, *measured),
             "optimal": Optimal(protocol.candidates),
         }
+        ours = tuple(rule for rule in protocol.rules if rule == protocol.series[GROUPED])
+        names = {STIEF: protocol.rules, EIGEN: protocol.eigen_rules, GROUPED: ours}[method]
         return [
-            Labelled(self.plan(method, rule, ratio, seed), method, name, ratio, ratio, seed)
-            for name, rule in rules.items()
-            if name == SERIES[method] or method != GROUPED
+            Labelled(self.plan(method, rules[name], ratio, seed), method, name, ratio, ratio, seed)
+            for name in names
         ]
 
     def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
         recipe = {
             EIGEN: Recipe(EigenAttention(), ClosedForm()),
-            STIEF: Recipe(LayerOutput(), Predictor(epochs=self.protocol.epochs)),
+            STIEF: Recipe(LayerOutput(), self.protocol.solver),
             GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
         }[method]
-        return compress(
-            self.model,
-            self.calibration,
-            recipe=replace(recipe, ranks=rule),
+        recipe = replace(recipe, ranks=rule)
+
+        def made() -> CompressionPlan:
+            return compress(
+                *(self.model, self.calibration),
+                recipe=recipe,
+                ratio=ratio,
+                seed=seed,
+                folder=self.plans_folder,
+            )
+
+        checkpoints = self.checkpoints.keyed(
+            recipe=recipe.describe(),
             ratio=ratio,
             seed=seed,
-            folder=self.plans_folder,
+            calibration=digest_of_tokens(self.calibration),
         )
+        return self.steps.value(checkpoints, f"plans of {method}", made)
 
     def searched_ranks(self, budget: float) -> list[Ranks]:
         """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
@@ -332,31 +363,49 @@ class Study:
             sequences=self.protocol.search_sequences,
             budgets=self.protocol.error_budgets,
         )
-        frame = checkpoints.frame("release", compute)
+        frame = self.steps.frame(checkpoints, "release", "EigenAttention's search", compute)
         rows = frame[frame["budget"] == budget].sort_values("layer")
         return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
 
     # Measurements
 
-    def evaluated(self, labelled: Labelled | None) -> pd.DataFrame:
-        """Return perplexities of a plan and, where methods are compared, accuracies."""
-        plan = None if labelled is None else labelled.plan
-        frame = self.perplexities(plan)
-        if labelled is None or labelled.policy == SERIES[labelled.method]:
-            frame = pd.concat([frame, self.accuracies(plan)], ignore_index=True)
+    def asked(self, plans: list[Labelled]) -> list[Labelled]:
+        """Return the plans whose accuracy is measured, of those that are compared as published."""
+        compared = [p for p in plans if p.policy == self.protocol.series[p.method]]
+        ratios = self.protocol.accuracy_ratios
+        if ratios is None:
+            return compared
+        runs = dict.fromkeys((p.method, p.seed) for p in compared)
+        return [
+            _nearest([p for p in compared if (p.method, p.seed) == run], ratio)
+            for run in runs
+            for ratio in ratios
+        ]
+
+    def evaluated(
+        self,
+        labelled: Labelled | None,
+        measure: Callable[[CompressionPlan | None], pd.DataFrame],
+    ) -> pd.DataFrame:
+        """Return perplexities or accuracies of a plan, or of the uncompressed model."""
         columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
         columns |= {"seed": 0}
         columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
         columns |= {} if labelled is None else labelled.columns()
+        frame = measure(None if labelled is None else labelled.plan)
         return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)
 
-    def perplexities(self, plan: CompressionPlan | None) -> pd.DataFrame:
+    def perplexities(
+        self, plan: CompressionPlan | None, corpora: Sequence[str] = ()
+    ) -> pd.DataFrame:
         """Return them with their standard errors, and the added NLL with its own.
 
-        Both errors are of the difference from the uncompressed model, window by window.
+        Both errors are of the difference from the uncompressed model, window by window. On all
+        corpora unless some are named.
         """
         rows = []
-        for corpus, tokens in self.corpora.items():
+        for corpus in corpora or self.corpora:
+            tokens = self.corpora[corpus]
             nll = self.nll(plan, tokens)
             added = nll - self.nll(None, tokens)
             spread = (nll if plan is None else added).std() / math.sqrt(len(nll))
@@ -371,16 +420,15 @@ class Study:
         """Return the nats per token of every window."""
 
         def compute() -> pd.DataFrame:
-            return pd.DataFrame({"nll": perplexity(self.model, tokens, plan).by_sequence})
+            return pd.DataFrame({"nll": perplexity(self.measured, tokens, plan).by_sequence})
 
-        return (
-            self._measured(plan).keyed(tokens=digest_of_tokens(tokens)).frame("nll", compute)["nll"]
-        )
+        checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
+        return self.steps.frame(checkpoints, "nll", "perplexity", compute)["nll"]
 
     def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
         def compute() -> pd.DataFrame:
             return zero_shot(
-                *(self.model, self.tokenizer, self.tasks, plan),
+                *(self.measured, self.tokenizer, self.tasks, plan),
                 data=self.data,
                 limit=self.protocol.items,
             )
@@ -388,20 +436,25 @@ class Study:
         checkpoints = self._measured(plan).keyed(
             tasks=self.tasks, items=self.protocol.items, documents=self.documents
         )
-        frame = checkpoints.frame("accuracy", compute)
+        frame = self.steps.frame(checkpoints, "accuracy", "accuracy", compute)
         frame = frame.rename(columns={"task": "of", "accuracy": "value"})
         return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
 
     def _measured(self, plan: CompressionPlan | None) -> Checkpoints:
-        return self.checkpoints.keyed(plan=None if plan is None else plan.digest())
+        return self.checkpoints.keyed(
+            plan=None if plan is None else plan.digest(), dtype=str(self.measured.dtype)
+        )
 
     def quantized(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the perplexity on the second corpus of plans near the paper's 60 %, rounded."""
         corpus = list(self.corpora)[1]
         rows = []
         for method in (EIGEN, STIEF):
-            of_method = [p for p in plans if p.method == method and p.policy == SERIES[method]]
-            labelled = min(of_method, key=lambda p: (p.seed, abs(p.plan.ratio - QUANTIZED_RATIO)))
+            of_method = [
+                p for p in plans if p.method == method and p.policy == self.protocol.series[method]
+            ]
+            first_seed = [p for p in of_method if p.seed == min(self.seeds)]
+            labelled = _nearest(first_seed, QUANTIZED_RATIO)
             plan = labelled.plan
             exact = plan.bytes_per_token()
             settings = [("none", 16), *((r, b) for r in ROTATIONS for b in BITS)]
@@ -411,8 +464,7 @@ class Study:
                     rounding = Quantization(bits)
                     tokens = self.calibration[: self.protocol.search_sequences]
                     rounded = quantize(plan, self.model, tokens, rounding, rotation)
-                found = self.perplexities(rounded)
-                found = found[found["of"] == corpus]
+                found = self.perplexities(rounded, [corpus])
                 share = plan.ratio * rounded.bytes_per_token() / exact
                 numbers = {"bytes_ratio": share, "bits": bits, "rotation": rotation}
                 rows.append(found.assign(model=self.name, **labelled.columns(), **numbers))
@@ -420,7 +472,7 @@ class Study:
 
     def diagnostics(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the errors of every layer at r = d/2 on held-out text."""
-        tokens = next(iter(self.corpora.values()))
+        tokens = next(iter(self.corpora.values()))[:, : self.length]
         half = plans[0].plan.layers[0].key.head_dim // 2
         rule = GivenRanks(ranks=((half, half),) * self.layers)
         frames = []
@@ -432,9 +484,35 @@ class Study:
                 return diagnose(capture(self.model, tokens), bases)
 
             checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
-            frame = checkpoints.frame("diagnostics", compute)
+            frame = self.steps.frame(checkpoints, "diagnostics", "errors of each layer", compute)
             frames.append(frame.assign(method=method, seed=seed, rank=half))
         return pd.concat(frames, ignore_index=True)
+
+    def solvers(self) -> pd.DataFrame:
+        """Return errors and seconds of the predictor and of Riemannian Adam in a few layers."""
+        tokens = next(iter(self.corpora.values()))[:, : self.length]
+        depths = self.protocol.predicted_layers
+        layers = sorted({round(depth * (self.layers - 1)) for depth in depths})
+        found = {"Riemannian Adam": self.protocol.solver, "predictor": self.protocol.predictor}
+
+        def compute() -> pd.DataFrame:
+            fit, held_out = (
+                capture(self.model, of_tokens, layers) for of_tokens in (self.calibration, tokens)
+            )
+            return compare_solvers(zip(fit, held_out, strict=True), found)
+
+        checkpoints = self.checkpoints.keyed(
+            calibration=digest_of_tokens(self.calibration),
+            tokens=digest_of_tokens(tokens),
+            layers=layers,
+            solvers={name: SOLVERS.describe(solver) for name, solver in found.items()},
+        ).made_by(compare_solvers, Predictor, RiemannianAdam)
+        return self.steps.frame(checkpoints, "solvers", "the predictor in a few layers", compute)
+
+    def write_solvers(self, errors: pd.DataFrame) -> None:
+        errors.to_csv(self.out / f"solvers_{self.name}.csv", index=False)
+        candidates = len(self.protocol.candidates) - 1  # the full rank needs no solver
+        self.caption += "; " + solvers_caption(errors, self.layers, candidates)
 
     def profile(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the ranks that the sequential rule chose for the paper's bases."""
@@ -450,6 +528,11 @@ class Study:
         )
 
 
+def _nearest(plans: list[Labelled], ratio: float) -> Labelled:
+    """Return the plan whose achieved ratio is nearest."""
+    return min(plans, key=lambda labelled: abs(labelled.plan.ratio - ratio))
+
+
 def _ranks_of(plan: CompressionPlan) -> list[Ranks]:
     return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
 
@@ -459,7 +542,11 @@ def write_captions(studies: list[Study], out: Path) -> None:
     lines = ["# Captions", ""]
     for study in studies:
         lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
-        lines += [*figures.captions(study.name), ""]
+        lines += [*figures.captions(study.name, study.protocol.series), ""]
+        lines += [
+            f"What every step took, in seconds of the processor: seconds_{study.name}.csv.",
+            "",
+        ]
     (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
 
 
