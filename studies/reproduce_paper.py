@@ -15,11 +15,7 @@ OUT/steps by all they depend on: an interrupted run goes on, a repeated one draw
 from __future__ import annotations
 
 import argparse
-import hashlib
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,9 @@ import common
 import pandas as pd
 import torch
 from paper import figures
-from paper.protocol import EIGEN, GROUPED, PROTOCOLS, SAME_RANKS, STIEF, Protocol
+from paper.measurements import Measurements
+from paper.plans import Labelled, PlanMaker, nearest
+from paper.protocol import EIGEN, PROTOCOLS, STIEF, Protocol
 from paper.published import (
     C4,
     PAPER_CORPORA,
@@ -46,29 +44,17 @@ from paper.tables import (
     rules_with_the_same_bases,
     write_tables,
 )
-from paper.tasks import spread_tasks
+from paper.tasks import continuation_task, tasks_from
 from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import (
-    KQSVD,
-    ClosedForm,
-    CompressionPlan,
-    EigenAttention,
     GivenRanks,
-    LayerOutput,
     ManifoldKVError,
-    Optimal,
     Predictor,
     Quantization,
-    RankRule,
-    Recipe,
     RiemannianAdam,
-    Sequential,
-    Threshold,
-    Uniform,
     capture,
-    compress,
     diagnose,
     open_text,
     quantize,
@@ -76,16 +62,10 @@ from manifoldkv import (
 )
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.evaluation import Perplexity, perplexity
-from manifoldkv.evaluation.zero_shot import (
-    ManifoldKVLM,
-    local_task,
-    write_continuation_task,
-    zero_shot,
-)
+from manifoldkv.evaluation.zero_shot import ManifoldKVLM
 from manifoldkv.figures import table_of_results
 from manifoldkv.pipeline.rounding import Rotation
-from manifoldkv.ranks import Ranks
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.text.docstrings import Split
 
@@ -95,8 +75,6 @@ BITS = (8, 4, 3, 2)
 ROTATIONS: tuple[Rotation, ...] = ("none", "hadamard")
 """Of latents before they are rounded: the paper has none."""
 QUANTIZED_RATIO = 0.6
-TASKS = ("hellaswag", "piqa", "mmlu")
-CONTINUATION = "docstring-continuation"
 
 
 def main() -> int:
@@ -147,22 +125,6 @@ def reproduce(given: argparse.Namespace) -> None:
     print(f"written to {out}")
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A plan that is measured, and the columns that tell it apart."""
-
-    plan: CompressionPlan
-    method: str
-    policy: str
-    point: float
-    requested_ratio: float | None = None
-    seed: int = 0
-
-    def columns(self) -> dict[str, Any]:
-        names = ("method", "policy", "point", "requested_ratio", "seed")
-        return {name: getattr(self, name) for name in names} | {"ratio": self.plan.ratio}
-
-
 class Study:
     """All that is measured on one model. Reading texts and weights fails before any long work."""
 
@@ -175,10 +137,10 @@ class Study:
         self.model, self.tokenizer = common.load(
             model, dtype=getattr(torch, given.dtype), device=given.device
         )
-        self.measured = self.model
+        measured = self.model
         if protocol.dtype is not None:
             dtype = getattr(torch, protocol.dtype)
-            self.measured, _ = common.load(model, dtype=dtype, device=given.device)
+            measured, _ = common.load(model, dtype=dtype, device=given.device)
         config = self.model.config.get_text_config()
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.length = min(protocol.length, config.max_position_embeddings)
@@ -197,35 +159,26 @@ class Study:
             for title, text in PAPER_CORPORA.items()
             if name in PAPER_WEIGHTS
         }
-        self.data: Path | None = given.tasks_data
-        self.tasks: tuple[str, ...] = TASKS
-        spread = self.data is not None and protocol.items is not None
-        if self.data is not None and protocol.items is not None:
-            wanted = dict.fromkeys(TASKS, protocol.items)
-            if protocol.mmlu_items is not None:
-                wanted["mmlu"] = protocol.mmlu_items
-            self.data = spread_tasks(wanted, self.data, out / "steps" / name)
-        if self.data is None and embedded:
-            self.data, self.tasks = out / "steps" / name, (CONTINUATION,)
-            self.data.mkdir(parents=True, exist_ok=True)
-            path_of_task = self.data / f"{CONTINUATION}.jsonl"
-            items = protocol.items or 1000
-            write_continuation_task(
-                open_text("docstrings"), self.tokenizer, path_of_task, items=items
-            )
-        # A missing file is told of now.
-        self.documents = {} if self.data is None else _digests(self.tasks, self.data)
+        steps = out / "steps"
+        if given.tasks_data is None and embedded:
+            tasks = continuation_task(self.tokenizer, protocol, steps / name)
+        else:
+            tasks = tasks_from(given.tasks_data, protocol, steps / name)
+        tasks.documents()  # a missing file is told of now
         windows = [len(tokens) for tokens in self.corpora.values()]
-        self.caption = (
-            f"{name} ({Path(model).name}): {protocol.caption(self.length, windows, spread=spread)}"
-        )
-        self.plans_folder = out / "steps" / "plans"
+        amounts = protocol.caption(self.length, windows, spread=tasks.spread)
+        self.caption = f"{name} ({Path(model).name}): {amounts}"
         self.checkpoints = (
             common.stored_in(out, given)
             .keyed(model=digest_of_model(self.model))
             .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
         )
         self.steps = Steps()
+        counted = self.checkpoints, self.steps
+        self.maker = PlanMaker(
+            *(self.model, self.calibration, protocol, self.seeds, *counted), steps / "plans"
+        )
+        self.measure = Measurements(name, measured, self.tokenizer, self.corpora, tasks, *counted)
 
     def _tokens(
         self, text: str, sequences: int | None, split: Split | None, length: int | None = None
@@ -240,7 +193,7 @@ class Study:
 
     def check(self) -> None:
         """Ask the uncompressed model everything that plans will be asked."""
-        self.accuracies(None)
+        self.measure.accuracies(None)
         if self.name in PAPER_WEIGHTS:
             measured = {
                 title: perplexity(self.model, tokens).perplexity
@@ -251,7 +204,7 @@ class Study:
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure, draw, and return the rows of the tables by their names."""
-        plans = self.plans()
+        plans = self.maker.every()
         frames = {
             "quantization": self.quantized(plans),
             "bases_comparison": self.diagnostics(plans),
@@ -259,10 +212,12 @@ class Study:
         }
         if self.protocol.predicted_layers:
             self.write_solvers(self.solvers())
-        asked = self.asked(plans)  # what takes longest comes last
-        everything: list[Labelled | None] = [None, *plans]
-        measured = [self.evaluated(p, self.perplexities) for p in self._followed(everything)]
-        measured += [self.evaluated(p, self.accuracies) for p in self._followed([None, *asked])]
+        measure = self.measure
+        followed = tqdm([None, *plans], desc=f"{self.name}: perplexities", disable=None)
+        measured = [measure.evaluated(p, measure.perplexities) for p in followed]
+        asked = [None, *self.asked(plans)]  # what takes longest comes last
+        followed = tqdm(asked, desc=f"{self.name}: accuracies", disable=None)
+        measured += [measure.evaluated(p, measure.accuracies) for p in followed]
         evaluations = pd.concat(measured, ignore_index=True)
         main_series = of_methods(evaluations, self.protocol.series)
         of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
@@ -276,99 +231,6 @@ class Study:
             "table3": rules_with_the_same_bases(evaluations),
         }
 
-    def _followed(self, plans: list[Labelled | None]) -> Iterator[Labelled | None]:
-        return iter(tqdm(plans, desc=f"{self.name}: plans", disable=None))
-
-    # Plans
-
-    def plans(self) -> list[Labelled]:
-        """Return every plan that is measured."""
-        found = []
-        for budget in self.protocol.error_budgets:
-            rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
-            plan = self.plan(EIGEN, rule, 1.0)
-            found.append(Labelled(plan, EIGEN, "release", budget))
-        for ratio in self.protocol.ratios:
-            for seed in self.seeds:
-                of_stief = self.plans_at(STIEF, ratio, seed)
-                found += of_stief
-            (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
-            same = GivenRanks(ranks=tuple(_ranks_of(sequential)))
-            for method in (EIGEN, GROUPED):
-                found += self.plans_at(method, ratio)
-                plan = self.plan(method, same, ratio)
-                found.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
-        return found
-
-    def plans_at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:
-        """Return the plans of a method at a ratio under every rank rule."""
-        protocol = self.protocol
-        measured = (1, protocol.surface_sequences, protocol.surface_rows)
-        rules: dict[str, RankRule] = {
-            "sequential": Sequential(protocol.candidates, *measured),
-            "uniform": Uniform(protocol.candidates),
-            "threshold": Threshold(protocol.candidates, *measured),
-            "optimal": Optimal(protocol.candidates),
-        }
-        ours = tuple(rule for rule in protocol.rules if rule == protocol.series[GROUPED])
-        names = {STIEF: protocol.rules, EIGEN: protocol.eigen_rules, GROUPED: ours}[method]
-        return [
-            Labelled(self.plan(method, rules[name], ratio, seed), method, name, ratio, ratio, seed)
-            for name in names
-        ]
-
-    def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
-        recipe = {
-            EIGEN: Recipe(EigenAttention(), ClosedForm()),
-            STIEF: Recipe(LayerOutput(), self.protocol.solver),
-            GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
-        }[method]
-        recipe = replace(recipe, ranks=rule)
-
-        def made() -> CompressionPlan:
-            return compress(
-                *(self.model, self.calibration),
-                recipe=recipe,
-                ratio=ratio,
-                seed=seed,
-                folder=self.plans_folder,
-            )
-
-        checkpoints = self.checkpoints.keyed(
-            recipe=recipe.describe(),
-            ratio=ratio,
-            seed=seed,
-            calibration=digest_of_tokens(self.calibration),
-        )
-        return self.steps.value(checkpoints, f"plans of {method}", made)
-
-    def searched_ranks(self, budget: float) -> list[Ranks]:
-        """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
-
-        def compute() -> pd.DataFrame:
-            few = self.calibration[: self.protocol.search_sequences]
-            rows = []
-            for fit, measured in zip(
-                capture(self.model, self.calibration), capture(self.model, few), strict=True
-            ):
-                search = ReleaseSearch(fit, measured)
-                for each in self.protocol.error_budgets:
-                    key, value = search.ranks(each)
-                    row = {"budget": each, "layer": fit.layer, "key": key, "value": value}
-                    rows.append(row)
-            return pd.DataFrame(rows)
-
-        checkpoints = self.checkpoints.keyed(
-            calibration=digest_of_tokens(self.calibration),
-            sequences=self.protocol.search_sequences,
-            budgets=self.protocol.error_budgets,
-        )
-        frame = self.steps.frame(checkpoints, "release", "EigenAttention's search", compute)
-        rows = frame[frame["budget"] == budget].sort_values("layer")
-        return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
-
-    # Measurements
-
     def asked(self, plans: list[Labelled]) -> list[Labelled]:
         """Return the plans whose accuracy is measured, of those that are compared as published."""
         compared = [p for p in plans if p.policy == self.protocol.series[p.method]]
@@ -377,73 +239,10 @@ class Study:
             return compared
         runs = dict.fromkeys((p.method, p.seed) for p in compared)
         return [
-            _nearest([p for p in compared if (p.method, p.seed) == run], ratio)
+            nearest([p for p in compared if (p.method, p.seed) == run], ratio)
             for run in runs
             for ratio in ratios
         ]
-
-    def evaluated(
-        self,
-        labelled: Labelled | None,
-        measure: Callable[[CompressionPlan | None], pd.DataFrame],
-    ) -> pd.DataFrame:
-        """Return perplexities or accuracies of a plan, or of the uncompressed model."""
-        columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
-        columns |= {"seed": 0}
-        columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
-        columns |= {} if labelled is None else labelled.columns()
-        frame = measure(None if labelled is None else labelled.plan)
-        return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)
-
-    def perplexities(
-        self, plan: CompressionPlan | None, corpora: Sequence[str] = ()
-    ) -> pd.DataFrame:
-        """Return them with their standard errors, and the added NLL with its own.
-
-        Both errors are of the difference from the uncompressed model, window by window. On all
-        corpora unless some are named.
-        """
-        rows = []
-        for corpus in corpora or self.corpora:
-            tokens = self.corpora[corpus]
-            nll = self.nll(plan, tokens)
-            added = nll - self.nll(None, tokens)
-            spread = (nll if plan is None else added).std() / math.sqrt(len(nll))
-            value = math.exp(nll.mean())
-            rows.append(
-                {"value": value, "standard_error": value * spread, "measure": "perplexity"}
-                | {"of": corpus, "added_nll": added.mean(), "added_nll_error": spread}
-            )
-        return pd.DataFrame(rows)
-
-    def nll(self, plan: CompressionPlan | None, tokens: Tensor) -> pd.Series:
-        """Return the nats per token of every window."""
-
-        def compute() -> pd.DataFrame:
-            return pd.DataFrame({"nll": perplexity(self.measured, tokens, plan).by_sequence})
-
-        checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
-        return self.steps.frame(checkpoints, "nll", "perplexity", compute)["nll"]
-
-    def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        def compute() -> pd.DataFrame:
-            return zero_shot(
-                *(self.measured, self.tokenizer, self.tasks, plan),
-                data=self.data,
-                limit=self.protocol.items,
-            )
-
-        checkpoints = self._measured(plan).keyed(
-            tasks=self.tasks, items=self.protocol.items, documents=self.documents
-        )
-        frame = self.steps.frame(checkpoints, "accuracy", "accuracy", compute)
-        frame = frame.rename(columns={"task": "of", "accuracy": "value"})
-        return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
-
-    def _measured(self, plan: CompressionPlan | None) -> Checkpoints:
-        return self.checkpoints.keyed(
-            plan=None if plan is None else plan.digest(), dtype=str(self.measured.dtype)
-        )
 
     def quantized(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the perplexity on the second corpus of plans near the paper's 60 %, rounded."""
@@ -454,7 +253,7 @@ class Study:
                 p for p in plans if p.method == method and p.policy == self.protocol.series[method]
             ]
             first_seed = [p for p in of_method if p.seed == min(self.seeds)]
-            labelled = _nearest(first_seed, QUANTIZED_RATIO)
+            labelled = nearest(first_seed, QUANTIZED_RATIO)
             plan = labelled.plan
             exact = plan.bytes_per_token()
             settings = [("none", 16), *((r, b) for r in ROTATIONS for b in BITS)]
@@ -464,7 +263,7 @@ class Study:
                     rounding = Quantization(bits)
                     tokens = self.calibration[: self.protocol.search_sequences]
                     rounded = quantize(plan, self.model, tokens, rounding, rotation)
-                found = self.perplexities(rounded, [corpus])
+                found = self.measure.perplexities(rounded, [corpus])
                 share = plan.ratio * rounded.bytes_per_token() / exact
                 numbers = {"bytes_ratio": share, "bits": bits, "rotation": rotation}
                 rows.append(found.assign(model=self.name, **labelled.columns(), **numbers))
@@ -477,13 +276,13 @@ class Study:
         rule = GivenRanks(ranks=((half, half),) * self.layers)
         frames = []
         for method, seed in [(EIGEN, 0), *((STIEF, seed) for seed in self.seeds)]:
-            plan = self.plan(method, rule, 1.0, seed)
+            plan = self.maker.plan(method, rule, 1.0, seed)
             bases = {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
 
             def compute(bases: Any = bases) -> pd.DataFrame:
                 return diagnose(capture(self.model, tokens), bases)
 
-            checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
+            checkpoints = self.measure.of_plan(plan).keyed(tokens=digest_of_tokens(tokens))
             frame = self.steps.frame(checkpoints, "diagnostics", "errors of each layer", compute)
             frames.append(frame.assign(method=method, seed=seed, rank=half))
         return pd.concat(frames, ignore_index=True)
@@ -528,15 +327,6 @@ class Study:
         )
 
 
-def _nearest(plans: list[Labelled], ratio: float) -> Labelled:
-    """Return the plan whose achieved ratio is nearest."""
-    return min(plans, key=lambda labelled: abs(labelled.plan.ratio - ratio))
-
-
-def _ranks_of(plan: CompressionPlan) -> list[Ranks]:
-    return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
-
-
 def write_captions(studies: list[Study], out: Path) -> None:
     """Write what every figure shows, and on how much it was measured."""
     lines = ["# Captions", ""]
@@ -554,12 +344,6 @@ def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
     """Return the calibration text and the second corpus."""
     first, second = ("docstrings", "pydoc-topics") if embedded else (WIKITEXT, C4)
     return given.text or first, given.second_text or second
-
-
-def _digests(tasks: tuple[str, ...], data: Path) -> dict[str, str]:
-    """Return the SHA-256 of the documents of local tasks."""
-    files = {task: local_task(task, data)["dataset_kwargs"]["data_files"]["test"] for task in tasks}
-    return {task: hashlib.sha256(Path(f).read_bytes()).hexdigest() for task, f in files.items()}
 
 
 def _title(text: str) -> str:

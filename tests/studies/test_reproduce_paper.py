@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import reproduce_paper
+from paper import measurements, plans
 from paper.search import ReleaseSearch
 from transformers import PreTrainedModel
 
@@ -61,7 +62,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, tasks_data: Path) -> tuple[Pa
     small |= {"ratios": (0.8, 0.5), "candidates": (0.25, 0.5, 1.0), "error_budgets": (0.05, 0.3)}
     protocol = replace(reproduce_paper.PROTOCOLS["real"], **small)
     folder, dtypes = tmp_path_factory.mktemp("real"), set()
-    measure = reproduce_paper.perplexity
+    measure = measurements.perplexity
 
     def watched(model: PreTrainedModel, *rest: object) -> Perplexity:
         dtypes.add(str(model.dtype))
@@ -69,7 +70,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, tasks_data: Path) -> tuple[Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(reproduce_paper.PROTOCOLS, "real", protocol)
-        patch.setattr(reproduce_paper, "perplexity", watched)
+        patch.setattr(measurements, "perplexity", watched)
         done = study(
             *("--protocol", "real", "--model", "reference-qwen3", "--out", folder),
             *("--tasks-data", tasks_data),
@@ -212,8 +213,8 @@ def test_accuracy_is_asked_for_before_anything_long(
     def broken(*ignored: object, **also_ignored: object) -> None:
         raise reproduce_paper.ManifoldKVError("the harness does not work")
 
-    monkeypatch.setattr(reproduce_paper, "zero_shot", broken)
-    monkeypatch.setattr(reproduce_paper, "compress", None)
+    monkeypatch.setattr(measurements, "zero_shot", broken)
+    monkeypatch.setattr(plans, "compress", None)
     done = study("--quick", "--out", tmp_path)
     assert done.code == 2
     assert "the harness does not work" in done.last_line
@@ -234,8 +235,12 @@ def test_a_repeated_run_measures_nothing_and_draws_the_same(
     def again(*ignored: object, **also_ignored: object) -> None:
         raise AssertionError("done already")
 
-    for name in ("perplexity", "zero_shot", "diagnose"):
-        monkeypatch.setattr(reproduce_paper, name, again)
+    for module, name in (
+        (measurements, "perplexity"),
+        (measurements, "zero_shot"),
+        (reproduce_paper, "diagnose"),
+    ):
+        monkeypatch.setattr(module, name, again)
     monkeypatch.setattr(Predictor, "solve", again)
     done = study("--quick", "--model", "reference-qwen3", "--out", out)
     assert done.code == 0, done.err[-3000:]
@@ -256,7 +261,7 @@ def test_what_other_code_measured_is_not_taken(
         raise reproduce_paper.ManifoldKVError("measured again")
 
     monkeypatch.setattr(checkpoints, "digest_of_code", edited)
-    monkeypatch.setattr(reproduce_paper, "zero_shot", again)
+    monkeypatch.setattr(measurements, "zero_shot", again)
     done = study("--quick", "--model", "reference-qwen3", "--out", out)
     assert done.code == (0 if changed is None else 2)
     assert changed is None or "measured again" in done.last_line
