@@ -15,10 +15,7 @@ OUT/steps by all they depend on: an interrupted run goes on, a repeated one draw
 from __future__ import annotations
 
 import argparse
-import hashlib
-import math
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,9 @@ import common
 import pandas as pd
 import torch
 from paper import figures
-from paper.protocol import EIGEN, GROUPED, PROTOCOLS, SAME_RANKS, SERIES, STIEF, Protocol
+from paper.measurements import Measurements
+from paper.plans import Labelled, PlanMaker, nearest
+from paper.protocol import EIGEN, PROTOCOLS, STIEF, Protocol
 from paper.published import (
     C4,
     PAPER_CORPORA,
@@ -37,33 +36,25 @@ from paper.published import (
     mismatches,
 )
 from paper.search import ReleaseSearch
+from paper.solvers import compare_solvers, solvers_caption
+from paper.steps import Steps
 from paper.tables import (
     bases_at_the_same_ranks,
     of_methods,
     rules_with_the_same_bases,
     write_tables,
 )
+from paper.tasks import continuation_task, tasks_from
 from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import (
-    KQSVD,
-    ClosedForm,
-    CompressionPlan,
-    EigenAttention,
     GivenRanks,
-    LayerOutput,
     ManifoldKVError,
-    Optimal,
     Predictor,
     Quantization,
-    RankRule,
-    Recipe,
-    Sequential,
-    Threshold,
-    Uniform,
+    RiemannianAdam,
     capture,
-    compress,
     diagnose,
     open_text,
     quantize,
@@ -71,16 +62,11 @@ from manifoldkv import (
 )
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.evaluation import Perplexity, perplexity
-from manifoldkv.evaluation.zero_shot import (
-    ManifoldKVLM,
-    local_task,
-    write_continuation_task,
-    zero_shot,
-)
+from manifoldkv.evaluation.zero_shot import ManifoldKVLM
 from manifoldkv.figures import table_of_results
 from manifoldkv.pipeline.rounding import Rotation
-from manifoldkv.ranks import Ranks
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
+from manifoldkv.solvers import SOLVERS
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
@@ -89,8 +75,6 @@ BITS = (8, 4, 3, 2)
 ROTATIONS: tuple[Rotation, ...] = ("none", "hadamard")
 """Of latents before they are rounded: the paper has none."""
 QUANTIZED_RATIO = 0.6
-TASKS = ("hellaswag", "piqa", "mmlu")
-CONTINUATION = "docstring-continuation"
 
 
 def main() -> int:
@@ -110,10 +94,11 @@ def main() -> int:
     )
     add(
         "--protocol",
-        choices=("default", "paper"),
+        choices=("default", "paper", "real"),
         default="default",
-        help="paper: all of the paper's data, epochs, ranks and windows, and of C4 256 windows "
-        "(%(default)s)",
+        help="paper: all of the paper's data, epochs, ranks and windows, and of C4 256 windows; "
+        "real: a model of a hundred million parameters in an hour of one core, the paper's bases "
+        "by Riemannian Adam and its predictor in three layers (%(default)s)",
     )
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
@@ -140,22 +125,6 @@ def reproduce(given: argparse.Namespace) -> None:
     print(f"written to {out}")
 
 
-@dataclass(frozen=True)
-class Labelled:
-    """A plan that is measured, and the columns that tell it apart."""
-
-    plan: CompressionPlan
-    method: str
-    policy: str
-    point: float
-    requested_ratio: float | None = None
-    seed: int = 0
-
-    def columns(self) -> dict[str, Any]:
-        names = ("method", "policy", "point", "requested_ratio", "seed")
-        return {name: getattr(self, name) for name in names} | {"ratio": self.plan.ratio}
-
-
 class Study:
     """All that is measured on one model. Reading texts and weights fails before any long work."""
 
@@ -168,6 +137,10 @@ class Study:
         self.model, self.tokenizer = common.load(
             model, dtype=getattr(torch, given.dtype), device=given.device
         )
+        measured = self.model
+        if protocol.dtype is not None:
+            dtype = getattr(torch, protocol.dtype)
+            measured, _ = common.load(model, dtype=dtype, device=given.device)
         config = self.model.config.get_text_config()
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.length = min(protocol.length, config.max_position_embeddings)
@@ -176,35 +149,36 @@ class Study:
         # WikiText has a test set of its own.
         own_test = first == WIKITEXT
         text, split = (PAPER_CORPORA["WikiText"], None) if own_test else (first, HELD_OUT)
+        window = min(protocol.window or self.length, config.max_position_embeddings)
         self.corpora = {
-            _title(first): self._tokens(text, protocol.windows, split),
-            _title(second): self._tokens(second, protocol.second_windows, None),
+            _title(first): self._tokens(text, protocol.windows, split, window),
+            _title(second): self._tokens(second, protocol.second_windows, None, window),
         }
         self.paper_corpora = {
             title: self._tokens(text, PAPER_WINDOWS, None, PAPER_LENGTH)
             for title, text in PAPER_CORPORA.items()
             if name in PAPER_WEIGHTS
         }
-        self.data: Path | None = given.tasks_data
-        self.tasks: tuple[str, ...] = TASKS
-        if self.data is None and embedded:
-            self.data, self.tasks = out / "steps" / name, (CONTINUATION,)
-            self.data.mkdir(parents=True, exist_ok=True)
-            path_of_task = self.data / f"{CONTINUATION}.jsonl"
-            items = protocol.items or 1000
-            write_continuation_task(
-                open_text("docstrings"), self.tokenizer, path_of_task, items=items
-            )
-        # A missing file is told of now.
-        self.documents = {} if self.data is None else _digests(self.tasks, self.data)
+        steps = out / "steps"
+        if given.tasks_data is None and embedded:
+            tasks = continuation_task(self.tokenizer, protocol, steps / name)
+        else:
+            tasks = tasks_from(given.tasks_data, protocol, steps / name)
+        tasks.documents()  # a missing file is told of now
         windows = [len(tokens) for tokens in self.corpora.values()]
-        self.caption = f"{name} ({Path(model).name}): {protocol.caption(self.length, windows)}"
-        self.plans_folder = out / "steps" / "plans"
+        amounts = protocol.caption(self.length, windows, spread=tasks.spread)
+        self.caption = f"{name} ({Path(model).name}): {amounts}"
         self.checkpoints = (
             common.stored_in(out, given)
             .keyed(model=digest_of_model(self.model))
             .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
         )
+        self.steps = Steps()
+        counted = self.checkpoints, self.steps
+        self.maker = PlanMaker(
+            *(self.model, self.calibration, protocol, self.seeds, *counted), steps / "plans"
+        )
+        self.measure = Measurements(name, measured, self.tokenizer, self.corpora, tasks, *counted)
 
     def _tokens(
         self, text: str, sequences: int | None, split: Split | None, length: int | None = None
@@ -219,7 +193,7 @@ class Study:
 
     def check(self) -> None:
         """Ask the uncompressed model everything that plans will be asked."""
-        self.accuracies(None)
+        self.measure.accuracies(None)
         if self.name in PAPER_WEIGHTS:
             measured = {
                 title: perplexity(self.model, tokens).perplexity
@@ -230,178 +204,56 @@ class Study:
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure, draw, and return the rows of the tables by their names."""
-        plans = self.plans()
-        evaluations = pd.concat(
-            [
-                self.evaluated(None),
-                *(
-                    self.evaluated(labelled)
-                    for labelled in tqdm(plans, desc=f"{self.name}: plans", disable=None)
-                ),
-            ],
-            ignore_index=True,
-        )
-        main_series = of_methods(evaluations, SERIES)
-        of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
+        plans = self.maker.every()
         frames = {
-            "accuracy": main_series,
-            "ppl": main_series,
-            "policy_uniform": of_stief,
             "quantization": self.quantized(plans),
             "bases_comparison": self.diagnostics(plans),
             "ranks": self.profile(plans),
         }
+        if self.protocol.predicted_layers:
+            self.write_solvers(self.solvers())
+        measure = self.measure
+        followed = tqdm([None, *plans], desc=f"{self.name}: perplexities", disable=None)
+        measured = [measure.evaluated(p, measure.perplexities) for p in followed]
+        asked = [None, *self.asked(plans)]  # what takes longest comes last
+        followed = tqdm(asked, desc=f"{self.name}: accuracies", disable=None)
+        measured += [measure.evaluated(p, measure.accuracies) for p in followed]
+        evaluations = pd.concat(measured, ignore_index=True)
+        main_series = of_methods(evaluations, self.protocol.series)
+        of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
+        frames |= {"accuracy": main_series, "ppl": main_series, "policy_uniform": of_stief}
         for stem, frame in frames.items():
             figures.save(stem, frame, self.name, self.out)
+        self.steps.table().to_csv(self.out / f"seconds_{self.name}.csv", index=False)
         return {
             "table1": table_of_results(main_series),
             "table2": bases_at_the_same_ranks(evaluations),
             "table3": rules_with_the_same_bases(evaluations),
         }
 
-    # Plans
-
-    def plans(self) -> list[Labelled]:
-        """Return every plan that is measured."""
-        found = []
-        for budget in self.protocol.error_budgets:
-            rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
-            plan = self.plan(EIGEN, rule, 1.0)
-            found.append(Labelled(plan, EIGEN, "release", budget))
-        for ratio in self.protocol.ratios:
-            for seed in self.seeds:
-                of_stief = self.plans_at(STIEF, ratio, seed)
-                found += of_stief
-            (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
-            same = GivenRanks(ranks=tuple(_ranks_of(sequential)))
-            for method in (EIGEN, GROUPED):
-                found += self.plans_at(method, ratio)
-                plan = self.plan(method, same, ratio)
-                found.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
-        return found
-
-    def plans_at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:
-        """Return the plans of a method at a ratio under every rank rule."""
-        protocol = self.protocol
-        measured = (1, protocol.surface_sequences, protocol.surface_rows)
-        rules: dict[str, RankRule] = {
-            "sequential": Sequential(protocol.candidates, *measured),
-            "uniform": Uniform(protocol.candidates),
-            "threshold": Threshold(protocol.candidates, *measured),
-            "optimal": Optimal(protocol.candidates),
-        }
+    def asked(self, plans: list[Labelled]) -> list[Labelled]:
+        """Return the plans whose accuracy is measured, of those that are compared as published."""
+        compared = [p for p in plans if p.policy == self.protocol.series[p.method]]
+        ratios = self.protocol.accuracy_ratios
+        if ratios is None:
+            return compared
+        runs = dict.fromkeys((p.method, p.seed) for p in compared)
         return [
-            Labelled(self.plan(method, rule, ratio, seed), method, name, ratio, ratio, seed)
-            for name, rule in rules.items()
-            if name == SERIES[method] or method != GROUPED
+            nearest([p for p in compared if (p.method, p.seed) == run], ratio)
+            for run in runs
+            for ratio in ratios
         ]
-
-    def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
-        recipe = {
-            EIGEN: Recipe(EigenAttention(), ClosedForm()),
-            STIEF: Recipe(LayerOutput(), Predictor(epochs=self.protocol.epochs)),
-            GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
-        }[method]
-        return compress(
-            self.model,
-            self.calibration,
-            recipe=replace(recipe, ranks=rule),
-            ratio=ratio,
-            seed=seed,
-            folder=self.plans_folder,
-        )
-
-    def searched_ranks(self, budget: float) -> list[Ranks]:
-        """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
-
-        def compute() -> pd.DataFrame:
-            few = self.calibration[: self.protocol.search_sequences]
-            rows = []
-            for fit, measured in zip(
-                capture(self.model, self.calibration), capture(self.model, few), strict=True
-            ):
-                search = ReleaseSearch(fit, measured)
-                for each in self.protocol.error_budgets:
-                    key, value = search.ranks(each)
-                    row = {"budget": each, "layer": fit.layer, "key": key, "value": value}
-                    rows.append(row)
-            return pd.DataFrame(rows)
-
-        checkpoints = self.checkpoints.keyed(
-            calibration=digest_of_tokens(self.calibration),
-            sequences=self.protocol.search_sequences,
-            budgets=self.protocol.error_budgets,
-        )
-        frame = checkpoints.frame("release", compute)
-        rows = frame[frame["budget"] == budget].sort_values("layer")
-        return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
-
-    # Measurements
-
-    def evaluated(self, labelled: Labelled | None) -> pd.DataFrame:
-        """Return perplexities of a plan and, where methods are compared, accuracies."""
-        plan = None if labelled is None else labelled.plan
-        frame = self.perplexities(plan)
-        if labelled is None or labelled.policy == SERIES[labelled.method]:
-            frame = pd.concat([frame, self.accuracies(plan)], ignore_index=True)
-        columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
-        columns |= {"seed": 0}
-        columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
-        columns |= {} if labelled is None else labelled.columns()
-        return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)
-
-    def perplexities(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        """Return them with their standard errors, and the added NLL with its own.
-
-        Both errors are of the difference from the uncompressed model, window by window.
-        """
-        rows = []
-        for corpus, tokens in self.corpora.items():
-            nll = self.nll(plan, tokens)
-            added = nll - self.nll(None, tokens)
-            spread = (nll if plan is None else added).std() / math.sqrt(len(nll))
-            value = math.exp(nll.mean())
-            rows.append(
-                {"value": value, "standard_error": value * spread, "measure": "perplexity"}
-                | {"of": corpus, "added_nll": added.mean(), "added_nll_error": spread}
-            )
-        return pd.DataFrame(rows)
-
-    def nll(self, plan: CompressionPlan | None, tokens: Tensor) -> pd.Series:
-        """Return the nats per token of every window."""
-
-        def compute() -> pd.DataFrame:
-            return pd.DataFrame({"nll": perplexity(self.model, tokens, plan).by_sequence})
-
-        return (
-            self._measured(plan).keyed(tokens=digest_of_tokens(tokens)).frame("nll", compute)["nll"]
-        )
-
-    def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        def compute() -> pd.DataFrame:
-            return zero_shot(
-                *(self.model, self.tokenizer, self.tasks, plan),
-                data=self.data,
-                limit=self.protocol.items,
-            )
-
-        checkpoints = self._measured(plan).keyed(
-            tasks=self.tasks, items=self.protocol.items, documents=self.documents
-        )
-        frame = checkpoints.frame("accuracy", compute)
-        frame = frame.rename(columns={"task": "of", "accuracy": "value"})
-        return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
-
-    def _measured(self, plan: CompressionPlan | None) -> Checkpoints:
-        return self.checkpoints.keyed(plan=None if plan is None else plan.digest())
 
     def quantized(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the perplexity on the second corpus of plans near the paper's 60 %, rounded."""
         corpus = list(self.corpora)[1]
         rows = []
         for method in (EIGEN, STIEF):
-            of_method = [p for p in plans if p.method == method and p.policy == SERIES[method]]
-            labelled = min(of_method, key=lambda p: (p.seed, abs(p.plan.ratio - QUANTIZED_RATIO)))
+            of_method = [
+                p for p in plans if p.method == method and p.policy == self.protocol.series[method]
+            ]
+            first_seed = [p for p in of_method if p.seed == min(self.seeds)]
+            labelled = nearest(first_seed, QUANTIZED_RATIO)
             plan = labelled.plan
             exact = plan.bytes_per_token()
             settings = [("none", 16), *((r, b) for r in ROTATIONS for b in BITS)]
@@ -411,8 +263,7 @@ class Study:
                     rounding = Quantization(bits)
                     tokens = self.calibration[: self.protocol.search_sequences]
                     rounded = quantize(plan, self.model, tokens, rounding, rotation)
-                found = self.perplexities(rounded)
-                found = found[found["of"] == corpus]
+                found = self.measure.perplexities(rounded, [corpus])
                 share = plan.ratio * rounded.bytes_per_token() / exact
                 numbers = {"bytes_ratio": share, "bits": bits, "rotation": rotation}
                 rows.append(found.assign(model=self.name, **labelled.columns(), **numbers))
@@ -420,21 +271,47 @@ class Study:
 
     def diagnostics(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the errors of every layer at r = d/2 on held-out text."""
-        tokens = next(iter(self.corpora.values()))
+        tokens = next(iter(self.corpora.values()))[:, : self.length]
         half = plans[0].plan.layers[0].key.head_dim // 2
         rule = GivenRanks(ranks=((half, half),) * self.layers)
         frames = []
         for method, seed in [(EIGEN, 0), *((STIEF, seed) for seed in self.seeds)]:
-            plan = self.plan(method, rule, 1.0, seed)
+            plan = self.maker.plan(method, rule, 1.0, seed)
             bases = {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
 
             def compute(bases: Any = bases) -> pd.DataFrame:
                 return diagnose(capture(self.model, tokens), bases)
 
-            checkpoints = self._measured(plan).keyed(tokens=digest_of_tokens(tokens))
-            frame = checkpoints.frame("diagnostics", compute)
+            checkpoints = self.measure.of_plan(plan).keyed(tokens=digest_of_tokens(tokens))
+            frame = self.steps.frame(checkpoints, "diagnostics", "errors of each layer", compute)
             frames.append(frame.assign(method=method, seed=seed, rank=half))
         return pd.concat(frames, ignore_index=True)
+
+    def solvers(self) -> pd.DataFrame:
+        """Return errors and seconds of the predictor and of Riemannian Adam in a few layers."""
+        tokens = next(iter(self.corpora.values()))[:, : self.length]
+        depths = self.protocol.predicted_layers
+        layers = sorted({round(depth * (self.layers - 1)) for depth in depths})
+        found = {"Riemannian Adam": self.protocol.solver, "predictor": self.protocol.predictor}
+
+        def compute() -> pd.DataFrame:
+            fit, held_out = (
+                capture(self.model, of_tokens, layers) for of_tokens in (self.calibration, tokens)
+            )
+            return compare_solvers(zip(fit, held_out, strict=True), found)
+
+        checkpoints = self.checkpoints.keyed(
+            calibration=digest_of_tokens(self.calibration),
+            tokens=digest_of_tokens(tokens),
+            layers=layers,
+            solvers={name: SOLVERS.describe(solver) for name, solver in found.items()},
+        ).made_by(compare_solvers, Predictor, RiemannianAdam)
+        return self.steps.frame(checkpoints, "solvers", "the predictor in a few layers", compute)
+
+    def write_solvers(self, errors: pd.DataFrame) -> None:
+        errors.to_csv(self.out / f"solvers_{self.name}.csv", index=False)
+        candidates = len(self.protocol.candidates) - 1  # the full rank needs no solver
+        self.caption += "; " + solvers_caption(errors, self.layers, candidates)
 
     def profile(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the ranks that the sequential rule chose for the paper's bases."""
@@ -450,16 +327,16 @@ class Study:
         )
 
 
-def _ranks_of(plan: CompressionPlan) -> list[Ranks]:
-    return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
-
-
 def write_captions(studies: list[Study], out: Path) -> None:
     """Write what every figure shows, and on how much it was measured."""
     lines = ["# Captions", ""]
     for study in studies:
         lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
-        lines += [*figures.captions(study.name), ""]
+        lines += [*figures.captions(study.name, study.protocol.series), ""]
+        lines += [
+            f"What every step took, in seconds of the processor: seconds_{study.name}.csv.",
+            "",
+        ]
     (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -467,12 +344,6 @@ def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
     """Return the calibration text and the second corpus."""
     first, second = ("docstrings", "pydoc-topics") if embedded else (WIKITEXT, C4)
     return given.text or first, given.second_text or second
-
-
-def _digests(tasks: tuple[str, ...], data: Path) -> dict[str, str]:
-    """Return the SHA-256 of the documents of local tasks."""
-    files = {task: local_task(task, data)["dataset_kwargs"]["data_files"]["test"] for task in tasks}
-    return {task: hashlib.sha256(Path(f).read_bytes()).hexdigest() for task, f in files.items()}
 
 
 def _title(text: str) -> str:

@@ -55,6 +55,11 @@ class Checkpoints:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of all settings, which files are named by."""
+        return hashlib.sha256(json.dumps(self._settings, sort_keys=True).encode()).hexdigest()
+
     def keyed(self, **settings: Any) -> Checkpoints:
         """Return the same checkpoints for what depends on further settings."""
         found = Checkpoints(self.folder, self._settings | settings, force=self._force)
@@ -147,8 +152,7 @@ class Checkpoints:
     def _path(self, name: str, suffix: str) -> Path | None:
         if self.folder is None:
             return None
-        digest = hashlib.sha256(json.dumps(self._settings, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{name}-{digest[:16]}.{suffix}"
+        return self.folder / f"{name}-{self.digest[:16]}.{suffix}"
 
 
 def digest_of_model(model: PreTrainedModel) -> str:

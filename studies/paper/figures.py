@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 
 from manifoldkv import figures as draw
 from manifoldkv.figures import save_figure
+from paper.protocol import SAME_RANKS
 
 _OVER_WINDOWS = (
     "Bands are the range over seeds, or with one seed standard errors over windows of the "
@@ -18,8 +20,7 @@ FIGURES: dict[str, tuple[Any, str, str]] = {
     "accuracy": (
         draw.accuracy,
         "zero-shot accuracy against the achieved cache ratio",
-        "EigenAttention by its own search, the paper's method with sequential ranks, grouped "
-        "kq-svd with optimal ones. Bands are standard errors over items.",
+        "Bands are standard errors over items.",
     ),
     "ppl": (draw.perplexities, "perplexity against the achieved cache ratio", _OVER_WINDOWS),
     "policy_uniform": (
@@ -37,7 +38,8 @@ FIGURES: dict[str, tuple[Any, str, str]] = {
     "bases_comparison": (
         draw.bases_comparison,
         "errors of each layer by itself, rank head_dim / 2",
-        "On the windows of the first corpus; bands are the range over seeds.",
+        "On the windows of the first corpus, as long as calibration sequences at most; bands are "
+        "the range over seeds.",
     ),
     "ranks": (
         draw.rank_profile,
@@ -46,6 +48,14 @@ FIGURES: dict[str, tuple[Any, str, str]] = {
     ),
 }
 """How each figure of the paper is drawn, its title, and what else its caption says."""
+COMPARED = ("accuracy", "ppl")
+"""Figures that compare methods as they are published."""
+RULES = {
+    "release": "its own search",
+    "sequential": "the sequential rule",
+    "optimal": "the optimal rule",
+    SAME_RANKS: "the sequential rule for the paper's bases",
+}
 
 
 def save(stem: str, frame: pd.DataFrame, model: str, out: Path) -> None:
@@ -62,8 +72,18 @@ def label(stem: str, model: str) -> str:
     return stem if plain else f"{stem}_{model}"
 
 
-def captions(model: str) -> list[str]:
-    """Return a line for every figure of a model: what it shows."""
+def captions(model: str, series: Mapping[str, str]) -> list[str]:
+    """Return a line for every figure of a model: what it shows.
+
+    Parameters
+    ----------
+    model : str
+        Its name in figures.
+    series : mapping
+        Methods that are compared as published, and how their ranks are chosen.
+    """
+    compared = ", ".join(f"{method} by {RULES[policy]}" for method, policy in series.items())
     return [
-        f"- `{label(stem, model)}`: {title}. {band}" for stem, (_, title, band) in FIGURES.items()
+        f"- `{label(stem, model)}`: {title}. {f'Ranks of {compared}. ' * (stem in COMPARED)}{band}"
+        for stem, (_, title, band) in FIGURES.items()
     ]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifoldkv import Optimal
+from manifoldkv import Optimal, Predictor, RiemannianAdam, Solver
 from manifoldkv.ranks import PAPER_CANDIDATES
 
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
 oblique basis."""
-SERIES = {EIGEN: "release", STIEF: "sequential", GROUPED: "optimal"}
-"""How a method's ranks are chosen where methods are compared as they are published."""
 SAME_RANKS = "same ranks"
 """The rule of plans that have the ranks which the sequential rule chose for the paper's bases."""
+RULES = ("sequential", "uniform", "threshold", "optimal")
+SURFACE_RULES = ("sequential", "threshold")
+"""Which of them measure error surfaces."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Protocol:
         Calibration data.
     epochs : int
         Of the predictor, at most.
+    adam : RiemannianAdam or None
+        Finds the paper's bases in the predictor's place.
+    predicted_layers : tuple of float
+        Where in the model, from 0 to 1, the predictor is set beside Riemannian Adam.
     ratios : tuple of float
         Asked for.
     error_budgets : tuple of float
@@ -35,12 +40,23 @@ class Protocol:
         Ranks that are trained, as shares of head_dim.
     windows, second_windows : int or None
         Held-out windows of both corpora.
+    window : int or None
+        Tokens of such a window; as in calibration sequences if None.
+    rules : tuple of str
+        Rank rules that plans of the paper's bases are made with, the sequential one among them.
+    eigen_rules : tuple of str
+        Likewise for EigenAttention's bases.
     surface_sequences, surface_rows : int or None
         What the sequential and the threshold rule measure errors on.
     search_sequences : int or None
         What EigenAttention's own search measures errors on.
-    items : int or None
-        Of each task.
+    items, mmlu_items : int or None
+        Of each task, and of MMLU alone if that is not None.
+    accuracy_ratios : tuple of float or None
+        Whose plans are asked the tasks, of each method the one nearest; all plans if None.
+    dtype : str or None
+        Of the model that perplexities and accuracies are measured on; that of the one that bases
+        and ranks are found on if None.
     """
 
     sequences: int = 32
@@ -55,21 +71,88 @@ class Protocol:
     surface_rows: int | None = 64
     search_sequences: int | None = 8
     items: int | None = 200
+    adam: RiemannianAdam | None = None
+    predicted_layers: tuple[float, ...] = ()
+    window: int | None = None
+    rules: tuple[str, ...] = RULES
+    eigen_rules: tuple[str, ...] = RULES
+    mmlu_items: int | None = None
+    accuracy_ratios: tuple[float, ...] | None = None
+    dtype: str | None = None
 
-    def caption(self, length: int, windows: Sequence[int]) -> str:
-        """Return what was measured on how much, in a sentence."""
-        items = "all" if self.items is None else f"the first {self.items}"
-        surface = f"{_of(self.surface_sequences, self.sequences)} sequences"
+    @property
+    def predictor(self) -> Predictor:
+        """Return the paper's solver, capped."""
+        return Predictor(epochs=self.epochs)
+
+    @property
+    def solver(self) -> Solver:
+        """Return what finds the paper's bases in all layers."""
+        return self.predictor if self.adam is None else self.adam
+
+    @property
+    def series(self) -> dict[str, str]:
+        """Return how a method's ranks are chosen where methods are compared as they are published.
+
+        Ours has those of the paper's method where the optimal rule would take hours.
+        """
+        ours = "optimal" if "optimal" in self.rules else SAME_RANKS
+        return {EIGEN: "release", STIEF: "sequential", GROUPED: ours}
+
+    def caption(self, length: int, windows: Sequence[int], *, spread: bool = False) -> str:
+        """Return what was measured on how much, in a sentence.
+
+        Parameters
+        ----------
+        length : int
+            Of calibration sequences, which the model may have shortened.
+        windows : sequence of int
+            Of every corpus.
+        spread : bool
+            Whether the items of a task are spread over all it has, and not the first ones.
+        """
         rows = "" if self.surface_rows is None else f" × {self.surface_rows} query rows"
+        of_surfaces = " and ".join(f"the {r}" for r in SURFACE_RULES if r in self.rules)
+        parts = [
+            f"calibrated on {self.sequences} × {length} tokens, {self._solvers()}, "
+            f"{len(self.candidates)} candidate ranks",
+            f"surfaces of {of_surfaces} rule on {_of(self.surface_sequences, self.sequences)} "
+            f"sequences{rows}, EigenAttention's search on "
+            f"{_of(self.search_sequences, self.sequences)}{self._divergences()}",
+            f"perplexity on {' and '.join(map(str, windows))} held-out windows of "
+            f"{self.window or length} tokens",
+            self._items(spread),
+        ]
+        if self.dtype is not None:
+            parts.append(f"perplexities and accuracies in {self.dtype}")
+        return "; ".join(parts)
+
+    def _solvers(self) -> str:
+        if self.adam is None:
+            return f"predictor capped at {self.epochs} epochs"
+        adam = self.adam
         return (
-            f"calibrated on {self.sequences} × {length} tokens, predictor capped at {self.epochs} "
-            f"epochs, {len(self.candidates)} candidate ranks; surfaces of the sequential and the "
-            f"threshold rule on {surface}{rows}, EigenAttention's search on "
-            f"{_of(self.search_sequences, self.sequences)}, divergences of the optimal rule on "
-            f"{Optimal().sequences}; perplexity on "
-            f"{' and '.join(map(str, windows))} held-out windows of {length} tokens; {items} items "
-            "per task"
+            f"the paper's bases by Riemannian Adam in the predictor's place ({adam.steps} steps of "
+            f"{adam.sequences_per_step} × {adam.rows} query rows), the predictor itself, capped at "
+            f"{self.epochs} epochs, in {len(self.predicted_layers)} layers"
         )
+
+    def _divergences(self) -> str:
+        if "optimal" in self.rules:
+            return f", divergences of the optimal rule on {Optimal().sequences}"
+        return ", no optimal rule"
+
+    def _items(self, spread: bool) -> str:
+        items = "all" if self.items is None else f"{'' if spread else 'the first '}{self.items}"
+        text = f"{items} items per task"
+        if self.mmlu_items is not None:
+            text += f", {self.mmlu_items} of MMLU"
+        if spread and self.items is not None:
+            text += ", spread evenly over its file"
+        if self.accuracy_ratios is not None:
+            ratios = " and ".join(f"{ratio:g}" for ratio in self.accuracy_ratios)
+            text += f", asked of the plans nearest to {ratios}"
+        return text
 
 
 def _of(count: int | None, total: int) -> str:
@@ -96,4 +179,22 @@ PROTOCOLS = {
         second_windows=4,
         items=8,
     ),
+    "real": Protocol(
+        *(16, 512, 16, (0.8, 0.6, 0.5), (0.01, 0.04, 0.1), (0.25, 0.5, 0.6, 0.8, 1.0)),
+        windows=6,
+        second_windows=6,
+        surface_sequences=8,
+        surface_rows=32,
+        search_sequences=4,
+        items=500,
+        adam=RiemannianAdam(steps=150, sequences_per_step=2, rows=32),
+        predicted_layers=(0.0, 0.5, 1.0),
+        window=1024,
+        rules=("sequential", "uniform"),
+        eigen_rules=(),
+        mmlu_items=114,
+        accuracy_ratios=(0.5,),
+        dtype="bfloat16",
+    ),
 }
+"""``real`` is for a model of a hundred million parameters or more on one core: an hour of it."""

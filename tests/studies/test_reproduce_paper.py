@@ -1,18 +1,22 @@
 """reproduce_paper as a user runs it, small."""
 
+import json
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import reproduce_paper
+from paper import measurements, plans
 from paper.search import ReleaseSearch
+from transformers import PreTrainedModel
 
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.zero_shot import ManifoldKVLM
 from manifoldkv.runs import checkpoints
-from manifoldkv.solvers import Predictor
+from manifoldkv.solvers import Predictor, RiemannianAdam
 from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import Done, run_here
 
@@ -34,6 +38,104 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
 @pytest.fixture(scope="module")
 def out(run: tuple[Path, Done]) -> Path:
     return run[0]
+
+
+@pytest.fixture(scope="module")
+def tasks_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    choices = {"choices": ["one two", "three", "four", "five"], "gold": 1, "answer": 2}
+    for file in ("hellaswag/validation.jsonl", "piqa/validation.jsonl", "mmlu/test.jsonl"):
+        documents = [
+            choices | {"query": f"item {i} is", "question": f"item {i}?", "subject": "sets"}
+            for i in range(20)
+        ]
+        (folder / file).parent.mkdir()
+        (folder / file).write_text("\n".join(map(json.dumps, documents)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, tasks_data: Path) -> tuple[Path, set[str]]:
+    """Return the folder of the protocol for real models, made small, and what was measured on."""
+    small = {"sequences": 4, "length": 96, "window": 128, "epochs": 1, "windows": 3}
+    small |= {"second_windows": 3, "items": 4, "mmlu_items": 2, "adam": RiemannianAdam(steps=3)}
+    small |= {"ratios": (0.8, 0.5), "candidates": (0.25, 0.5, 1.0), "error_budgets": (0.05, 0.3)}
+    protocol = replace(reproduce_paper.PROTOCOLS["real"], **small)
+    folder, dtypes = tmp_path_factory.mktemp("real"), set()
+    measure = measurements.perplexity
+
+    def watched(model: PreTrainedModel, *rest: object) -> Perplexity:
+        dtypes.add(str(model.dtype))
+        return measure(model, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(reproduce_paper.PROTOCOLS, "real", protocol)
+        patch.setattr(measurements, "perplexity", watched)
+        done = study(
+            *("--protocol", "real", "--model", "reference-qwen3", "--out", folder),
+            *("--tasks-data", tasks_data),
+        )
+    assert done.code == 0, done.err[-3000:]
+    return folder, dtypes
+
+
+def test_the_protocol_for_real_models_sets_the_predictor_beside_another_solver(
+    real: tuple[Path, set[str]],
+) -> None:
+    out, _ = real
+    errors = pd.read_csv(out / "solvers_qwen.csv")
+    assert set(errors["layer"]) == {0, 2, 5} or len(set(errors["layer"])) == 3
+    counted = errors.groupby(["layer", "site"])["solver"].apply(set)
+    assert len(counted) == 6
+    assert all(found == {"EigenAttention", "Riemannian Adam", "predictor"} for found in counted)
+    assert (errors["layer_output_error"] > 0).all()
+    seconds = errors[errors["solver"] == "predictor"]["seconds"].mean()
+    layers = 1 + errors["layer"].max()
+    text = (out / "captions.md").read_text()
+    assert f"{seconds * 2 * layers * 2 / 3600:.2f} hours" in text.split("predictor 0.")[1]
+    assert "3 steps of 4 × 64 query rows" in text
+
+
+def test_real_models_are_measured_in_sixteen_bits(real: tuple[Path, set[str]]) -> None:
+    out, dtypes = real
+    assert dtypes == {"torch.bfloat16"}
+    assert "perplexities and accuracies in bfloat16" in (out / "captions.md").read_text()
+
+
+def test_tasks_are_asked_of_the_plans_nearest_to_a_ratio(real: tuple[Path, set[str]]) -> None:
+    out, _ = real
+    frame = pd.read_csv(out / "ppl_qwen.csv")
+    asked = pd.read_csv(out / "accuracy_qwen.csv")
+    asked = asked[asked["measure"] == "accuracy"]
+    compared = frame[frame["measure"] == "perplexity"]
+    for method in ("eigen-attention", "layer-output", "grouped kq-svd"):
+        distances = (compared[compared["method"] == method]["ratio"] - 0.5).abs()
+        (chosen,) = set(asked[asked["method"] == method]["ratio"])
+        assert abs(chosen - 0.5) == distances.min()
+        assert len(set(compared[compared["method"] == method]["ratio"])) > 1
+
+
+def test_where_the_optimal_rule_takes_hours_it_is_left_out(real: tuple[Path, set[str]]) -> None:
+    out, _ = real
+    rules, bases = pd.read_csv(out / "table3.csv"), pd.read_csv(out / "table2.csv")
+    assert set(rules["ranks"]) == {"sequential", "uniform"}
+    assert set(bases["bases"]) == {"layer-output", "eigen-attention", "grouped kq-svd"}
+    text = (out / "captions.md").read_text()
+    assert "no optimal rule" in text
+    assert "grouped kq-svd by the sequential rule for the paper's bases" in text
+
+
+def test_every_step_is_timed(real: tuple[Path, set[str]]) -> None:
+    seconds = pd.read_csv(real[0] / "seconds_qwen.csv").set_index("step")
+    assert (seconds["seconds"] > 0).all()
+    assert seconds.loc["accuracy", "times"] == 4  # three methods and the uncompressed model
+    assert seconds.loc["EigenAttention's search", "times"] == 1
+    assert seconds.loc["plans of layer-output", "times"] == 5  # two rules, two ratios, d / 2
+
+
+def test_documents_are_spread_over_the_file(real: tuple[Path, set[str]]) -> None:
+    lines = (real[0] / "steps" / "qwen" / "mmlu" / "test.jsonl").read_text().splitlines()
+    assert [json.loads(line)["question"] for line in lines] == ["item 0?", "item 10?"]
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -111,8 +213,8 @@ def test_accuracy_is_asked_for_before_anything_long(
     def broken(*ignored: object, **also_ignored: object) -> None:
         raise reproduce_paper.ManifoldKVError("the harness does not work")
 
-    monkeypatch.setattr(reproduce_paper, "zero_shot", broken)
-    monkeypatch.setattr(reproduce_paper, "compress", None)
+    monkeypatch.setattr(measurements, "zero_shot", broken)
+    monkeypatch.setattr(plans, "compress", None)
     done = study("--quick", "--out", tmp_path)
     assert done.code == 2
     assert "the harness does not work" in done.last_line
@@ -133,8 +235,12 @@ def test_a_repeated_run_measures_nothing_and_draws_the_same(
     def again(*ignored: object, **also_ignored: object) -> None:
         raise AssertionError("done already")
 
-    for name in ("perplexity", "zero_shot", "diagnose"):
-        monkeypatch.setattr(reproduce_paper, name, again)
+    for module, name in (
+        (measurements, "perplexity"),
+        (measurements, "zero_shot"),
+        (reproduce_paper, "diagnose"),
+    ):
+        monkeypatch.setattr(module, name, again)
     monkeypatch.setattr(Predictor, "solve", again)
     done = study("--quick", "--model", "reference-qwen3", "--out", out)
     assert done.code == 0, done.err[-3000:]
@@ -155,7 +261,7 @@ def test_what_other_code_measured_is_not_taken(
         raise reproduce_paper.ManifoldKVError("measured again")
 
     monkeypatch.setattr(checkpoints, "digest_of_code", edited)
-    monkeypatch.setattr(reproduce_paper, "zero_shot", again)
+    monkeypatch.setattr(measurements, "zero_shot", again)
     done = study("--quick", "--model", "reference-qwen3", "--out", out)
     assert done.code == (0 if changed is None else 2)
     assert changed is None or "measured again" in done.last_line

@@ -1,0 +1,181 @@
+"""The plans that are compared: methods, ratios and rank rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv import (
+    KQSVD,
+    ClosedForm,
+    CompressionPlan,
+    EigenAttention,
+    GivenRanks,
+    LayerOutput,
+    Optimal,
+    RankRule,
+    Recipe,
+    Sequential,
+    Threshold,
+    Uniform,
+    capture,
+    compress,
+)
+from manifoldkv.ranks import Ranks
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
+from paper.protocol import EIGEN, GROUPED, SAME_RANKS, STIEF, Protocol
+from paper.search import ReleaseSearch
+from paper.steps import Steps
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A plan that is measured, and the columns that tell it apart."""
+
+    plan: CompressionPlan
+    method: str
+    policy: str
+    point: float
+    requested_ratio: float | None = None
+    seed: int = 0
+
+    def columns(self) -> dict[str, Any]:
+        names = ("method", "policy", "point", "requested_ratio", "seed")
+        return {name: getattr(self, name) for name in names} | {"ratio": self.plan.ratio}
+
+
+class PlanMaker:
+    """Makes the plans of one model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        What bases and ranks are found on.
+    calibration : Tensor
+        Token ids, (sequences, length).
+    protocol : Protocol
+        What plans, and what they are made on.
+    seeds : sequence of int
+        Of the solver of the paper's bases.
+    checkpoints : Checkpoints
+        For the model and the code.
+    steps : Steps
+        Where times are counted.
+    folder : Path
+        Of bases and rank sensitivities, as `compress` takes it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        calibration: Tensor,
+        protocol: Protocol,
+        seeds: Sequence[int],
+        checkpoints: Checkpoints,
+        steps: Steps,
+        folder: Path,
+    ) -> None:
+        self._model, self._calibration, self._protocol = model, calibration, protocol
+        self._seeds, self._checkpoints, self._steps = seeds, checkpoints, steps
+        self._folder = folder
+
+    def every(self) -> list[Labelled]:
+        """Return every plan that is measured."""
+        found = []
+        for budget in self._protocol.error_budgets:
+            rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
+            plan = self.plan(EIGEN, rule, 1.0)
+            found.append(Labelled(plan, EIGEN, "release", budget))
+        for ratio in self._protocol.ratios:
+            for seed in self._seeds:
+                of_stief = self.at(STIEF, ratio, seed)
+                found += of_stief
+            (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
+            same = GivenRanks(ranks=tuple(ranks_of(sequential)))
+            for method in (EIGEN, GROUPED):
+                found += self.at(method, ratio)
+                plan = self.plan(method, same, ratio)
+                found.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
+        return found
+
+    def at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:
+        """Return the plans of a method at a ratio under every rank rule."""
+        protocol = self._protocol
+        measured = (1, protocol.surface_sequences, protocol.surface_rows)
+        rules: dict[str, RankRule] = {
+            "sequential": Sequential(protocol.candidates, *measured),
+            "uniform": Uniform(protocol.candidates),
+            "threshold": Threshold(protocol.candidates, *measured),
+            "optimal": Optimal(protocol.candidates),
+        }
+        ours = tuple(rule for rule in protocol.rules if rule == protocol.series[GROUPED])
+        names = {STIEF: protocol.rules, EIGEN: protocol.eigen_rules, GROUPED: ours}[method]
+        return [
+            Labelled(self.plan(method, rules[name], ratio, seed), method, name, ratio, ratio, seed)
+            for name in names
+        ]
+
+    def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
+        recipe = {
+            EIGEN: Recipe(EigenAttention(), ClosedForm()),
+            STIEF: Recipe(LayerOutput(), self._protocol.solver),
+            GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
+        }[method]
+        recipe = replace(recipe, ranks=rule)
+
+        def made() -> CompressionPlan:
+            return compress(
+                *(self._model, self._calibration),
+                recipe=recipe,
+                ratio=ratio,
+                seed=seed,
+                folder=self._folder,
+            )
+
+        checkpoints = self._checkpoints.keyed(
+            recipe=recipe.describe(),
+            ratio=ratio,
+            seed=seed,
+            calibration=digest_of_tokens(self._calibration),
+        )
+        return self._steps.value(checkpoints, f"plans of {method}", made)
+
+    def searched_ranks(self, budget: float) -> list[Ranks]:
+        """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
+
+        def compute() -> pd.DataFrame:
+            few = self._calibration[: self._protocol.search_sequences]
+            rows = []
+            for fit, measured in zip(
+                capture(self._model, self._calibration), capture(self._model, few), strict=True
+            ):
+                search = ReleaseSearch(fit, measured)
+                for each in self._protocol.error_budgets:
+                    key, value = search.ranks(each)
+                    row = {"budget": each, "layer": fit.layer, "key": key, "value": value}
+                    rows.append(row)
+            return pd.DataFrame(rows)
+
+        checkpoints = self._checkpoints.keyed(
+            calibration=digest_of_tokens(self._calibration),
+            sequences=self._protocol.search_sequences,
+            budgets=self._protocol.error_budgets,
+        )
+        frame = self._steps.frame(checkpoints, "release", "EigenAttention's search", compute)
+        rows = frame[frame["budget"] == budget].sort_values("layer")
+        return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
+
+
+def nearest(plans: list[Labelled], ratio: float) -> Labelled:
+    """Return the plan whose achieved ratio is nearest."""
+    return min(plans, key=lambda labelled: abs(labelled.plan.ratio - ratio))
+
+
+def ranks_of(plan: CompressionPlan) -> list[Ranks]:
+    return [(layer.key.rank, layer.value.rank) for layer in plan.layers]
