@@ -1,6 +1,8 @@
 """Rank and bits from one budget, on tiny models: budgets, laws, and what they promise."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,18 @@ from transformers import PreTrainedModel
 
 from manifoldkv import (
     CompressionPlan,
+    GivenRanks,
     RankError,
+    Recipe,
+    compress,
     compressed,
     load_model,
     open_text,
     sample_tokens,
 )
 from manifoldkv.evaluation import Comparison, perplexity
+from manifoldkv.plan.coding import EXACT, Coding
+from manifoldkv.plan.layer import LayerPlan
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
@@ -113,6 +120,48 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_grouping", [1, "all"])
+def test_sixteen_bits_everywhere_are_the_plan_of_ranks(
+    rotary: Any, dtype: torch.dtype, key_grouping: Any, tmp_path: Path
+) -> None:
+    model = tiny_model("llama").to(dtype)
+    ranks = GivenRanks(ranks=((5, 3), (2, 7), (8, 8)))
+    recipe = Recipe("kq-svd", "closed-form", key_grouping, 1, ranks)
+    plan = compress(
+        tiny_model("llama"), tiny_tokens(4, 24), recipe=recipe, rotary=rotary, ratio=1.0
+    )
+    coded = replace(plan, layers=tuple(in_sixteen_bits(layer) for layer in plan.layers))
+    coded.save(tmp_path / "plan")
+    coded = CompressionPlan.load(tmp_path / "plan")
+    tokens = tiny_tokens(2, 20)
+    found = []
+    for each in (plan, coded):
+        with compressed(model, each) as new_cache:
+            cache = new_cache()
+            read = [
+                model(input_ids=part, past_key_values=cache).logits
+                for part in tokens.split([9, 1, 10], dim=1)
+            ]
+            found.append((torch.cat(read, dim=1), cache.nbytes()))
+    (expected, nbytes), (logits, coded_nbytes) = found
+    assert torch.equal(logits, expected)
+    assert coded_nbytes == nbytes
+    assert coded.nbytes(20, dtype=dtype) == plan.nbytes(20, dtype=dtype)
+    assert coded.nbytes(20) == plan.nbytes(20)
+
+
+def in_sixteen_bits(layer: LayerPlan) -> LayerPlan:
+    """The same layer, all its latents coded in 16 bits."""
+    codings = []
+    for _, basis in layer.sites:
+        groups, features = basis.grouping.heads // basis.grouping.width, basis.down.shape[2]
+        bits = torch.full((features,), EXACT, dtype=torch.uint8)
+        codings.append(Coding(bits, torch.ones(groups, features)))
+    return replace(layer, key_coding=codings[0], value_coding=codings[1])
+
+
 def divergence(model: PreTrainedModel, tokens: torch.Tensor, plan: CompressionPlan) -> float:
     """Mean Kullback-Leibler divergence of the predictions on the compressed cache, nats."""
     stock = model(input_ids=tokens, use_cache=False).logits.double().log_softmax(dim=-1)

@@ -377,9 +377,9 @@ def _store(
 ) -> Store:
     """Return what holds the latents of one site of a layer; those of `sinks` are never seen."""
     coding = plan.codings.get(site)
-    if coding is not None:
+    if coding is not None and coding.exact < len(coding.bits):
         return MixedWidthStore(coding, working_dtype(dtype, device), device)
-    if quantization is None:
+    if quantization is None or coding is not None:
         return ExactStore()
     basis = dict(plan.sites)[site]
     features = basis.rank * basis.grouping.width  # per head group and token

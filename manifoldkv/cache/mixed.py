@@ -22,35 +22,42 @@ class MixedWidthStore(Store):
     coding : Coding
         Bits and steps.
     dtype : torch.dtype
-        In which latents are given back.
+        In which latents are given back. Those of 16 bits are stored as they come.
     device : torch.device
         Of the layer.
     """
 
     def __init__(self, coding: Coding, dtype: torch.dtype, device: torch.device) -> None:
         self._runs = coding.runs
-        self._stored = sum(count for _, count in self._runs)
+        self._stored = coding.exact + sum(count for _, count in self._runs)
         self._features = len(coding.bits)
-        bits = coding.bits[: self._stored].to(device, torch.int64)
-        self._half = (2 ** (bits - 1)).float()  # (stored,)
-        self._step = coding.step[:, : self._stored].to(device).unsqueeze(1)  # (G, 1, stored)
+        self._coded = coded = slice(coding.exact, self._stored)
+        bits = coding.bits[coded].to(device, torch.int64)
+        self._half = (2 ** (bits - 1)).float()  # (coded,)
+        self._step = coding.step[:, coded].to(device).unsqueeze(1)  # (G, 1, coded)
         self._given_back = self._step
         if coding.gain is not None:
-            self._given_back = self._step * coding.gain[:, : self._stored].to(device).unsqueeze(1)
+            self._given_back = self._step * coding.gain[:, coded].to(device).unsqueeze(1)
         self._dtype = dtype
         self._codes = GrowingTensor()  # (B, G, n, bytes)
         self._norms = GrowingTensor()  # (B, G, n, 1)
+        self._exact = GrowingTensor()  # (B, G, n, exact)
         self._deviation = None
         self.parts = [self._codes]
         if coding.deviation is not None:
-            self._deviation = coding.deviation[:, : self._stored].to(device).unsqueeze(1)
+            self._deviation = coding.deviation[:, coded].to(device).unsqueeze(1)
             self.parts.append(self._norms)
+        if coding.exact:
+            self.parts.append(self._exact)
 
     def __len__(self) -> int:
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
-        x = latents[..., : self._stored].float()
+        coded = self._coded
+        if coded.start:
+            self._exact.append(latents[..., : coded.start])
+        x = latents[..., coded].float()
         if self._deviation is not None:
             norms = (x / self._deviation).square().mean(dim=-1, keepdim=True).sqrt().half()
             self._norms.append(norms)
@@ -66,6 +73,9 @@ class MixedWidthStore(Store):
             x = (self._unpacked(packed[:, :, start:stop]).to(self._dtype) + middle) * step
             if self._deviation is not None:
                 x = x * self._norms.view[:, :, start:stop].to(self._dtype)
+            if self._coded.start:
+                exact = self._exact.view[:, :, start:stop].to(self._dtype)
+                x = torch.cat([exact, x], dim=-1)
             yield (
                 start - first,
                 stop - first,
@@ -73,7 +83,7 @@ class MixedWidthStore(Store):
             )
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Return codes (B, G, m, stored) as bytes, run by run."""
+        """Return codes (B, G, m, coded) as bytes, run by run."""
         runs = codes.split([count for _, count in self._runs], dim=-1)
         parts = [pack(run, bits) for (bits, _), run in zip(self._runs, runs, strict=True)]
         return torch.cat(parts, dim=-1) if parts else codes

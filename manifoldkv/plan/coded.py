@@ -54,8 +54,9 @@ class CodedBasis:
         grouped = basis.grouping.split(x)  # (B, G, n, w·d)
         expected = self._expected(grouped, given)
         latents = (grouped - expected) @ basis.down
-        stored = int((coding.bits > 0).sum())
-        latents = self._given_back(latents[..., :stored], stored)
+        stored, exact = int((coding.bits > 0).sum()), coding.exact
+        coded = self._given_back(latents[..., exact:stored], slice(exact, stored))
+        latents = torch.cat([latents[..., :exact], coded], dim=-1)
         return basis.grouping.merge(latents @ basis.up[..., :stored].mT + expected)
 
     def _expected(self, grouped: Tensor, given: Tensor | None) -> Tensor:
@@ -73,22 +74,22 @@ class CodedBasis:
             )
         return mean + given.to(grouped) @ coding.prediction.to(grouped)
 
-    def _given_back(self, latents: Tensor, stored: int) -> Tensor:
-        """Return latents (B, G, n, stored) rounded to their codes and back."""
+    def _given_back(self, latents: Tensor, places: slice) -> Tensor:
+        """Return the latents (B, G, n, coded) at some places rounded to their codes and back."""
         coding = self.coding
-        bits = coding.bits[:stored].to(latents.device, torch.int64)
+        bits = coding.bits[places].to(latents.device, torch.int64)
         half = (2 ** (bits - 1)).to(latents)
-        step = coding.step[:, :stored].to(latents).unsqueeze(1)  # (G, 1, stored)
+        step = coding.step[:, places].to(latents).unsqueeze(1)  # (G, 1, coded)
         scale: Tensor | float = 1.0
         if coding.deviation is not None:
-            deviation = coding.deviation[:, :stored].to(latents).unsqueeze(1)
+            deviation = coding.deviation[:, places].to(latents).unsqueeze(1)
             norms = (latents / deviation).square().mean(dim=-1, keepdim=True).sqrt()
             scale = _straight_through(norms, norms.half().to(norms))
             scale = scale.clamp(min=torch.finfo(torch.float16).tiny)
         within = (latents / scale / step).clamp(min=-half, max=half)
         codes = within.floor().clamp(max=half - 1)
         found = _straight_through(within, codes + 0.5) * step * scale
-        return found if coding.gain is None else found * coding.gain[:, None, :stored].to(found)
+        return found if coding.gain is None else found * coding.gain[:, None, places].to(found)
 
 
 def _straight_through(x: Tensor, rounded: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from manifoldkv.basis import equal
 from manifoldkv.errors import PlanError
 from manifoldkv.plan.quantization import packed_bytes
 
+EXACT = 16
+"""Bits of a latent that is stored as it is, in the dtype of the model."""
 WIDEST = 8
 """Bits of a coded latent, at most."""
 NORM_BYTES = 2
@@ -25,12 +27,13 @@ class Coding:
     A latent y of a step s and b bits is stored as ``floor(y / s)``, clamped to
     ``[-2^(b - 1), 2^(b - 1) - 1]``, and given back as the middle of its interval: the uniform
     mid-rise quantiser; multiplied by a gain if there are some. A latent of 0 bits is not stored and
-    given back as 0.
+    given back as 0. One of 16 bits is stored and given back as it is, in the dtype of the model: it
+    needs no step, gain or norm, and what it has of these is not used.
 
     Parameters
     ----------
     bits : Tensor
-        Of every latent of a head group, (features,), uint8, from 8 down to 0.
+        Of every latent of a head group, (features,), uint8, falling: 16, or 8 down to 0.
     step : Tensor
         By head group and latent, (head groups, features), float32, positive.
     mean : Tensor or None
@@ -39,7 +42,7 @@ class Coding:
     deviation : Tensor or None
         Root mean squares of the latents, (head groups, features), float32. With them a token's
         latents are divided by its norm, the root mean square of ``y / deviation`` over the latents
-        that are stored, which is stored too, in float16; steps are those of what is left.
+        that are coded, which is stored too, in float16; steps are those of what is left.
     gain : Tensor or None
         What is given back is multiplied by it: middles of wide intervals are too close to 0, and
         attention adds up what all tokens miss. (head groups, features), float32.
@@ -61,8 +64,9 @@ class Coding:
     def __post_init__(self) -> None:
         if self.bits.dtype != torch.uint8 or self.bits.ndim != 1 or not len(self.bits):
             raise PlanError(f"bits of latents are (features,) in uint8, not {_said(self.bits)}")
-        if int(self.bits.max()) > WIDEST or bool((self.bits.int().diff() > 0).any()):
-            raise PlanError(f"bits of latents fall from at most {WIDEST}")
+        none = (self.bits > WIDEST) & (self.bits != EXACT)
+        if bool(none.any()) or bool((self.bits.int().diff() > 0).any()):
+            raise PlanError(f"bits of latents fall: {EXACT}, or at most {WIDEST}")
         shape = self.step.shape
         _check("steps", self.step, (*shape[:1], len(self.bits)))
         if not bool((self.step > 0).all()):
@@ -108,16 +112,24 @@ class Coding:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Return bits and number of neighbouring latents of the same bits, 0 bits left out."""
-        by_bits = groupby(self.bits.tolist())
-        return [(bits, len(list(run))) for bits, run in by_bits if bits]
+    def exact(self) -> int:
+        """Return how many latents are stored as they are: the first ones."""
+        return int((self.bits == EXACT).sum())
 
     @property
-    def token_bytes(self) -> int:
-        """Return the bytes of a token in one head group: packed latents, and its norm."""
+    def runs(self) -> list[tuple[int, int]]:
+        """Return bits and number of neighbouring latents that are coded in the same bits."""
+        by_bits = groupby(self.bits[self.exact :].tolist())
+        return [(bits, len(list(run))) for bits, run in by_bits if bits]
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in one head group of a model in a dtype.
+
+        They are packed latents, those that are stored as they are, and its norm.
+        """
         latents = sum(packed_bytes(count, bits) for bits, count in self.runs)
-        return latents + (NORM_BYTES if self.deviation is not None else 0)
+        exact = self.exact * dtype.itemsize
+        return latents + exact + (NORM_BYTES if self.deviation is not None else 0)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -169,7 +169,7 @@ def site_nbytes(
     if isinstance(coding, EntropyCoding):
         return ceil(tokens * coding.token_bits / 8)
     if coding is not None:
-        return tokens * basis.grouping.heads // basis.grouping.width * coding.token_bytes
+        return tokens * basis.grouping.heads // basis.grouping.width * coding.token_bytes(dtype)
     if quantization is None:
         return tokens * _elements_per_token(basis) * dtype.itemsize
     groups = basis.grouping.heads // basis.grouping.width

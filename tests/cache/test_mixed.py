@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 @st.composite
 def codings(draw: st.DrawFn) -> tuple[Coding, Tensor]:
     """A coding of two head groups with its latents (2, 2, tokens, features)."""
-    bits = sorted(draw(st.lists(st.integers(0, 8), min_size=1, max_size=40)), reverse=True)
+    widths = st.integers(0, 8) | st.just(16)
+    bits = sorted(draw(st.lists(widths, min_size=1, max_size=40)), reverse=True)
     if not any(bits):
         bits[0] = 1
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
@@ -40,18 +41,19 @@ def codings(draw: st.DrawFn) -> tuple[Coding, Tensor]:
 def given_back(coding: Coding, latents: Tensor) -> Tensor:
     """By the quantiser of a coordinate, one after the other."""
     norm = torch.ones(*latents.shape[:3], 1)
-    stored = int((coding.bits > 0).sum())
     if coding.deviation is not None:
-        whitened = latents[..., :stored] / coding.deviation[:, None, :stored]
+        coded = (coding.bits > 0) & (coding.bits <= 8)
+        whitened = latents[..., coded] / coding.deviation[:, None, coded]
         norm = whitened.square().mean(dim=-1, keepdim=True).sqrt().half().float()
     columns = [
         quantized(latents[..., i] / norm[..., 0], coding.step[:, i, None], int(bits)) * norm[..., 0]
-        if bits
+        if 0 < bits <= 8
         else torch.zeros_like(latents[..., i])
         for i, bits in enumerate(coding.bits)
     ]
     found = torch.stack(columns, dim=-1)
-    return found if coding.gain is None else found * coding.gain.unsqueeze(1)
+    found = found if coding.gain is None else found * coding.gain.unsqueeze(1)
+    return torch.where(coding.bits == 16, latents, found)
 
 
 @given(codings(), st.integers(1, 20), st.integers(1, 7))
@@ -67,7 +69,7 @@ def test_it_is_the_quantisers_of_all_coordinates(
     found = torch.cat([tile for _, _, tile in tiles], dim=2)
     assert found.shape == latents.shape
     torch.testing.assert_close(found, given_back(coding, latents), rtol=1e-5, atol=1e-6)
-    assert store.nbytes == 2 * 2 * latents.shape[2] * coding.token_bytes
+    assert store.nbytes == 2 * 2 * latents.shape[2] * coding.token_bytes(torch.float32)
 
 
 @given(codings(), st.integers(0, 2**32 - 1))
@@ -142,8 +144,9 @@ def test_a_token_of_zeros_keeps_its_place() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": torch.tensor([2, 4], dtype=torch.uint8)}, "fall from at most 8"),
-        ({"bits": torch.tensor([9, 4], dtype=torch.uint8)}, "fall from at most 8"),
+        ({"bits": torch.tensor([2, 4], dtype=torch.uint8)}, "fall: 16, or at most 8"),
+        ({"bits": torch.tensor([9, 4], dtype=torch.uint8)}, "fall: 16, or at most 8"),
+        ({"bits": torch.tensor([17, 4], dtype=torch.uint8)}, "fall: 16, or at most 8"),
         ({"bits": torch.tensor([4, 2])}, "in uint8"),
         ({"step": torch.zeros(1, 2)}, "a step of a quantiser is not positive"),
         ({"step": torch.ones(1, 3)}, "steps of latents are"),
