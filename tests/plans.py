@@ -112,10 +112,12 @@ def bits_plan(
     norms: bool = True,
     sinks: int = 4,
     below: int | None = None,
+    groupings: tuple[str | int, str | int] = ("all", "all"),
     **settings: Any,
 ) -> CompressionPlan:
     """Rank and bits from one budget, nothing predicted unless it is asked for."""
-    return compress(model, tokens, recipe=BitRecipe(widths, norms, sinks, below), **settings)
+    recipe = BitRecipe(widths, norms, sinks, below, *groupings)
+    return compress(model, tokens, recipe=recipe, **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:

@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from manifoldkv import (
+    BitRecipe,
     CompressionPlan,
     GivenRanks,
     RankError,
     Recipe,
+    UnsolvableError,
     compress,
     compressed,
     load_model,
     open_text,
     sample_tokens,
 )
+from manifoldkv.basis import HeadGrouping
 from manifoldkv.evaluation import Comparison, perplexity
 from manifoldkv.plan.coding import EXACT, Coding
 from manifoldkv.plan.layer import LayerPlan
@@ -58,16 +61,25 @@ def test_a_cache_is_as_large_as_its_plan_says_and_no_larger_than_asked(
     norms=st.booleans(),
     widths=st.sampled_from([(0, 2, 4, 8), (0, 1, 2, 3, 4, 5, 6, 7, 8), (0, 8), (0, 3, 4)]),
     below=st.sampled_from([None, 0, 1, 2]),
+    groupings=st.tuples(st.sampled_from([1, "all"]), st.sampled_from([1, "all"])),
 )
 @settings(max_examples=10)
 def test_the_budget_is_never_exceeded(
-    ratio: float, sinks: int, norms: bool, widths: tuple[int, ...], below: int | None
+    ratio: float,
+    sinks: int,
+    norms: bool,
+    widths: tuple[int, ...],
+    below: int | None,
+    groupings: tuple[str | int, str | int],
 ) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 24)
+    groupings = ("all", "all") if below is not None else groupings
     options = {"sinks": sinks, "norms": norms, "widths": widths, "below": below}
+    options["groupings"] = groupings
     layers = [None] * model.config.num_hidden_layers
     full = stock_bytes(model, 24, layers)
-    exact = stock_bytes(model, sinks, layers) + norms * 24 * 4 * len(layers)
+    groups = sum(HeadGrouping(g, model.config.num_key_value_heads).groups for g in groupings)
+    exact = stock_bytes(model, sinks, layers) + norms * 24 * 2 * groups * len(layers)
     if ratio * full < exact:
         with pytest.raises(RankError, match="too small"):
             bits_plan(model, tokens, ratio=ratio, **options)
@@ -80,9 +92,11 @@ def test_the_budget_is_never_exceeded(
 
 @pytest.mark.parametrize("rotary", ["pre", "post"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
-def test_decoding_token_by_token_is_one_pass(family: str, rotary: str) -> None:
+@pytest.mark.parametrize("groupings", [("all", "all"), (1, 1), (1, "all")])
+def test_decoding_token_by_token_is_one_pass(family: str, rotary: str, groupings: Any) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 14)
-    plan = bits_plan(model, tokens, ratio=0.5, rotary=rotary, sinks=2, norms=True)
+    options = {"rotary": rotary, "sinks": 2, "norms": True, "groupings": groupings}
+    plan = bits_plan(model, tokens, ratio=0.6, **options)
     with compressed(model, plan) as new_cache:
         whole = model(input_ids=tokens).logits
         cache = new_cache()
@@ -211,7 +225,38 @@ def test_prediction_loses_less_than_half() -> None:
     assert 0 < lost[1] < lost[0] / 2
 
 
+@pytest.mark.parametrize("objective", ["k-svd", "eigen-attention", "kq-svd"])
+@pytest.mark.parametrize("groupings", [("all", "all"), (1, 1)])
+@pytest.mark.parametrize("rotary", ["pre", "post"])
+def test_no_coordinates_are_better_than_those_of_fisher(
+    objective: str, groupings: Any, rotary: Any
+) -> None:
+    """By Hadamard's inequality: the product of what an error costs and of what latents vary."""
+    model, tokens = tiny_model("llama"), tiny_tokens(4, 40)
+    found = []
+    for coordinates in (None, objective):
+        recipe = BitRecipe((0, 8), True, 0, None, *groupings, coordinates)
+        plan = compress(model, tokens, recipe=recipe, rotary=rotary, ratio=1.0)
+        deviations = [c.deviation for layer in plan.layers for c in layer.codings.values()]
+        assert all(d is not None and d.shape == deviations[0].shape for d in deviations)
+        found.append(torch.stack([d.log().sum() for d in deviations if d is not None]))
+        loss = perplexity(model, tokens, plan).nll - perplexity(model, tokens).nll
+        assert abs(loss) < 0.01  # with eight bits nothing is lost in any
+    assert (found[0] <= found[1] + 1e-3).all()
+    assert (found[0] < found[1]).any()
+
+
 def test_what_cannot_be_done() -> None:
+    for wrong, message in [
+        ({"key_grouping": 1}, "predictions take all heads together"),
+        ({"value_grouping": "shared", "below": None}, "group all, or a number"),
+        ({"objective": "k-svd"}, "set below=None"),
+        ({"key_grouping": "some"}, "unknown head grouping 'some'"),
+    ]:
+        with pytest.raises(RankError, match=message):
+            BitRecipe(**wrong)
+    with pytest.raises(UnsolvableError, match="no closed form"):
+        BitRecipe(below=None, objective="layer-output")
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     for ratio in (0, 1.5, float("nan")):
         with pytest.raises(RankError, match="is not in"):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, Site, check_rotary
 from manifoldkv.errors import RankError
+from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
@@ -26,7 +27,15 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.coordinates import Coordinates, by_token, coded, find_coordinates
+from manifoldkv.pipeline.coordinates import (
+    Coordinates,
+    by_token,
+    coded,
+    costs_of,
+    find_coordinates,
+    moments_of,
+    weighted_coordinates,
+)
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import NORM_BYTES, Coding
@@ -35,7 +44,7 @@ from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.ranks.bits import allocate, pack_size
-from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
+from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
 from manifoldkv.runs.progress import follow
 from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
@@ -83,7 +92,10 @@ def solve_bits(
     for last in LAST_ROUND if run.below is not None else ():
         sites, costs = zip(*_sites(model, run, moments, bits), strict=True)
         bits = bits if last else _allocated(costs, run)
-    codes = [_coded(site, chosen, run) for site, chosen in zip(sites, bits, strict=True)]
+    codes = [
+        _coded(groups, chosen, run, SITES[place % 2])
+        for place, (groups, chosen) in enumerate(zip(sites, bits, strict=True))
+    ]
     predicted = sum(
         float(own[np.arange(len(chosen)), np.searchsorted(recipe.widths, chosen)].sum())
         for own, chosen in zip(costs, bits, strict=True)
@@ -136,8 +148,8 @@ class PreparedBits:
         Tokens that the budget holds for.
     windows : tuple of int or None
         Sliding windows of the layers.
-    grouping : HeadGrouping
-        Of all KV heads of a layer.
+    kv_heads : int
+        Of a layer.
     budget : int
         Bytes of the latents of all layers.
     """
@@ -148,8 +160,12 @@ class PreparedBits:
     tokens: Tensor
     context: int
     windows: tuple[int | None, ...]
-    grouping: HeadGrouping
+    kv_heads: int
     budget: int
+
+    def grouping(self, site: Site) -> HeadGrouping:
+        """Return which heads have latents together."""
+        return HeadGrouping(self.recipe.grouping(site), self.kv_heads)
 
     @property
     def below(self) -> int | None:
@@ -175,29 +191,34 @@ def prepare_bits(
         check_context(config.context)
     check_supported(model)
     kv_heads = model.config.get_text_config().num_key_value_heads
-    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    _check_packs(features, recipe.widths)
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    groupings = [HeadGrouping(recipe.grouping(site), kv_heads) for site in SITES]
+    for grouping in groupings:
+        _check_packs(grouping.width * head_dim, recipe.widths)
     name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
     context = ids.shape[1] if config.context is None else config.context
     windows = sliding_windows(model.config)
-    budget = _latent_bytes(config.ratio, context, windows, features, recipe)
-    grouping = HeadGrouping("all", kv_heads)
-    return PreparedBits(config, recipe, name, ids, context, windows, grouping, budget)
+    norms = sum(grouping.groups for grouping in groupings) if recipe.norms else 0
+    features = kv_heads * head_dim
+    budget = _latent_bytes(config.ratio, context, windows, features, norms, recipe.sinks)
+    return PreparedBits(config, recipe, name, ids, context, windows, kv_heads, budget)
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
-    """Refuse widths of which packs of latents do not fit the features of a layer."""
+    """Refuse widths of which packs of latents do not fit the features of a head group."""
     if features % pack_size(widths):
         raise RankError(
-            f"{features} features of a layer are no packs of {pack_size(widths)} latents: leave "
-            f"out widths of {widths} that are odd"
+            f"{features} features of a head group are no packs of {pack_size(widths)} latents: "
+            f"leave out widths of {widths} that are odd"
         )
 
 
 def _sites(
     model: PreTrainedModel, run: PreparedBits, moments: list[LayerMoments], bits: Bits | None
-) -> Iterator[tuple[Coordinates, Costs]]:
+) -> Iterator[tuple[list[Coordinates], Costs]]:
     """Yield the coordinates of keys and of values of one layer after the other, and their costs.
+
+    Those of a site are a list by head group.
 
     Both are predicted, if at all, from what codes of so many bits give back of the sites before;
     without bits, from these themselves.
@@ -215,20 +236,50 @@ def _sites(
         for place, (own, x) in enumerate(both, start=2 * index):
             x = by_token(x[:, :, recipe.sinks :])  # (S·n, D)
             inputs = torch.cat(given, dim=1) if given else None
-            centred = place % 2 == 1 or run.config.rotary == "pre"
-            site = find_coordinates(own, x, inputs, centred=centred)
-            yield site, site.costs(recipe.widths, norms=recipe.norms)
+            site = SITES[place % 2]
+            groups = _by_group(run, site, activations, own, x, inputs)
+            yield groups, costs_of(groups, recipe.widths, norms=recipe.norms)
             if run.below is not None:
                 if bits is not None:
-                    x = _given_back(_coded(site, bits[place], run), x, inputs)
+                    x = _given_back(_coded(groups, bits[place], run, site), x, inputs)
                 given = [x, *given]
         if run.below is not None:
             value, key, *older = given
             given = [key, value, *older][: 2 * run.below]
 
 
-def _coded(site: Coordinates, bits: NDArray[np.int64], run: PreparedBits) -> Coded:
-    return coded(site, bits, run.recipe.widths, run.grouping, norms=run.recipe.norms)
+def _by_group(
+    run: PreparedBits,
+    site: Site,
+    activations: LayerActivations,
+    moments: SiteMoments,
+    x: Tensor,
+    given: Tensor | None,
+) -> list[Coordinates]:
+    """Return the coordinates of the head groups of keys or values x (tokens, D)."""
+    grouping, objective = run.grouping(site), run.recipe.objective
+    centred = site == "value" or run.config.rotary == "pre"
+    basis = None
+    if objective is not None:
+        problem = objective.problem(activations, site, grouping, run.config.rotary)
+        basis = problem.closed_form(activations.head_dim)
+    size = x.shape[1] // grouping.groups
+    found = []
+    for group in range(grouping.groups):
+        features = slice(group * size, (group + 1) * size)
+        own = moments_of(moments, features), x[:, features]
+        if basis is None:
+            found.append(find_coordinates(*own, given, centred=centred))
+        else:
+            down, up = basis.down[group], basis.up[group]
+            found.append(weighted_coordinates(down, up, *own, centred=centred))
+    return found
+
+
+def _coded(
+    groups: list[Coordinates], bits: NDArray[np.int64], run: PreparedBits, site: Site
+) -> Coded:
+    return coded(groups, bits, run.recipe.widths, run.grouping(site), norms=run.recipe.norms)
 
 
 def _given_back(code: Coded, x: Tensor, inputs: Tensor | None) -> Tensor:
@@ -241,7 +292,11 @@ def _given_back(code: Coded, x: Tensor, inputs: Tensor | None) -> Tensor:
 
 def _allocated(costs: Sequence[Costs], run: PreparedBits) -> Bits:
     """Return the bits that cost least within the budget."""
-    cached = [cached_tokens(run.context, window) for window in run.windows for _ in SITES]
+    cached = [
+        cached_tokens(run.context, window) * run.grouping(site).groups
+        for window in run.windows
+        for site in SITES
+    ]
     return allocate(costs, run.recipe.widths, run.budget, cached)
 
 
@@ -250,18 +305,19 @@ def _latent_bytes(
     context: int,
     windows: Sequence[int | None],
     features: int,
-    recipe: BitRecipe,
+    norms: int,
+    sinks: int,
 ) -> int:
-    """Return the bytes that are left for latents of a text, after norms and sinks."""
+    """Return the bytes that are left for latents of a text, after sinks, and norms of a token."""
     cached = [cached_tokens(context, window) for window in windows]
     full = 4 * features * sum(cached)
-    exact = min(recipe.sinks, context)
+    exact = min(sinks, context)
     of_sinks = 4 * features * sum(exact for window in windows if window is None)
-    of_norms = 2 * NORM_BYTES * sum(cached) if recipe.norms else 0
+    of_norms = norms * NORM_BYTES * sum(cached)
     left = int(ratio * full + 1e-9) - of_sinks - of_norms
     if left < 0:
         raise RankError(
-            f"ratio {ratio:g} is too small: {recipe.sinks} tokens that stay as they are and norms "
+            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are and norms "
             f"take {(of_sinks + of_norms) / full:.3g} of the cache of {context} tokens"
         )
     return left

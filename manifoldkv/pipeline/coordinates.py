@@ -1,7 +1,8 @@
-"""Fisher coordinates of the keys or values of one layer, and the codes of their latents."""
+"""Coordinates of the keys or values of a head group, and the codes of their latents."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ SAMPLES = 4096
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Fisher coordinates of a site, and what quantisers leave of them.
+    """Coordinates of a head group in which an error costs half its square, in nats.
 
     Parameters
     ----------
@@ -67,6 +68,24 @@ class Coordinates:
         return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
 
 
+def costs_of(
+    groups: Sequence[Coordinates], widths: tuple[int, ...], *, norms: bool
+) -> NDArray[np.float64]:
+    """Return what `Coordinates.costs` are of all head groups together: they have the same bits."""
+    costs = groups[0].costs(widths, norms=norms)
+    for other in groups[1:]:
+        costs = costs + other.costs(widths, norms=norms)
+    return costs
+
+
+def moments_of(moments: SiteMoments, features: slice) -> SiteMoments:
+    """Return the moments of some neighbouring features."""
+    covariance, fisher = (
+        matrix[features, features] for matrix in (moments.covariance, moments.fisher)
+    )
+    return SiteMoments(moments.mean[features], covariance, fisher, moments.tokens)
+
+
 def by_token(x: Tensor) -> Tensor:
     """Return keys or values (S, H_kv, n, d) with all heads side by side, (S·n, D), on the CPU."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
@@ -80,14 +99,14 @@ def find_coordinates(
     centred: bool = True,
     samples: int = SAMPLES,
 ) -> Coordinates:
-    """Return the Fisher coordinates of a site, or of what a prediction leaves of it.
+    """Return the Fisher coordinates of a head group, or of what a prediction leaves of it.
 
     Parameters
     ----------
     moments : SiteMoments
         Of its keys or values.
     x : Tensor
-        Keys or values, all heads side by side, (tokens, D).
+        Keys or values, the heads side by side, (tokens, D).
     given : Tensor, optional
         What the same tokens are predicted from, (tokens, inputs); nothing if omitted.
     centred : bool
@@ -107,53 +126,115 @@ def find_coordinates(
             second = second + torch.outer(moments.mean, moments.mean)
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
-    down, up = root @ directions, inverse @ directions
-    left = x[torch.linspace(0, len(x) - 1, min(len(x), samples)).long()].double()
+    left = x[_some(x, samples)].double()
     if given is None and mean is not None:
         left = left - mean
+    return _coordinates(root @ directions, inverse @ directions, mean, prediction, left)
+
+
+def weighted_coordinates(
+    down: Tensor,
+    up: Tensor,
+    moments: SiteMoments,
+    x: Tensor,
+    *,
+    centred: bool = True,
+    samples: int = SAMPLES,
+) -> Coordinates:
+    """Return the coordinates of a basis of full rank, each scaled to what its errors cost.
+
+    Parameters
+    ----------
+    down, up : Tensor
+        (D, D), one the inverse of the other's transpose.
+    moments, x, centred, samples
+        As in `find_coordinates`.
+    """
+    down, up = down.double(), up.double()
+    root, _ = _square_roots(moments.fisher)
+    weights = (root @ up).square().sum(dim=0).sqrt()
+    mean = moments.mean if centred else None
+    left = x[_some(x, samples)].double()
+    if mean is not None:
+        left = left - mean
+    second = moments.covariance
+    if not centred:
+        second = second + torch.outer(moments.mean, moments.mean)
+    variance = ((down.mT @ second) * down.mT).sum(dim=1) * weights.square()
+    order = variance.argsort(descending=True)
+    return _coordinates((down * weights)[:, order], (up / weights)[:, order], mean, None, left)
+
+
+def _coordinates(
+    down: Tensor, up: Tensor, mean: Tensor | None, prediction: Tensor | None, left: Tensor
+) -> Coordinates:
     return Coordinates(down, up, mean, prediction, left @ down)
 
 
+def _some(x: Tensor, samples: int) -> Tensor:
+    """Return the places of so many tokens of x (tokens, D), spread over all."""
+    return torch.linspace(0, len(x) - 1, min(len(x), samples)).long()
+
+
 def coded(
-    site: Coordinates,
+    groups: Sequence[Coordinates],
     bits: NDArray[np.int64],
     widths: tuple[int, ...],
     grouping: HeadGrouping,
     *,
     norms: bool,
 ) -> tuple[Basis, Coding]:
-    """Return basis and coding of the latents that have bits, widest first.
+    """Return basis and coding of the latents of all head groups that have bits, widest first.
 
-    `bits` are those of the latents of each pack, (packs,).
+    `bits` are those of the latents of each pack, (packs,), the same ones in every group.
     """
     of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths))
     order = of_latents.argsort(descending=True, stable=True)
     stored = int((of_latents > 0).sum())
     # Every head has as many latents: some of 0 bits may be among them.
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
-    chosen = of_latents[columns]
-    latents = site.latents[:, columns[:stored]]
+    chosen = of_latents[columns].to(torch.uint8)
+    codes = [_quantizers(group.latents[:, columns], chosen, norms=norms) for group in groups]
+    down, up = (
+        detached(torch.stack([x[:, columns] for x in of_groups]).float())
+        for of_groups in ([g.down for g in groups], [g.up for g in groups])
+    )
+    coding = Coding(
+        chosen,
+        torch.stack([step for step, _, _ in codes]),
+        _stacked([group.mean for group in groups]),
+        _stacked([deviation for _, _, deviation in codes]),
+        torch.stack([gain for _, gain, _ in codes]),
+        None if groups[0].prediction is None else detached(groups[0].prediction.float()),
+    )
+    return Basis(down, up, grouping), coding
+
+
+def _quantizers(
+    latents: Tensor, bits: Tensor, *, norms: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return steps, gains and deviations of latents (tokens, features), float32."""
+    stored = int((bits > 0).sum())
+    columns = latents.shape[1]
+    latents = latents[:, :stored]
     norm = _norms(latents) if norms and stored else torch.ones(1, 1, dtype=torch.float64)
-    steps, gains = (torch.ones(len(columns), dtype=torch.float64) for _ in range(2))
-    for width in set(chosen[:stored].tolist()):
-        own = chosen == width
+    steps, gains = (torch.ones(columns, dtype=torch.float64) for _ in range(2))
+    for width in set(bits[:stored].tolist()):
+        own = bits == width
         x = latents[:, own[:stored]]
         steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
         gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
-    deviation = None
-    if norms:
-        deviation = torch.ones(len(columns), dtype=torch.float64)
-        deviation[:stored] = _deviations(latents)
-    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
-    coding = Coding(
-        chosen.to(torch.uint8),
-        steps.float().unsqueeze(0),
-        None if site.mean is None else site.mean.float().unsqueeze(0),
-        None if deviation is None else deviation.float().unsqueeze(0),
-        gains.float().unsqueeze(0),
-        None if site.prediction is None else detached(site.prediction.float()),
-    )
-    return Basis(down, up, grouping), coding
+    if not norms:
+        return steps.float(), gains.float(), None
+    deviation = torch.ones(columns, dtype=torch.float64)
+    deviation[:stored] = _deviations(latents)
+    return steps.float(), gains.float(), deviation.float()
+
+
+def _stacked(of_groups: Sequence[Tensor | None]) -> Tensor | None:
+    """Return what head groups have, (groups, features), float32; None if they have nothing."""
+    found = [x.float() for x in of_groups if x is not None]
+    return torch.stack(found) if found else None
 
 
 def _prediction(x: Tensor, given: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from manifoldkv.basis import Site, parse_grouping
-from manifoldkv.errors import RankError, UnknownNameError
+from manifoldkv.errors import RankError, UnknownNameError, UnsolvableError
 from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
 from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform
 from manifoldkv.ranks.bits import WIDTHS, checked_widths
@@ -114,6 +114,12 @@ class BitRecipe:
         From how many layers below keys and values are predicted; with 0 only values are, from the
         keys of their own layer, and with None nothing is. Keys that are stored after rotation
         neither predict nor are predicted.
+    key_grouping, value_grouping : str or int
+        Which heads have latents together, ``"all"`` or a number; predictions take all. Smaller
+        groups lose more and decode faster: a key is up-projected from fewer latents.
+    objective : Objective or None
+        In the place of Fisher's coordinates those of the closed form of an objective at full rank,
+        where nothing is predicted; what errors in them cost is still Fisher's.
     tuning_steps : int
         Of `tune`, at the end, where nothing is predicted; 0 leaves coordinates in closed form.
 
@@ -121,17 +127,26 @@ class BitRecipe:
     ------
     RankError
         If the widths do not increase from 0 to at most 8 bits, there are no such first tokens or
-        layers below, or predictions would have to be tuned.
+        layers below, a grouping is none or one that shares a basis, or predictions would have to be
+        tuned or be those of several groups or of other coordinates.
+    UnknownNameError
+        If there is no objective of a name.
+    UnsolvableError
+        If the objective has no closed form.
     """
 
     widths: tuple[int, ...] = WIDTHS
     norms: bool = True
     sinks: int = 4
     below: int | None = 2
+    key_grouping: str | int = "all"
+    value_grouping: str | int = "all"
+    objective: Objective | None = None
     tuning_steps: int = 0
 
     def __post_init__(self) -> None:
         checked_widths(self.widths)
+        self._check_coordinates()
         if self.sinks < 0:
             raise RankError(f"{self.sinks} first tokens cannot stay as they are")
         if self.below is not None and self.below < 0:
@@ -139,13 +154,41 @@ class BitRecipe:
         if self.below is not None and self.tuning_steps:
             raise RankError("predictions cannot be tuned: take recipe bits, or set below=None")
 
+    def _check_coordinates(self) -> None:
+        for site in get_args(Site):
+            grouping = parse_grouping(self.grouping(site))
+            object.__setattr__(self, f"{site}_grouping", grouping)
+            if grouping == "shared":
+                raise RankError("latents are those of heads side by side: group all, or a number")
+            if self.below is not None and grouping != "all":
+                raise RankError(
+                    f"predictions take all heads together: take recipe bits, or set below=None, "
+                    f"for groups of {grouping}"
+                )
+        if self.objective is None:
+            return
+        object.__setattr__(self, "objective", OBJECTIVES.resolve(self.objective))
+        if self.below is not None:
+            raise RankError("what predictions leave has Fisher's coordinates: set below=None")
+        for site in get_args(Site):
+            accepted, reason = self.objective.has_closed_form(site, self.grouping(site))
+            if not accepted:
+                raise UnsolvableError(reason)
+
+    def grouping(self, site: Site) -> str | int:
+        """Return which heads have latents together at a site."""
+        return self.key_grouping if site == "key" else self.value_grouping
+
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
+        objective = {"name": "fisher"}
         return {
-            "objective": {"name": "fisher"},
+            "objective": objective
+            if self.objective is None
+            else OBJECTIVES.describe(self.objective),
             "solver": {"name": "closed-form"},
-            "key_grouping": "all",
-            "value_grouping": "all",
+            "key_grouping": self.key_grouping,
+            "value_grouping": self.value_grouping,
             "ranks": {"name": "bits", "widths": list(self.widths), "norms": self.norms},
             "sinks": self.sinks,
             "below": self.below,

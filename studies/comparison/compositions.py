@@ -42,6 +42,7 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
+from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.pipeline.bits import solve_bits
 from manifoldkv.plan.quantization import Layout
 
@@ -427,6 +428,27 @@ COMPOSITIONS: dict[str, Composition] = {
         BitRecipe(widths=(0, 2, 4, 8), below=None), "bits, latents of 0, 2, 4 and 8 bits only"
     ),
     "bits-without-norms": Bits(BitRecipe(norms=False, below=None), "bits without a norm per token"),
+    "bits-keys-by-head": Bits(
+        BitRecipe(below=None, key_grouping=1),
+        "bits, the keys of every head in a basis of their own",
+    ),
+    "bits-by-head": Bits(
+        BitRecipe(below=None, key_grouping=1, value_grouping=1),
+        "bits, keys and values of every head in bases of their own",
+    ),
+    "bits-by-head-without-norms": Bits(
+        BitRecipe(norms=False, below=None, key_grouping=1, value_grouping=1),
+        "bits-by-head without a norm per token and head",
+    ),
+    **{
+        f"bits-{name}": Bits(
+            BitRecipe(below=None, objective=OBJECTIVES.resolve(name)),
+            f"bits, coordinates of {name} in the place of Fisher's",
+        )
+        for name in ("k-svd", "eigen-attention", "kq-svd")
+    },
+    "own-keys": Bits(BitRecipe(below=0), "best, values predicted from their own keys only"),
+    "one-layer-below": Bits(BitRecipe(below=1), "best, predicted from one layer below"),
     "integers": Integers(
         "token",
         "no rank cut; every head rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range "
