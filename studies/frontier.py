@@ -25,7 +25,7 @@ from pathlib import Path
 import common
 import pandas as pd
 from comparison import contest
-from comparison.compositions import COMPOSITIONS, USUAL, Point
+from comparison.compositions import COMPOSITIONS, USUAL, PlanPoint, Point
 from comparison.contest import Asked, Contest
 from comparison.report import draw, summary
 from torch import Tensor
@@ -35,6 +35,7 @@ from manifoldkv import open_text, sample_tokens
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import summarize
+from manifoldkv.evaluation.speed import decode_speed
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import digest_of_tokens
 
@@ -59,6 +60,14 @@ def main() -> int:
     add("--tasks", nargs="*", default=["passkey"], help=f"of {', '.join(TASKS)} (passkey)")
     add("--task-length", type=int, default=512, help="tokens of a prompt (%(default)s)")
     add("--items", type=int, default=16, help="questions of each task (%(default)s)")
+    add(
+        "--decode-after",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="TOKENS",
+        help="also time a decode step of every plan after so many, against the stock cache (none)",
+    )
     parser.add_out("figures/frontier/<model>")
     return common.run_study(parser, study)
 
@@ -95,7 +104,13 @@ class Frontier(Contest):
     def measure(self) -> pd.DataFrame:
         stock_losses = {name: self.stock_loss(name) for name in self.texts}
         points = self.points()
-        rows = [
+        timed = [
+            self.decode_row(asked, tokens)
+            for asked in tqdm(points, desc="decoding", disable=None)
+            for tokens in self.given.decode_after
+            if isinstance(asked.point, PlanPoint)
+        ]
+        rows = timed + [
             self.text_rows(asked, stock_losses)
             for asked in tqdm(points, desc="texts", disable=None)
         ]
@@ -103,6 +118,18 @@ class Frontier(Contest):
             rows += self.task_rows(points, self.tasks[task])
         found = pd.concat(rows, ignore_index=True)
         return found.assign(**self.common, task_length=self.given.task_length)
+
+    def decode_row(self, asked: Asked, tokens: int) -> pd.DataFrame:
+        """Return what a decode step of a plan takes, in those of the stock cache."""
+        point = asked.point
+        assert isinstance(point, PlanPoint)
+        stored = self.stored(asked.name, asked.ratio).made_by(decode_speed)
+
+        def compute() -> pd.DataFrame:
+            return pd.DataFrame({"decode_time": [point.decode_time(tokens)]})
+
+        frame = stored.keyed(tokens=tokens, threads=self.given.threads).frame("decode", compute)
+        return asked.described(frame.assign(measured_on=str(tokens), kind="decode"))
 
     def stock_loss(self, text: str) -> Perplexity:
         """Return how well the uncompressed model predicts a text."""

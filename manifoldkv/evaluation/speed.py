@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from dataclasses import dataclass
@@ -91,12 +92,15 @@ def decode_speed(
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
     LOG.info("timing %d tokens after %d in %d rounds", new_tokens, tokens, rounds)
+    filled = DynamicCache(config=model.config)
+    for chunk in prompt[:, :-1].split(TOKENS_PER_CALL, dim=1) if tokens > 1 else ():
+        model(input_ids=chunk, past_key_values=filled, logits_to_keep=1)
     stock, small = [], []
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
-        cache = DynamicCache(config=model.config)
+        cache = copy.deepcopy(filled)
         stock.append(_seconds_per_token(model, cache, prompt, new_tokens))
         with compressed(model, plan) as new_cache:
-            compressed_cache = new_cache()
+            compressed_cache = new_cache(filled)
             small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
     return DecodeSpeed(
         tokens,
@@ -109,8 +113,8 @@ def decode_speed(
 
 
 def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:
-    for chunk in prompt.split(TOKENS_PER_CALL, dim=1):
-        logits = model(input_ids=chunk, past_key_values=cache, logits_to_keep=1).logits
+    """Decode after a cache of a prompt; the first token, which warms up, is not counted."""
+    logits = model(input_ids=prompt[:, -1:], past_key_values=cache).logits
     _synchronize(model.device)
     start = time.perf_counter()
     for _ in range(count):

@@ -36,6 +36,7 @@ from manifoldkv import (
 from manifoldkv.basis import Rotary
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
+from manifoldkv.evaluation.speed import decode_speed
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
@@ -187,21 +188,37 @@ class Setting:
 
 
 class PlanPoint:
-    """A plan, made when it is needed."""
+    """A plan, made when it is needed, or read from where it was stored."""
 
-    def __init__(self, at: Setting, make: Callable[[], CompressionPlan]) -> None:
+    def __init__(
+        self, at: Setting, make: Callable[[], CompressionPlan], stored: Path | None = None
+    ) -> None:
         self._at = at
         self._make = make
+        self._stored = stored
+
+    def stored_in(self, folder: Path) -> PlanPoint:
+        """Return the same, its plan stored in a folder, or read from it."""
+        return PlanPoint(self._at, self._make, folder)
 
     @cached_property
     def plan(self) -> CompressionPlan:
-        return self._make()
+        if self._stored is not None and self._stored.exists():
+            return CompressionPlan.load(self._stored)
+        plan = self._make()
+        if self._stored is not None:
+            plan.save(self._stored)
+        return plan
 
     def nbytes(self, tokens: int) -> int:
         return self.plan.nbytes(tokens)
 
     def perplexity(self, tokens: Tensor) -> Perplexity:
         return perplexity(self._at.model, tokens, self.plan)
+
+    def decode_time(self, tokens: int) -> float:
+        """Return the time of a decode step after so many tokens, against the stock cache."""
+        return decode_speed(self._at.model, self.plan, tokens=tokens, new_tokens=4).time_ratio
 
     @property
     def holder(self) -> Holder:

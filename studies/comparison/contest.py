@@ -15,7 +15,7 @@ import common
 import pandas as pd
 from tqdm import tqdm
 
-from comparison.compositions import COMPOSITIONS, Point, Setting
+from comparison.compositions import COMPOSITIONS, PlanPoint, Point, Setting
 from manifoldkv import (
     PlanError,
     RankError,
@@ -187,7 +187,10 @@ class Contest:
 
     def _asked(self, name: str, ratio: float) -> Asked:
         point = COMPOSITIONS[name].point(self.at, ratio)
-        made = self.stored(name, ratio).frame("made", partial(self._made, point))
+        stored = self.stored(name, ratio)
+        if isinstance(point, PlanPoint) and not self.given.force:
+            point = point.stored_in(self.at.folder / f"{name}-{stored.digest[:16]}")
+        made = stored.frame("made", partial(self._made, point))
         return Asked(name, ratio, point, made)
 
     def stored(self, name: str, ratio: float) -> Checkpoints:

@@ -130,9 +130,15 @@ def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]
         f"{first['seed']}. Sizes are those of {first['window']} tokens, with scales, offsets and "
         "all that is kept exact, against a cache in 16 bits; bases come once and are named beside.",
     ]
+    if (results["kind"] == "decode").any():
+        lines[-1] += (
+            " A step after some tokens is the time of a decode step, one sequence, in those of the "
+            "stock cache, which took turns with it: the median of three."
+        )
     for kind in ("text", "task"):
         for title, part in results[results["kind"] == kind].groupby("measured_on", sort=False):
-            lines += ["", *_heading(str(title), kind, part.iloc[0]), *_table(part, kind)]
+            shown = _table(part, kind, _decode_times(results))
+            lines += ["", *_heading(str(title), kind, part.iloc[0]), *shown]
     lines += ["", *_cost(results), "", "Compositions:", ""]
     return [*lines, *(f"- `{composition}`: {text}" for composition, text in said.items())]
 
@@ -157,7 +163,16 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
     ]
 
 
-def _table(part: pd.DataFrame, kind: str) -> list[str]:
+def _decode_times(results: pd.DataFrame) -> pd.DataFrame:
+    """Return times of decode steps by composition and ratio, a column for each length."""
+    if "decode_time" not in results:
+        return pd.DataFrame()
+    timed = results[results["kind"] == "decode"].astype({"measured_on": int})
+    by = ["composition", "requested_ratio"]
+    return timed.pivot_table(index=by, columns="measured_on", values="decode_time")
+
+
+def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
     rows = []
     for composition, line in part.groupby("composition", sort=False):
         for _, row in line.sort_values("ratio", ascending=False).iterrows():
@@ -168,9 +183,15 @@ def _table(part: pd.DataFrame, kind: str) -> list[str]:
                 cells.append("-")
             else:
                 cells.append(f"{row['added_nll']:.4f} ({row['nll_error']:.4f})")
+            place = (composition, row["requested_ratio"])
+            for tokens in times.columns:
+                known = place in times.index and not np.isnan(times.loc[place, tokens])
+                cells.append(f"{times.loc[place, tokens]:.1f}" if known else "-")
             rows.append(cells)
     found = ["found"] if kind == "task" else []
-    return common.table(["composition", "times smaller", "bytes per token", *found, "added"], rows)
+    steps = [f"step after {tokens:,}" for tokens in times.columns]
+    titles = ["composition", "times smaller", "bytes per token", *found, "added", *steps]
+    return common.table(titles, rows)
 
 
 def _cost(results: pd.DataFrame) -> list[str]:

@@ -48,7 +48,7 @@ def test_the_model_is_as_it_was() -> None:
         pass
 
 
-@pytest.mark.parametrize("new_tokens", [1, 16, 60])
+@pytest.mark.parametrize("new_tokens", [1, 16, 60, 63])
 def test_the_prompt_is_as_long_as_the_model_takes(new_tokens: int) -> None:
     model = tiny_model("llama")  # takes 64 tokens
     found = decode_speed(model, random_plan(model), new_tokens=new_tokens, rounds=1)

@@ -11,7 +11,7 @@ from comparison.compositions import COMPOSITIONS, Bits, Ranks, attention_work
 from comparison.report import pareto
 from transformers import AutoTokenizer
 
-from manifoldkv import RECIPES
+from manifoldkv import RECIPES, CompressionPlan
 from tests.drawings import assert_written, points
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
@@ -106,6 +106,32 @@ def test_the_summary_names_the_command_and_every_composition(out: Path) -> None:
     assert "Command: `python studies/frontier.py" in text
     assert all(f"| `{name}` |" in text for name in NAMES)
     assert "The uncompressed model fails it: not counted." in text
+
+
+def test_times_of_decode_steps_stand_beside_losses(tmp_path: Path) -> None:
+    arguments = (
+        *("--text", "pydoc-topics", "--sequences", 3, "--held-out", 2, "--sequence-length", 64),
+        *("--window", WINDOW, "--tasks", "--ratios", 0.5, "--out", tmp_path),
+        *("--compositions", "eigen-attention", "fp8", "--decode-after", 20, 40),
+    )
+    assert study(*arguments).code == 0
+    results = pd.read_csv(tmp_path / "results.csv")
+    timed = results[results["kind"] == "decode"]
+    assert timed["composition"].tolist() == ["eigen-attention"] * 2
+    assert timed["measured_on"].tolist() == ["20", "40"]
+    assert (timed["decode_time"] > 0).all()
+    text = (tmp_path / "summary.md").read_text()
+    assert "| added | step after 20 | step after 40 |" in text
+    shown = [f"{time:.1f}" for time in timed["decode_time"]]
+    assert f"| {shown[0]} | {shown[1]} |" in text
+    assert "| - | - |" in text  # of fp8, which is no plan
+
+    stored = list((tmp_path / "steps" / "plans").glob("eigen-attention-*"))
+    assert [CompressionPlan.load(folder).ratio for folder in stored] == [0.5]
+    (stored[0] / "plan.json").unlink()
+    for measured in (tmp_path / "steps").glob("text-*"):
+        measured.unlink()
+    assert "plan.json" in study(*arguments).err  # the plan is read again, not made again
 
 
 def test_the_figures_show_the_table(done: tuple[Path, Done], results: pd.DataFrame) -> None:
