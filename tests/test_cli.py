@@ -412,7 +412,10 @@ def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
         bits = [float(x) for x in line.split()[-2:]]
         assert bits == pytest.approx([*layer.mean_bits.values()], abs=0.01)
     for more, expected in (
-        (("--rank-multiple", 8), "recipe best has no part --rank-multiple: of its own are --objective"),
+        (
+            ("--rank-multiple", 8),
+            "recipe best has no part --rank-multiple: of its own are --objective",
+        ),
         (("--ranks", "uniform"), "recipe best has no part --ranks"),
         (("--bits", 4), "leave the quantisation out"),
     ):

@@ -13,6 +13,7 @@ from comparison.rivals import losses, seen_beside_sinks
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from manifoldkv import UnsupportedModelError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
@@ -128,6 +129,41 @@ def test_the_bytes_counted_are_those_held(name: str, ratio: float) -> None:
         _, prompt = ids_of(tokens)
         with point.holder(model, prompts_of(model, prompt)) as new_cache:
             assert held_bytes(new_cache()) == len(prompt) * point.nbytes(tokens)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_the_bytes_counted_are_those_that_transformers_holds(bits: int) -> None:
+    """Scales and zero points in 16 bits, as a model in bfloat16 has them."""
+    model = model_of("llama", dtype=torch.bfloat16, head_dim=64)
+    point = point_of("transformers-hqq", model, bits / 16)
+    _, prompt = ids_of(TOKENS)
+    with point.holder(model, prompts_of(model, prompt)) as new_cache:
+        sites = [
+            site
+            for layer in new_cache().layers
+            for site in (layer._quantized_keys, layer._quantized_values)
+        ]
+    held = sum(codes.nbytes for codes, _ in sites)
+    held += sum(2 * meta[name].numel() for _, meta in sites for name in ("scale", "zero"))
+    assert held == len(prompt) * point.nbytes(TOKENS)
+
+
+def test_the_quantised_cache_of_transformers_loses_more_with_fewer_bits() -> None:
+    model = model_of("llama", head_dim=64)
+    ids, prompt = ids_of()
+    prompts = prompts_of(model, prompt)
+    exact = answers(model, copy.deepcopy(prompts.stock), ids)
+    lost = []
+    for bits in (8, 4, 2):
+        with point_of("transformers-hqq", model, bits / 16).holder(model, prompts) as new_cache:
+            lost.append(float((answers(model, new_cache(), ids) - exact).norm() / exact.norm()))
+    assert lost[0] < 0.01 < lost[1] < lost[2]
+
+
+def test_without_hqq_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match="pip install hqq"):
+        point_of("transformers-hqq", model_of("llama"), 0.5)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
