@@ -7,7 +7,9 @@
 
 Every composition makes a cache a given number of times smaller, and the answers are decoded from
 it. Prompts are read as they are, and of plans also through what the cache holds: both are named. A
-task of which the uncompressed model finds less than half is marked, and left out of the averages.
+task of which the uncompressed model finds less than half is marked and left out of the averages; of
+its answers only the loss is measured then, and they are not decoded, but for passkeys, which have a
+map.
 Written into --out: results.csv (a row for each task, length and cache) and summary.md; of passkeys
 also passkeys.csv (a row for each question) and a map of those found by depth and length. What is
 measured is stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at
@@ -17,7 +19,9 @@ once.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ from comparison.contest import Asked, Contest
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from manifoldkv.evaluation.questions import TASKS
+from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import Holder, summarize, through_plan
 from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -88,7 +92,8 @@ class Recall(Contest):
         rows, answers = [], []
         for (task, length), posed in tqdm(self.tasks.items(), desc="tasks", disable=None):
             stock = self.stock_answers(posed)
-            found = self.answers(posed, self.holders(points))
+            counted = bool(summarize(stock, stock)["counted"].all())
+            found = self.found(posed, points, decoded=counted or task == MAPPED)
             known = {"task_length": length, "threads": self.given.threads}
             rows.append(summarize(stock, stock).assign(composition=STOCK, ratio=1.0, **known))
             kept = [stock.assign(cache=STOCK, task_length=length)]
@@ -105,6 +110,16 @@ class Recall(Contest):
                 answers += kept
         results = pd.concat(rows, ignore_index=True).assign(**self.common)
         return results, pd.concat(answers, ignore_index=True) if answers else pd.DataFrame()
+
+    def found(
+        self, posed: list[Question], points: list[Asked], *, decoded: bool
+    ) -> dict[str, pd.DataFrame]:
+        """Return the answers from every cache; without scores if they need not be decoded."""
+        if decoded:
+            return self.answers(posed, self.holders(points))
+        once = [replace(question, new_tokens=1) for question in posed]
+        answers = self.answers(once, self.holders(points))
+        return {name: frame.assign(score=math.nan) for name, frame in answers.items()}
 
     def holders(self, points: list[Asked]) -> dict[str, tuple[Checkpoints, Holder]]:
         """Return how prompts are held: of plans, read in both ways."""
@@ -178,7 +193,7 @@ def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]
         f"bits, with all that is kept exact, at {first['window']} tokens. Prompts are read as they "
         "are (exact) or through what the cache holds (compressed); answers are decoded from the "
         "cache. Tasks in brackets are those of which the uncompressed model finds less than half: "
-        "they do not count in the averages.",
+        "they do not count in the averages, and of their answers only the loss is measured.",
     ]
     for length, part in results.groupby("task_length"):
         lines += ["", f"## Prompts of {length} tokens", "", *_table(part)]
@@ -194,15 +209,18 @@ def _table(part: pd.DataFrame) -> list[str]:
     for (composition, _, prefill), line in caches:
         of_counted = line[line["counted"]]
         average = f"{of_counted['score'].mean():.2f}, {of_counted['added_nll'].mean():+.2f}"
-        cells = [
-            f"{row['score']:.2f} ({row['score_error']:.2f}), {row['added_nll']:+.2f}"
-            for _, row in line.iterrows()
-        ]
+        cells = [f"{_score(row)}, {row['added_nll']:+.2f}" for _, row in line.iterrows()]
         times = f"{1 / line['ratio'].iloc[0]:.2f}"
         rows.append(
             [f"`{composition}`", times, prefill, average if len(of_counted) else "-", *cells]
         )
     return common.table(["cache", "times smaller", "prompts", "average", *titles], rows)
+
+
+def _score(row: Any) -> str:
+    if math.isnan(row["score"]):
+        return "-"
+    return f"{row['score']:.2f} ({row['score_error']:.2f})"
 
 
 if __name__ == "__main__":

@@ -49,6 +49,17 @@ def test_eight_bits_answer_as_sixteen_do_and_two_do_not(done: tuple[Path, Done])
     assert by_bits[8 / 16] < 0.02 < by_bits[2 / 16]
 
 
+def test_of_what_the_model_cannot_do_only_the_loss_is_measured(done: tuple[Path, Done]) -> None:
+    results = pd.read_csv(done[0] / "results.csv")
+    caches = results[results["composition"] != "uncompressed"]
+    failed = caches[(caches["task"] == "key-value") & ~caches["counted"]]
+    assert len(failed)
+    assert failed["score"].isna().all()
+    assert failed["added_nll"].notna().all()
+    assert caches[caches["task"] == "passkey"]["score"].notna().all()
+    assert "| -, " in (done[0] / "summary.md").read_text()
+
+
 def test_reading_prompts_through_the_cache_is_another_measurement(done: tuple[Path, Done]) -> None:
     results = pd.read_csv(done[0] / "results.csv")
     plan = results[results["composition"] == "eigen-attention"]
