@@ -1,6 +1,7 @@
 """Rivals of plans hold the bytes that are counted, and hide from answers what they drop."""
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,8 @@ from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 
+HAS_HQQ = importlib.util.find_spec("hqq") is not None
+with_hqq = pytest.mark.skipif(not HAS_HQQ, reason="needs the package hqq: extra rivals")
 TOKENS, ANSWERED = 90, 4
 FIRST, LAST = 4, 32
 """Tokens that StreamingLLM keeps at the beginning, and SnapKV at the end, of a prompt."""
@@ -131,6 +134,7 @@ def test_the_bytes_counted_are_those_held(name: str, ratio: float) -> None:
             assert held_bytes(new_cache()) == len(prompt) * point.nbytes(tokens)
 
 
+@with_hqq
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_bytes_counted_are_those_that_transformers_holds(bits: int) -> None:
     """Scales and zero points in 16 bits, as a model in bfloat16 has them."""
@@ -148,6 +152,7 @@ def test_the_bytes_counted_are_those_that_transformers_holds(bits: int) -> None:
     assert held == len(prompt) * point.nbytes(TOKENS)
 
 
+@with_hqq
 def test_the_quantised_cache_of_transformers_loses_more_with_fewer_bits() -> None:
     model = model_of("llama", head_dim=64)
     ids, prompt = ids_of()
