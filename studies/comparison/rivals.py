@@ -179,6 +179,8 @@ class SnapKV(DroppingHolder):
 
     def places(self, model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
         tokens = prompts.stock.get_seq_length()
+        if self.kept_tokens(tokens) == tokens:  # there may be fewer than those observed
+            return [torch.arange(tokens).view(1, 1, -1)] * len(prompts.stock.layers)
         count = self.kept_tokens(tokens) - OBSERVED
         found = []
         for layer, weights in zip(prompts.stock.layers, _observed(model, prompts), strict=True):

@@ -134,6 +134,17 @@ def test_the_bytes_counted_are_those_held(name: str, ratio: float) -> None:
             assert held_bytes(new_cache()) == len(prompt) * point.nbytes(tokens)
 
 
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("tokens", [1, 3, 5, 32, 33])
+def test_a_prompt_that_is_shorter_than_what_is_kept_is_kept_whole(name: str, tokens: int) -> None:
+    model = model_of("llama")
+    ids, prompt = ids_of(tokens)
+    prompts = prompts_of(model, prompt)
+    with point_of(name, model, 1.0).holder(model, prompts) as new_cache:
+        found = answers(model, new_cache(), ids)
+    torch.testing.assert_close(found, answers(model, copy.deepcopy(prompts.stock), ids))
+
+
 @with_hqq
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_bytes_counted_are_those_that_transformers_holds(bits: int) -> None:
