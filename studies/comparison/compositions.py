@@ -22,7 +22,6 @@ from comparison.rivals import (
     losses,
 )
 from comparison.transformers_cache import HQQHolder, check_hqq
-from comparison.transformers_cache import HQQHolder, check_hqq
 from manifoldkv import (
     RECIPES,
     BitRecipe,
@@ -392,43 +391,6 @@ class _PointOfTransformers:
 
 
 @dataclass(frozen=True)
-class OfTransformers:
-    """The quantised cache of transformers."""
-
-    said: str
-    all_bits: tuple[int, ...] = (8, 4, 2)
-
-    def ratios(self, asked: Sequence[float]) -> Sequence[float]:
-        return [bits / 16 for bits in self.all_bits]
-
-    def describe(self) -> dict[str, Any]:
-        return {"rival": "transformers hqq"}
-
-    def made_by(self) -> tuple[Callable[..., Any], ...]:
-        return (HQQHolder,)
-
-    def point(self, at: Setting, ratio: float) -> _PointOfTransformers:
-        check_without_windows(at.model)
-        check_hqq()
-        return _PointOfTransformers(at, HQQHolder(round(16 * ratio)))
-
-
-@dataclass(frozen=True)
-class _PointOfTransformers:
-    at: Setting
-    holder: HQQHolder
-
-    def nbytes(self, tokens: int) -> int:
-        return self.holder.nbytes(self.at.stock_bytes(tokens) // 2)
-
-    def perplexity(self, tokens: Tensor) -> None:
-        """Return nothing: a text that is read at once sees itself as it is."""
-
-    def facts(self) -> dict[str, float]:
-        return {}
-
-
-@dataclass(frozen=True)
 class Dropping:
     """Tokens are kept whole, or not at all."""
 
@@ -551,9 +513,6 @@ COMPOSITIONS: dict[str, Composition] = {
         "kivi", "the same in KIVI's layout, the newest 64 tokens exact", all_bits=(4, 2)
     ),
     "fp8": Float8("keys and values in the format e4m3, no scale"),
-    "transformers-hqq": OfTransformers(
-        "the quantised cache of transformers, HQQ with a scale and a zero point per 64 elements"
-    ),
     "transformers-hqq": OfTransformers(
         "the quantised cache of transformers, HQQ with a scale and a zero point per 64 elements"
     ),
