@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv import CompressionPlan, compress
+from manifoldkv import CompressionPlan, StoredRecipe, compress
+from manifoldkv.basis import Rotary
 from tests.families import COMMON, tiny_model
 
 CONTEXT = 600
@@ -18,12 +19,15 @@ def stored_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> P
 
 
 @cache
-def stored_plan(family: str = "llama", ratio: float = 0.4, **settings: str) -> CompressionPlan:
+def stored_plan(
+    family: str = "llama",
+    ratio: float = 0.4,
+    recipe: str | StoredRecipe = "stored",
+    rotary: Rotary = "pre",
+) -> CompressionPlan:
     """A plan made on random tokens."""
-    tokens = some_tokens(16, 64, seed=1)
-    return compress(
-        stored_model(family), tokens, ratio=ratio, recipe="stored", context=CONTEXT, **settings
-    )
+    tokens, settings = some_tokens(16, 64, seed=1), {"context": CONTEXT, "ratio": ratio}
+    return compress(stored_model(family), tokens, recipe=recipe, rotary=rotary, **settings)
 
 
 def some_tokens(sequences: int, length: int, seed: int = 0) -> Tensor:

@@ -69,7 +69,7 @@ def test_no_latent_is_outside_of_every_table() -> None:
     assert int(coding.tables.min()) >= 1
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.3, 0.4])
+@pytest.mark.parametrize("ratio", [0.2, 0.25, 0.3])
 def test_the_expected_bytes_are_the_ratio_of_the_budget(ratio: float) -> None:
     model, plan = stored_model(), stored_plan(ratio=ratio)
     full = CONTEXT * 3 * 2 * 16 * 2
@@ -132,6 +132,8 @@ def test_sliding_windows_are_refused_by_name() -> None:
 def test_first_tokens_are_not_fewer_than_none() -> None:
     with pytest.raises(RankError, match="-1 first tokens"):
         StoredRecipe(sinks=-1)
+    with pytest.raises(RankError, match="from -2 layers below"):
+        StoredRecipe(below=-2)
 
 
 def test_no_model_runs_on_symbols() -> None:

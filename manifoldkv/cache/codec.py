@@ -38,11 +38,12 @@ T = TypeVar("T")
 class Codec:
     """Turns the stock cache of a model into bytes, a *blob*, and a blob into a stock cache.
 
-    Keys are rotated back by their positions, 0, 1, … in every sequence; keys and values of all
-    heads are turned into Fisher coordinates and rounded, and the symbols are entropy-coded with the
-    tables of the plan. What comes back is a `DynamicCache` with the errors of the rounding, ready
+    Keys are rotated back by their positions, 0, 1, … in every sequence; of keys and values of all
+    heads what the plan predicts from the layers below is taken away, the rest is turned into Fisher
+    coordinates and rounded, and the symbols are entropy-coded with the tables of the plan. What
+    comes back is a `DynamicCache` with the errors of the rounding, ready
     for any attention; the plan's first tokens are exact. Tokens lie in blocks of at most 256, each
-    with a checksum. Layers are coded on as many threads as torch has; the entropy coder itself runs
+    with a checksum. Sites are coded on as many threads as torch has; the entropy coder itself runs
     on one of them at a time.
 
     Parameters
@@ -72,6 +73,7 @@ class Codec:
             )
         self._model, self._plan = model, plan
         self._layers = decoder_layers(model)
+        self._depth = plan.prediction_depth if plan.predicted else None
         self._kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
         self._coders = [
             (
@@ -311,10 +313,10 @@ class Codec:
         """Return token ids, exact tokens and symbols of some tokens."""
         exact = self._exact(start, stop)
         angles = self._angles(start + exact, stop, back=True)
-
-        def of_layer(index: int) -> tuple[bytes, bytes]:
-            layer, coders, turn = cache.layers[index], self._coders[index], angles[index]
-            kept, coded = [], []
+        kept: list[bytes] = []
+        symbols: list[tuple[SiteCodec, Tensor]] = []
+        below = _Below(self._depth or 0)
+        for layer, coders, turn in zip(cache.layers, self._coders, angles, strict=True):
             for x, coder, rotation in zip(
                 (layer.keys, layer.values), coders, (turn, None), strict=True
             ):
@@ -323,14 +325,20 @@ class Codec:
                 rest = x[:, :, exact:].float()
                 if rotation is not None:
                     rest = rotation.tile(rest, 0, rest.shape[2])
-                coded.append(coder.encode(rest))
-            return b"".join(kept), b"".join(coded)
+                expected = coder.expected(below.given)
+                found = coder.symbols(rest.transpose(1, 2).flatten(2).flatten(0, 1), expected)
+                symbols.append((coder, found))
+                if self._depth is not None:
+                    below.add(coder.given_back(found, expected))
 
-        made = _on_threads(of_layer, len(self._coders))
+        def of_site(index: int) -> bytes:
+            coder, found = symbols[index]
+            return coder.encode(found)
+
         parts = [LENGTHS.pack(ids is not None, 0)]
         if ids is not None:
             parts.append(ids.cpu().numpy().astype("<u4").tobytes())
-        parts += [kept for kept, _ in made] + [coded for _, coded in made]
+        parts += kept + _on_threads(of_site, len(symbols))
         payload = b"".join(parts)
         stock = header.sequences * (stop - start) * self._token_bytes(header.dtype)
         return payload.ljust(least_payload(stock), b"\0")
@@ -340,24 +348,55 @@ class Codec:
         """Return keys and values of all layers, (B, H_kv, m, d), in the dtype of the model."""
         angles = self._angles(read.start + read.exact, read.stop, back=False)
         shape = self._shape(header, read.exact)
-        kept = [[read.raw(shape, header.dtype) for _ in pair] for pair in self._coders]
-        # Where each stream begins is known first, so that layers can be decoded side by side.
-        streams = [[read.stream() for _ in pair] for pair in self._coders]
+        sites = [coder for pair in self._coders for coder in pair]
+        kept = [read.raw(shape, header.dtype) for _ in sites]
+        # Where each stream begins is known first, so that sites can be decoded side by side.
+        streams = [read.stream() for _ in sites]
         read.end()
         size = read.stop - read.start - read.exact
 
-        def of_layer(index: int) -> tuple[Tensor, ...]:
-            made = []
-            for coder, stream, exact, rotation in zip(
-                self._coders[index], streams[index], kept[index], (angles[index], None), strict=True
-            ):
-                x = coder.decode(*stream, header.sequences, size)
-                if rotation is not None:
-                    x = rotation.tile(x, 0, size)
-                made.append(torch.cat([exact, x.to(exact.dtype)], dim=2).to(self._model.dtype))
-            return tuple(made)
+        def of_site(index: int) -> Tensor:
+            return sites[index].decode(*streams[index], header.sequences * size)
 
-        return _on_threads(of_layer, len(self._coders))
+        symbols = _on_threads(of_site, len(sites))
+        below, made = _Below(self._depth or 0), []
+        for index, coder in enumerate(sites):
+            flat = coder.given_back(symbols[index], coder.expected(below.given))
+            if self._depth is not None:
+                below.add(flat)
+            x = flat.unflatten(1, (shape[1], -1)).unflatten(0, (header.sequences, size))
+            x = x.transpose(1, 2)
+            rotation = None if index % 2 else angles[index // 2]
+            if rotation is not None:
+                x = rotation.tile(x, 0, size)
+            x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
+            made.append(x.to(self._model.dtype))
+        return list(zip(made[::2], made[1::2], strict=True))
+
+
+class _Below:
+    """What comes back of some tokens: of the keys of a layer, and of the layers below.
+
+    Parameters
+    ----------
+    depth : int
+        How many layers below something is predicted from.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self.given: list[Tensor] = []
+        """As `EntropyCoding.prediction` has them for the next site."""
+        self._of_layer: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """Add what comes back of the next site."""
+        self._of_layer.append(x)
+        if len(self._of_layer) == 1:
+            self.given = [*self._of_layer, *self.given]
+            return
+        self.given = [*self._of_layer, *self.given[1:]][: 2 * self._depth]
+        self._of_layer = []
 
 
 def read_blob(path: str | Path) -> bytes:

@@ -6,6 +6,7 @@ systems, arXiv 2201.01741), which takes all symbols of a latent in one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -99,31 +100,53 @@ class SymbolCoder:
 
 
 class SiteCodec:
-    """Keys (before rotation) or values of a layer as bytes and back."""
+    """Keys (before rotation) or values of a layer as symbols, these as bytes, and back.
+
+    Keys and values are (B·m, D), all heads side by side, float32.
+    """
 
     def __init__(self, basis: Basis, coding: EntropyCoding) -> None:
-        self._heads = basis.grouping.heads
         self._down, self._up = basis.down[0].float(), basis.up[0].float()
         self._mean, self._gain = coding.mean, coding.gain
+        self._prediction = coding.prediction
         self._coder = SymbolCoder(coding)
 
-    def encode(self, x: Tensor) -> bytes:
-        """Return lengths and symbols of x (B, H_kv, m, d), float32."""
-        flat = x.transpose(1, 2).flatten(2).flatten(0, 1)  # (B·m, D)
-        latents = ((flat - self._mean) @ self._down).mT.contiguous()
+    def expected(self, given_back: Sequence[Tensor]) -> Tensor:
+        """Return what is expected of keys or values, given what comes back elsewhere.
+
+        Parameters
+        ----------
+        given_back : sequence of Tensor
+            Of the same tokens, as `EntropyCoding.prediction` has them, or more.
+        """
+        if self._prediction is None:
+            return self._mean
+        inputs = torch.cat(list(given_back), dim=1)[:, : len(self._prediction)]
+        return self._mean + inputs @ self._prediction
+
+    def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
+        """Return the symbols of x, (features, B·m), int32.
+
+        Raises
+        ------
+        CodecError
+            If there are none.
+        """
+        latents = ((x - expected) @ self._down).mT
         if not bool((latents.abs() < FARTHEST_PAST).all()):  # false of NaN too
             raise CodecError("the cache holds keys or values that are not finite, or far too large")
-        words, past = self._coder.encode(latents.round().int().numpy())
+        return latents.round().int().contiguous()
+
+    def given_back(self, symbols: Tensor, expected: Tensor) -> Tensor:
+        """Return what symbols stand for."""
+        return (symbols.mT * self._gain) @ self._up.mT + expected
+
+    def encode(self, symbols: Tensor) -> bytes:
+        """Return symbols as bytes, their lengths first."""
+        words, past = self._coder.encode(symbols.numpy())
         lengths = LENGTHS.pack(len(words), len(past))
         return lengths + words.astype("<u4").tobytes() + past.astype("<u4").tobytes()
 
-    def decode(
-        self, words: NDArray[np.uint32], past: NDArray[np.uint32], sequences: int, tokens: int
-    ) -> Tensor:
-        """Return x (B, H_kv, m, d), float32."""
-        symbols = torch.from_numpy(self._coder.decode(words, past, sequences * tokens))
-        latents = symbols.mT * self._gain
-        flat = latents @ self._up.mT + self._mean
-        return (
-            flat.unflatten(1, (self._heads, -1)).unflatten(0, (sequences, tokens)).transpose(1, 2)
-        )
+    def decode(self, words: NDArray[np.uint32], past: NDArray[np.uint32], tokens: int) -> Tensor:
+        """Return the symbols that `encode` was given, of B·m tokens."""
+        return torch.from_numpy(self._coder.decode(words, past, tokens))

@@ -98,6 +98,7 @@ def find_coordinates(
     *,
     centred: bool = True,
     samples: int = SAMPLES,
+    folds: int = 1,
 ) -> Coordinates:
     """Return the Fisher coordinates of a head group, or of what a prediction leaves of it.
 
@@ -113,12 +114,15 @@ def find_coordinates(
         Whether a mean is taken away; it is where there is a prediction.
     samples : int
         Tokens of which latents are returned, at most.
+    folds : int
+        Into how many parts the tokens are cut of which each is predicted by a regression on the
+        others: what is left on other text is then not underestimated. 1 is one regression on all.
     """
     prediction, mean = None, moments.mean if centred else None
     if given is not None:
-        prediction = _prediction(x, given)
-        mean = x.mean(dim=0).double() - given.mean(dim=0).double() @ prediction
-        x = x - (mean + given.double() @ prediction).to(x)
+        fit = _Regression.of(x, given, folds)
+        mean, prediction = fit.on_all()
+        x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
         second = (x.mT @ x).double() / len(x)
     else:
         second = moments.covariance
@@ -237,14 +241,76 @@ def _stacked(of_groups: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(found) if found else None
 
 
-def _prediction(x: Tensor, given: Tensor) -> Tensor:
-    """Return the ridge regression of x (tokens, D) on what is given, (inputs, D), float64."""
-    x, given = x - x.mean(dim=0), given - given.mean(dim=0)
-    powers = given.square().sum(dim=0).double().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    gram = (given.mT @ given).double() / powers / powers.unsqueeze(1)
-    gram += PREDICTION_RIDGE * torch.eye(len(gram), dtype=gram.dtype)
-    crossed = (given.mT @ x).double() / powers.unsqueeze(1)
-    return torch.linalg.solve(gram, crossed) / powers.unsqueeze(1)
+@dataclass(frozen=True)
+class _Regression:
+    """Ridge regression of x (tokens, D) on what is given, (tokens, inputs), and its sums by fold.
+
+    Parameters
+    ----------
+    x, given : tuple of Tensor
+        Of every fold, with the means of all tokens taken away.
+    means : tuple of Tensor
+        These means, (D,) and (inputs,), float64.
+    grams, crossed : tuple of Tensor
+        ``givenᵀ given`` and ``givenᵀ x`` of every fold, float64.
+    """
+
+    x: tuple[Tensor, ...]
+    given: tuple[Tensor, ...]
+    means: tuple[Tensor, Tensor]
+    grams: tuple[Tensor, ...]
+    crossed: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, given: Tensor, folds: int) -> _Regression:
+        """Cut the tokens into neighbouring folds of about one size."""
+        means = x.mean(dim=0), given.mean(dim=0)
+        xs, givens = (
+            (y - mean).tensor_split(folds) for y, mean in zip((x, given), means, strict=True)
+        )
+        return cls(
+            xs,
+            givens,
+            (means[0].double(), means[1].double()),
+            tuple((g.mT @ g).double() for g in givens),
+            tuple((g.mT @ y).double() for g, y in zip(givens, xs, strict=True)),
+        )
+
+    def on_all(self) -> tuple[Tensor, Tensor]:
+        """Return mean and weights, (D,) and (inputs, D), float64."""
+        weights = _ridge(*self._sums())
+        return self.means[0] - self.means[1] @ weights, weights
+
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        return torch.stack(self.grams).sum(dim=0), torch.stack(self.crossed).sum(dim=0)
+
+    def left_by_others(self) -> Tensor:
+        """Return what is left of every fold by a regression on all others, (tokens, D)."""
+        sums = [
+            (y.sum(dim=0).double(), g.sum(dim=0).double(), len(y))
+            for y, g in zip(self.x, self.given, strict=True)
+        ]
+        tokens = sum(count for _, _, count in sums)
+        gram, crossed = self._sums()
+        left = []
+        for fold, (of_x, of_given, count) in enumerate(sums):
+            # All tokens together have means of 0, so that the others' are those of this fold.
+            x_mean, given_mean = (-total / (tokens - count) for total in (of_x, of_given))
+            others = tokens - count
+            own_gram = gram - self.grams[fold] - others * torch.outer(given_mean, given_mean)
+            own_crossed = crossed - self.crossed[fold] - others * torch.outer(given_mean, x_mean)
+            weights = _ridge(own_gram, own_crossed)
+            expected = x_mean - given_mean @ weights + self.given[fold].double() @ weights
+            left.append(self.x[fold] - expected.to(self.x[fold]))
+        return torch.cat(left)
+
+
+def _ridge(gram: Tensor, crossed: Tensor) -> Tensor:
+    """Return the weights of a ridge regression, (inputs, D)."""
+    powers = gram.diagonal().clamp(min=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = gram / powers / powers.unsqueeze(1)
+    scaled += PREDICTION_RIDGE * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(scaled, crossed / powers.unsqueeze(1)) / powers.unsqueeze(1)
 
 
 def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:

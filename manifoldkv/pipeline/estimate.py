@@ -140,7 +140,7 @@ def _estimate_of_fisher(
     else:
         once, _ = _timed(partial(entropy_coding, latents))
         fitting = STEPS_TRIED * once
-        tuning_steps, below = 0, None
+        tuning_steps, below = 0, run.below
     passes, given_back = 1, 0
     if below is not None:
         passes += len(LAST_ROUND)

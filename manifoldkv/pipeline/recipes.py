@@ -268,22 +268,30 @@ class StoredRecipe:
     with everything in it, are expected to meet the ratio. They are compared to a cache in 16 bits,
     at the context of the run. No model runs on such latents: a codec gives a stock cache back.
 
+    Keys and values are predicted from the layers below as in `BitRecipe`; the step is found three
+    times, since it depends on what predictions leave, and these on what it gives back.
+
     Parameters
     ----------
     sinks : int
         The first tokens, which stay as they are.
+    below : int or None
+        As in `BitRecipe`.
 
     Raises
     ------
     RankError
-        If there are no such first tokens.
+        If there are no such first tokens or layers below.
     """
 
     sinks: int = 4
+    below: int | None = 2
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise RankError(f"{self.sinks} first tokens cannot stay as they are")
+        if self.below is not None and self.below < 0:
+            raise RankError(f"nothing is predicted from {self.below} layers below")
 
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
@@ -294,6 +302,7 @@ class StoredRecipe:
             "value_grouping": "all",
             "ranks": {"name": "entropy"},
             "sinks": self.sinks,
+            "below": self.below,
         }
 
 

@@ -40,6 +40,10 @@ LOG = logging.getLogger(__name__)
 
 SAMPLES = 8192
 """Tokens that tables are made of, of each site."""
+FOLDS = 8
+"""Into which tokens are cut, of `find_coordinates`: tables must promise what other text takes."""
+ROUNDS = 3
+"""In which a step is found where something is predicted: first as if all was given back exactly."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,14 @@ class PreparedStored:
     context: int
     grouping: HeadGrouping
     bits: float
+
+    @property
+    def below(self) -> int | None:
+        """Return from how many layers below keys and values are predicted; None if from nothing.
+
+        Rotated keys predict nothing: they turn with their positions.
+        """
+        return self.recipe.below if self.config.rotary == "pre" else None
 
 
 def prepare_stored(
@@ -153,9 +165,12 @@ def solve_stored(
         prompt=prompt,
         folder=folder,
     )
-    sites = _sites(model, run, moments)
-    LOG.info("choosing the step of %d sites", len(sites))
-    step = find_step([site.latents for site in sites], run.bits)
+    step = None
+    for _ in range(ROUNDS if run.below is not None else 1):
+        sites = _sites(model, run, moments, step)
+        LOG.info("choosing the step of %d sites", len(sites))
+        step = find_step([site.latents for site in sites], run.bits)
+    assert step is not None
     coded = [_coded(site, step, run.grouping) for site in sites]
     cost = sum(
         predicted_cost(site.latents[:, order] / step, coding)
@@ -192,18 +207,41 @@ def solve_stored(
 
 
 def _sites(
-    model: PreTrainedModel, run: PreparedStored, moments: list[LayerMoments]
+    model: PreTrainedModel, run: PreparedStored, moments: list[LayerMoments], step: float | None
 ) -> list[Coordinates]:
-    """Return the coordinates of keys and of values of all layers, one after the other."""
+    """Return the coordinates of keys and of values of all layers, one after the other.
+
+    Both are predicted, if at all, from what this step gives back of the sites before; without one,
+    from these themselves.
+    """
     rotary, sinks = run.config.rotary, run.recipe.sinks
-    sites = []
+    sites: list[Coordinates] = []
+    below: list[Tensor] = []  # what is given back of the layers below, the nearest first
     for activations in follow(capture(model, run.tokens), len(moments)):
         of_layer = moments[activations.layer]
         keys, values = activations.keys_in(rotary), activations.values_of()
-        for own, x in ((of_layer.key, keys), (of_layer.value, values)):
-            site = find_coordinates(own, by_token(x[:, :, sinks:]), samples=SAMPLES)
-            sites.append(replace(site, latents=site.latents.float()))  # of all sites at once
+        own: list[Tensor] = []
+        for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
+            x = by_token(x[:, :, sinks:])  # (S·n, D)
+            inputs = torch.cat([*own, *below], dim=1) if own or below else None
+            site = find_coordinates(site_moments, x, inputs, samples=SAMPLES, folds=FOLDS)
+            site = replace(site, latents=site.latents.float())  # of all sites at once
+            sites.append(site)
+            if run.below is not None:
+                own.append(x if step is None else _given_back(site, step, x, inputs))
+        below = [*own, *below][: 2 * (run.below or 0)]
     return sites
+
+
+def _given_back(site: Coordinates, step: float, x: Tensor, inputs: Tensor | None) -> Tensor:
+    """Return what a codec gives back of keys or values (tokens, D)."""
+    assert site.mean is not None
+    expected = site.mean.float()
+    if inputs is not None and site.prediction is not None:
+        expected = expected + inputs @ site.prediction.float()
+    gains = entropy_coding(site.latents / step).gain
+    symbols = ((x - expected) @ (site.down / step).float()).round()
+    return (symbols * gains) @ (site.up * step).float().mT + expected
 
 
 def _coded(
@@ -214,7 +252,7 @@ def _coded(
     order = used.int().argsort(descending=True, stable=True)
     # Every head has as many latents: some that are always 0 may be among them.
     order = order[: max(1, -(-int(used.sum()) // grouping.width)) * grouping.width]
-    coding = entropy_coding(site.latents[:, order] / step, site.mean)
+    coding = entropy_coding(site.latents[:, order] / step, site.mean, site.prediction)
     down, up = (
         detached(x[:, order].float().unsqueeze(0)) for x in (site.down / step, site.up * step)
     )

@@ -82,7 +82,9 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
     return math.exp(found)
 
 
-def entropy_coding(scaled: Tensor, mean: Tensor | None = None) -> EntropyCoding:
+def entropy_coding(
+    scaled: Tensor, mean: Tensor | None = None, prediction: Tensor | None = None
+) -> EntropyCoding:
     """Return gains and tables of latents (tokens, features), in steps.
 
     Gains are those of `best_gains`: rounding to 0 shrinks latents of all tokens alike.
@@ -97,6 +99,8 @@ def entropy_coding(scaled: Tensor, mean: Tensor | None = None) -> EntropyCoding:
         Of samples.
     mean : Tensor, optional
         What was taken from the keys or values, (D,); 0 if omitted.
+    prediction : Tensor, optional
+        What was taken from them besides, as in `EntropyCoding`.
     """
     rounded = scaled.round()
     reach = (2 * rounded.abs().amax(dim=0) + 2).clamp(max=FARTHEST).long()
@@ -118,6 +122,7 @@ def entropy_coding(scaled: Tensor, mean: Tensor | None = None) -> EntropyCoding:
         best_gains(scaled, rounded).float(),
         reach.int(),
         tables.int(),
+        None if prediction is None else prediction.float().contiguous(),
     )
 
 

@@ -103,12 +103,12 @@ def tune(
         learning_rate = CODED_RATE if plan.coded else RATE
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
+    plan.check_attended()
     if plan.predicted and steps > 0:
         raise PlanError("what predicts keys and values cannot be tuned: make the plan without")
     check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)
-    plan.check_attended()
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
     bases = MovingBases(plan, model.device)

@@ -52,12 +52,16 @@ class EntropyCoding:
     tables : Tensor
         Frequencies of these symbols, all tables one after the other, (Σ (2 · reach + 1),), int32,
         positive.
+    prediction : Tensor or None
+        As in `Coding`: keys or values are expected to be the mean and this times what is given back
+        of the same token elsewhere, and only what is left is projected. (inputs, D), float32.
     """
 
     mean: Tensor = field(repr=False)
     gain: Tensor
     reach: Tensor
     tables: Tensor = field(repr=False)
+    prediction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         features = len(self.reach) if self.reach.ndim == 1 else 0
@@ -77,24 +81,37 @@ class EntropyCoding:
                 raise PlanError(f"{name} are not all finite")
         if len(self.gain) != features:
             raise PlanError(f"{len(self.gain)} gains do not fit {features} tables")
+        if self.prediction is not None:
+            self._check_prediction(self.prediction)
+
+    def _check_prediction(self, prediction: Tensor) -> None:
+        fits = prediction.ndim == 2 and prediction.shape[1:] == self.mean.shape
+        if not fits or prediction.dtype != torch.float32:
+            raise PlanError(
+                f"predictions are (inputs, {len(self.mean)}) in float32, not {_said(prediction)}"
+            )
+        if not bool(prediction.isfinite().all()):
+            raise PlanError("predictions are not all finite")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EntropyCoding):
             return NotImplemented
-        pairs = zip(self.tensors().values(), other.tensors().values(), strict=True)
-        return all(equal(mine, its) for mine, its in pairs)
+        mine, its = self.tensors(), other.tensors()
+        return mine.keys() == its.keys() and all(equal(mine[name], its[name]) for name in mine)
 
     def __hash__(self) -> int:
         return hash(tuple(self.reach.tolist()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields by their names."""
-        return {
+        """Return the fields by their names, those that are there."""
+        named = {
             "mean": self.mean,
             "gain": self.gain,
             "reach": self.reach,
             "tables": self.tables,
+            "prediction": self.prediction,
         }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def split_tables(self) -> list[Tensor]:
         """Return the frequencies by latent, (2 · reach + 1,) each."""

@@ -256,8 +256,10 @@ def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index:
 def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | EntropyCoding | None:
     name = f"layers.{index}.{site}"
     if f"{name}.tables" in tensors:
-        parts = ("mean", "gain", "reach", "tables")
-        return EntropyCoding(*(tensors.pop(f"{name}.{part}") for part in parts))
+        mean, gain, reach, tables = (
+            tensors.pop(f"{name}.{part}") for part in ("mean", "gain", "reach", "tables")
+        )
+        return EntropyCoding(mean, gain, reach, tables, tensors.pop(f"{name}.prediction", None))
     if f"{name}.bits" not in tensors:
         return None
     bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))

@@ -20,7 +20,6 @@ from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
-from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
@@ -158,7 +157,10 @@ class CompressionPlan(OnHub):
             if coding.prediction is not None:
                 self._check_prediction(name, index, site, coding.prediction)
         for site, entropy_coding in layer.entropy_codings.items():
-            check_entropy_coding(f"layer {index} {site}", dict(layer.sites)[site], entropy_coding)
+            name = f"layer {index} {site}"
+            check_entropy_coding(name, dict(layer.sites)[site], entropy_coding)
+            if entropy_coding.prediction is not None:
+                self._check_prediction(name, index, site, entropy_coding.prediction)
         if self.stored and (len(layer.entropy_codings) < 2 or layer.window is not None):
             raise PlanError(
                 f"layer {index}: keys and values of all layers, none with a sliding window, are "
@@ -191,17 +193,20 @@ class CompressionPlan(OnHub):
     @property
     def predicted(self) -> bool:
         """Return whether latents are what is left of a prediction."""
-        return any(coding.prediction is not None for coding in self._codings())
+        return any(True for _ in self._predictions())
 
     @property
     def prediction_depth(self) -> int:
         """Return from how many layers below tokens are predicted, at most."""
         features = _features(self.layers[0])
-        predictions = (coding.prediction for coding in self._codings())
-        return max((len(p) // (2 * features) for p in predictions if p is not None), default=0)
+        return max((len(p) // (2 * features) for p in self._predictions()), default=0)
 
-    def _codings(self) -> Iterator[Coding]:
-        return (coding for layer in self.layers for coding in layer.codings.values())
+    def _predictions(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            for site, _ in layer.sites:
+                coding = layer.coding(site)
+                if coding is not None and coding.prediction is not None:
+                    yield coding.prediction
 
     def _check_quantization(self, index: int, layer: LayerPlan) -> None:
         quantization = self.quantization
@@ -304,7 +309,7 @@ class CompressionPlan(OnHub):
         Bases and predictions are in this dtype; ranges, steps, means and gains in their own.
         """
         tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
-        tensors += [c.prediction for c in self._codings() if c.prediction is not None]
+        tensors += self._predictions()
         constants = [layer.key_range for layer in self.layers if layer.key_range is not None]
         for coding in (layer.coding(site) for layer in self.layers for site, _ in layer.sites):
             held = {} if coding is None else coding.tensors()

@@ -1,0 +1,75 @@
+"""Predictions of a site: least squares, and what they leave of tokens they have not seen."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldkv.pipeline.coordinates import PREDICTION_RIDGE, Coordinates, find_coordinates
+from manifoldkv.ranks.fisher import SiteMoments
+
+TOKENS, INPUTS, FEATURES = 120, 40, 6
+
+
+def some_site(tokens: int = TOKENS) -> tuple[SiteMoments, Tensor, Tensor, Tensor]:
+    """Moments, x, what it is predicted from, and the weights by which it truly is."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(INPUTS, FEATURES, generator=generator)
+    given = torch.randn(tokens, INPUTS, generator=generator) + 2
+    x = given @ weights + 3 + torch.randn(tokens, FEATURES, generator=generator)
+    identity = torch.eye(FEATURES, dtype=torch.float64)
+    moments = SiteMoments(x.mean(dim=0).double(), identity, identity, tokens)
+    return moments, x, given, weights
+
+
+def left_of(site: Coordinates) -> np.ndarray:
+    """What is left of the tokens of which the site has latents."""
+    return (site.latents @ site.up.mT).numpy()
+
+
+def ridge(x: np.ndarray, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same as a least-squares problem with more rows: weights and mean."""
+    centred_x, centred = x - x.mean(axis=0), given - given.mean(axis=0)
+    powers = np.sqrt((centred**2).sum(axis=0))
+    rows = np.vstack([centred / powers, np.sqrt(PREDICTION_RIDGE) * np.eye(INPUTS)])
+    wanted = np.vstack([centred_x, np.zeros((INPUTS, FEATURES))])
+    weights = np.linalg.lstsq(rows, wanted, rcond=None)[0] / powers[:, None]
+    return weights, x.mean(axis=0) - given.mean(axis=0) @ weights
+
+
+def test_a_prediction_is_ridge_regression() -> None:
+    moments, x, given, _ = some_site()
+    weights, mean = ridge(x.double().numpy(), given.double().numpy())
+    for folds in (1, 3):
+        site = find_coordinates(moments, x, given, folds=folds)
+        assert site.prediction is not None
+        assert site.mean is not None
+        np.testing.assert_allclose(site.prediction.numpy(), weights, atol=1e-4)
+        np.testing.assert_allclose(site.mean.numpy(), mean, atol=1e-3)
+    left = x.double().numpy() - mean - given.double().numpy() @ weights
+    np.testing.assert_allclose(left_of(find_coordinates(moments, x, given)), left, atol=1e-3)
+
+
+def test_every_fold_is_predicted_by_all_others() -> None:
+    moments, x, given, _ = some_site()
+    found = left_of(find_coordinates(moments, x, given, folds=4))
+    for fold in np.array_split(np.arange(TOKENS), 4):
+        others = np.setdiff1d(np.arange(TOKENS), fold)
+        all_x, all_given = x.double().numpy(), given.double().numpy()
+        weights, mean = ridge(all_x[others], all_given[others])
+        left = all_x[fold] - mean - all_given[fold] @ weights
+        np.testing.assert_allclose(found[fold], left, atol=1e-3)
+
+
+def test_folds_promise_what_other_text_leaves() -> None:
+    """Of the noise, of variance 1, a regression on as few tokens hides a third."""
+    moments, x, given, _ = some_site(2 * TOKENS)
+    seen, unseen = slice(0, TOKENS), slice(TOKENS, None)
+    sites = [find_coordinates(moments, x[seen], given[seen], folds=folds) for folds in (1, 10)]
+    once, crossed = (float((left_of(site) ** 2).mean()) for site in sites)
+    site = sites[0]
+    assert site.prediction is not None
+    assert site.mean is not None
+    left = x[unseen].double() - site.mean - given[unseen].double() @ site.prediction
+    truth = float(left.square().mean())
+    assert once < 0.75 < 1.2 < truth
+    assert 0.85 * truth < crossed < 1.2 * truth
