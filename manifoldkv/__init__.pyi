@@ -73,6 +73,7 @@ from .solvers import (
     checked,
     register_solver,
 )
+from .text.own import own_text
 from .text.sources import TextSource, open_text
 from .text.tokens import sample_tokens
 
@@ -146,6 +147,7 @@ __all__ = [
     "load_model",
     "open_text",
     "orthonormal_basis",
+    "own_text",
     "perplexity",
     "principal_angles",
     "projector_distance",

@@ -28,6 +28,7 @@ from manifoldkv import (
     CompressionPlan,
     Optimal,
     load_model,
+    own_text,
 )
 from manifoldkv import compress as compress_to_plan
 from manifoldkv.basis import Rotary
@@ -313,6 +314,39 @@ def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
     assert facts["time_ratio"] == facts["compressed_seconds"] / facts["stock_seconds"]
 
 
+def test_another_model_is_calibrated_on_what_it_writes_and_measured_on_what_is_named(
+    short_model: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    small = ("--sequences", 2, "--length", 40, "--recipe", "eigen-attention")
+    out, work, page = tmp_path / "plan", tmp_path / "work", tmp_path / "page.html"
+    ask = ("compress", short_model, *small, "--out", out, "--work", work, "--report", page)
+    code, _, err = run(capsys, monkeypatch, *ask)
+    assert code == 0, err
+    assert "writing 2 × 40 tokens to calibrate on" in err
+    assert page.exists()
+    known = CompressionPlan.load(out)
+    assert known.provenance.text == "own"
+    model, _ = load_model(short_model)
+    written = own_text(model, 2, 40)
+    expected = compress_to_plan(model, written, recipe="eigen-attention", ratio=0.5)
+    assert known.digest() == expected.digest()
+
+    code, _, err = run(capsys, monkeypatch, *ask[:-2], "--force")
+    assert (code, "writing" in err) == (0, False)  # it has been written
+    code, _, err = run(capsys, monkeypatch, "compress", short_model, *small, "--dry-run")
+    assert (code, "writing" in err) == (0, False)
+
+    for command in ("evaluate", "diagnose"):
+        code, _, err = run(capsys, monkeypatch, command, short_model, "--plan", out)
+        assert code == 2
+        assert f"name a text to measure {short_model} on with --text: a .txt file" in err
+        code, _, err = run(
+            capsys, monkeypatch, command, short_model, "--plan", out, "--text", "own"
+        )
+        assert code == 2
+        assert "name another text to measure on" in err
+
+
 def test_defaults_fit_a_model_of_few_positions(
     plan: Path, short_model: str, capsys, monkeypatch
 ) -> None:
@@ -324,8 +358,9 @@ def test_defaults_fit_a_model_of_few_positions(
     whole = config.read_text()
     try:
         config.write_text(whole.replace("512", "40"))
+        text = ("--text", "docstrings", "--sequences", 2)
         for command in ("evaluate", "diagnose"):
-            code, out, err = run(capsys, monkeypatch, command, *known, "--sequences", 2)
+            code, out, err = run(capsys, monkeypatch, command, *known, *text)
             assert code == 0
             assert "2 × 40" in err
         ask = ("generate", *known, "--prompt", "Return the sum of", "--json")
@@ -710,9 +745,11 @@ class TestHelp:
     @pytest.mark.parametrize("command", ["compress", "evaluate", "compare", "diagnose"])
     def test_the_text(self, command: str) -> None:
         assert self.default(command, "length") == f"{LENGTH}, or all the model takes"
-        said = self.said(command, "text").removeprefix("The text is read from ").removesuffix(".")
+        said, own, _ = self.said(command, "text").partition(". 'own' is what the model itself")
+        said = said.removeprefix("The text is read from ").removesuffix(".")
         assert sources.HELP.startswith(said)
-        assert f"'{self.option(command, 'text').default}'" in said
+        assert bool(own) == (command == "compress")
+        assert self.default(command, "text").endswith("docstrings for the reference models")
 
     def test_windows_and_bits(self) -> None:
         assert self.default("compress", "sequences") == str(SEQUENCES)

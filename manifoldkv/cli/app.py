@@ -12,6 +12,7 @@ from manifoldkv.cli.answers import show
 from manifoldkv.cli.options import (
     FILE,
     FOLDER,
+    CalibrationOption,
     DeviceOption,
     DtypeOption,
     GivenModel,
@@ -69,7 +70,7 @@ def manifoldkv(
 @app.command()
 def compress(
     model: ModelArgument,
-    text: TextOption = "docstrings",
+    text: CalibrationOption = None,
     ratio: Annotated[
         float | None,
         typer.Option(
@@ -351,7 +352,7 @@ def generate(
 def evaluate(
     model: ModelArgument,
     plan: PlanOption,
-    text: TextOption = "docstrings",
+    text: TextOption = None,
     sequences: SequencesOption = 32,
     length: LengthOption = None,
     tasks: Annotated[
@@ -409,7 +410,7 @@ def export(
             "original does, on the calibration part of the text.",
         ),
     ] = 0,
-    text: TextOption = "docstrings",
+    text: TextOption = None,
     sequences: SequencesOption = 8,
     length: LengthOption = None,
     seed: Annotated[int, typer.Option(help="The order of the text is drawn with this seed.")] = 0,
@@ -451,7 +452,7 @@ def compare(
     second: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="The folder of another plan.")
     ],
-    text: TextOption = "docstrings",
+    text: TextOption = None,
     sequences: SequencesOption = 8,
     length: LengthOption = None,
     prompt: Annotated[
@@ -527,7 +528,7 @@ def bench(
 def diagnose(
     model: ModelArgument,
     plan: PlanOption,
-    text: TextOption = "docstrings",
+    text: TextOption = None,
     sequences: SequencesOption = 8,
     length: LengthOption = None,
     device: DeviceOption = "cpu",

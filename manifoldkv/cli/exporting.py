@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
+from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.cli.planning import resumable
 from manifoldkv.export import Exported, export_checkpoint
 from manifoldkv.export.checkpoint import check_replaceable
 from manifoldkv.export.fold import check_foldable
 from manifoldkv.export.gguf import check_writable_as_gguf
-from manifoldkv.text.sources import open_text
 
 
 class Healing(NamedTuple):
@@ -36,7 +35,7 @@ def export(
 ) -> Answer:
     """Write a plain checkpoint, and measure what it loses."""
     check_replaceable(out, force=force)
-    source = open_text(text.name)
+    source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
     check_foldable(loaded, known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,10 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
+from manifoldkv.errors import TextError
 from manifoldkv.models.loading import load_model
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.text.sources import open_text
+from manifoldkv.text.own import OWN
+from manifoldkv.text.sources import HELP, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
+
+REFERENCES = ("reference-llama", "reference-qwen3")
+REFERENCE_TEXT = "docstrings"
 
 LOG = logging.getLogger(__name__)
 
@@ -48,14 +54,36 @@ def plan_for(given: GivenPlan, model: PreTrainedModel, *, attended: bool = True)
     return plan
 
 
+def text_to_measure(name: str | None, model: str) -> TextSource:
+    """Open a text that has a held-out part; docstrings for a reference model if none is named.
+
+    Raises
+    ------
+    TextError
+        If none is named for another model, or it is no such text.
+    """
+    if name == OWN:
+        raise TextError(
+            "a model's own text is one to calibrate on: name another text to measure on with --text"
+        )
+    if name is None and not is_reference(model):
+        raise TextError(f"name a text to measure {model} on with --text: {HELP}")
+    return open_text(REFERENCE_TEXT if name is None else name)
+
+
+def is_reference(model: str) -> bool:
+    """Return whether a model is one of this repository, which know nothing but docstrings."""
+    return Path(model).name in REFERENCES
+
+
 def held_out_tokens(
     given: GivenText, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Tensor:
     """Return windows of the held-out part of a text, refused if the model cannot read them."""
     length = min(LENGTH, positions(model)) if given.length is None else given.length
     check_length(model, length)
-    LOG.info("reading %d × %d held-out tokens of %s", given.sequences, length, given.name)
-    source = open_text(given.name)
+    source = text_to_measure(given.name, model.config._name_or_path)
+    LOG.info("reading %d × %d held-out tokens of %s", given.sequences, length, source.name)
     tokens = sample_tokens(
         source, tokenizer, sequences=given.sequences, length=length, split="held-out"
     )

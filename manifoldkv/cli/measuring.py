@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
+from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
 from manifoldkv.cli.storing import cache_of_prompt
 from manifoldkv.diagnostics import diagnose as measure_layers
@@ -24,7 +24,6 @@ from manifoldkv.evaluation.retrieval import retrieval, summarize
 from manifoldkv.evaluation.speed import decode_speed
 from manifoldkv.layers.capture import capture
 from manifoldkv.solvers.base import check_seed
-from manifoldkv.text.sources import open_text
 from manifoldkv.text.tokens import check_length, checked_tokens, positions
 
 LOG = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTask
     known = plan_for(plan, loaded)
     length = min(TASK_LENGTH, positions(loaded) // 2) if text.length is None else text.length
     check_length(loaded, length)
-    source = open_text(text.name)
+    source = text_to_measure(text.name, model.name)
     posed = [
         question
         for name in asked.names

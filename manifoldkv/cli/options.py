@@ -45,7 +45,19 @@ ModelArgument = Annotated[
 PlanOption = Annotated[
     Path, typer.Option("--plan", **FOLDER, help="The folder that the plan was saved in.")
 ]
-TextOption = Annotated[str, typer.Option("--text", help=TEXT)]
+TextOption = Annotated[
+    str | None,
+    typer.Option("--text", show_default="docstrings for the reference models", help=TEXT),
+]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        show_default="own, docstrings for the reference models",
+        help=f"{TEXT} 'own' is what the model itself writes, drawn by probability: as general as "
+        "what it was trained on.",
+    ),
+]
 DtypeOption = Annotated[
     Dtype, typer.Option("--dtype", help="The weights of the model are converted to this.")
 ]
@@ -122,8 +134,11 @@ class GivenTasks(NamedTuple):
 
 
 class GivenText(NamedTuple):
-    """The held-out part of a text as a command is given it; its length is the model's if None."""
+    """The held-out part of a text as a command is given it; its length is the model's if None.
 
-    name: str
+    Only the reference models have a text if none is named.
+    """
+
+    name: str | None
     sequences: int
     length: int | None

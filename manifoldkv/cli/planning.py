@@ -6,14 +6,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
-from manifoldkv.cli.inputs import held_out_tokens, load
+from manifoldkv.cli.inputs import REFERENCE_TEXT, held_out_tokens, is_reference, load
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
 from manifoldkv.cli.parts import Parts
 from manifoldkv.errors import ExecutorError, OutputError, PlanError, RankError
@@ -27,12 +30,17 @@ from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.reports.plan import template, write_report
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
+from manifoldkv.text.own import OWN, OWN_SEQUENCES, own_text
 from manifoldkv.text.sources import TextSource, open_text
+from manifoldkv.text.tokens import LENGTH, positions
 
 LOG = logging.getLogger(__name__)
 
+HELD_OUT_SEED = 1
+"""Of a model's own text that a report is measured on."""
 REPORT_SEQUENCES = 8
 """Of held-out text, on which a report is measured."""
 
@@ -52,7 +60,7 @@ class Request:
     """What ``manifoldkv compress`` is asked for by its arguments."""
 
     model: GivenModel
-    text: str
+    text: str | None
     ratio: float | None
     nbytes: int | None
     context: int | None
@@ -66,6 +74,13 @@ class Request:
     threads: int | None
     executor: Literal["local", "ray"]
     ray_address: str | None
+
+    @property
+    def named_text(self) -> str:
+        """Return the name of the text: docstrings or the model's own if none is given."""
+        if self.text is not None:
+            return self.text
+        return REFERENCE_TEXT if is_reference(self.model.name) else OWN
 
     def config(self) -> CompressionConfig:
         """Return the settings of the run, of which a budget in bytes is not yet one."""
@@ -104,9 +119,11 @@ class Request:
 def estimate(request: Request) -> Answer:
     """Estimate what a run would take."""
     request.check()
-    config, source = request.config(), open_text(request.text)
+    name = request.named_text
+    config, source = request.config(), None if name == OWN else open_text(name)
     model, _ = load(request.model)
-    found = estimate_run(model, source, request.within_bytes(config, model))
+    config = request.within_bytes(config, model)
+    found = _estimated(model, source, request, config)
     return Answer(asdict(found), _estimate_lines(found))
 
 
@@ -119,7 +136,8 @@ def compress(
     if report is not None:
         _check_report(report.path, config)
     _check_overwrites(out, work, force)
-    source = open_text(request.text)
+    name = request.named_text
+    source = None if name == OWN else open_text(name)
     model, tokenizer = load(request.model)
     config = request.within_bytes(config, model)
     executor: Executor | str = request.executor
@@ -128,13 +146,20 @@ def compress(
     check_writable(out)
     if report is not None:
         check_writable(report.path.parent)
-        held_out = held_out_tokens(
-            GivenText(request.text, REPORT_SEQUENCES, request.length), model, tokenizer
+        held_out = (
+            own_text(model, REPORT_SEQUENCES, request.length, seed=HELD_OUT_SEED)
+            if source is None
+            else held_out_tokens(
+                GivenText(name, REPORT_SEQUENCES, request.length), model, tokenizer
+            )
         )
     if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
-        _warn_of_long_work(model, source, config, request.recipe)
+        _warn_of_long_work(_estimated(model, source, request, config), request.recipe)
     with resumable(work):
-        plan = find_plan(model, source, config, folder=work, executor=executor)
+        tokens = _own_text(model, request, work) if source is None else source
+        plan = find_plan(model, tokens, config, folder=work, executor=executor)
+    if source is None:
+        plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
     plan.save(out)
     lines = [*_plan_lines(plan), f"plan: {out}"]
     if report is not None:
@@ -178,11 +203,32 @@ def _check_report(report: Path, config: CompressionConfig) -> None:
     template("plan.html")  # raises if a library is absent
 
 
-def _warn_of_long_work(
-    model: PreTrainedModel, text: TextSource, config: CompressionConfig, recipe: str
-) -> None:
+def _own_text(model: PreTrainedModel, request: Request, work: Path | None) -> Tensor:
+    """Return the calibration text that a model writes, or has written in an interrupted run."""
+    count = request.sequences or OWN_SEQUENCES
+    write = partial(own_text, model, count, request.length)
+    if work is None:
+        return write()
+    settings = {"model": digest_of_model(model), "shape": [count, request.length]}
+    stored = Checkpoints(work, settings).made_by(own_text)
+    return stored.tensors("own-text", lambda: {"tokens": write()})["tokens"]
+
+
+def _estimated(
+    model: PreTrainedModel, source: TextSource | None, request: Request, config: CompressionConfig
+) -> Estimate:
+    """Estimate a run, with random tokens in the place of a text that is not written yet."""
+    if source is not None:
+        return estimate_run(model, source, config)
+    length = min(LENGTH, positions(model)) if request.length is None else request.length
+    vocabulary = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocabulary, (request.sequences or OWN_SEQUENCES, length))
+    return estimate_run(model, tokens, config)
+
+
+def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:
     """Say before the work begins that another recipe is quicker, if it takes too long."""
-    seconds = sum(estimate_run(model, text, config).seconds.values())
+    seconds = sum(estimated.seconds.values())
     if seconds > LONG_SECONDS:
         LOG.warning(
             "recipe %s takes about %s here if nothing of it is done yet, by an estimate; "

@@ -67,6 +67,10 @@ def open_text(name: str) -> TextSource:
     """
     if not name.strip():
         raise TextError(f"the name of the text is empty; a text is {HELP}")
+    if name == "own":
+        raise TextError(
+            "own is what a model writes itself: manifoldkv.own_text(model) returns its tokens"
+        )
     if name == "docstrings":
         return TextSource(name, read_docstrings)
     if name == "pydoc-topics":
