@@ -38,8 +38,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from manifoldkv import Codec, CompressionPlan, RankError, compress, open_text, sample_tokens
 from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
-from manifoldkv.figures import save_figure
-from manifoldkv.figures.style import title_above
+from manifoldkv.figures import legend_below, mark_of
+from manifoldkv.figures.palette import colour_at
+from manifoldkv.figures.style import label_axes, logarithmic, reference, title_above
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length
@@ -48,7 +49,6 @@ T = TypeVar("T")
 STOCK, ZSTD = "16-bit cache", "zstd"
 LEVEL = 3
 """Of zstd: its default."""
-COLOUR, OTHER = "#0072B2", "#999999"
 
 
 def main() -> int:
@@ -77,12 +77,17 @@ def study(given: argparse.Namespace) -> None:
     check_seed(given.seed)
     name = Path(given.model).name
     out = common.output_folder(given, "codec", name)
+    if given.redraw:
+        common.draw(out, draw)
+        return
     measured = Measured(given, out)
     windows, passkeys = measured.windows(), measured.passkeys()
-    results = summarized(windows, passkeys, measured.plans)
+    known = {"model": name, "prompt": given.prompt, "windows": given.held_out}
+    known |= {"items": given.items, "threads": given.threads, "seed": given.seed}
+    results = summarized(windows, passkeys, measured.plans).assign(**known)
     for frame, file in ((results, "results"), (windows, "windows"), (passkeys, "passkeys")):
         frame.to_csv(out / f"{file}.csv", index=False)
-    save_figure(draw(results, given, name), out / "stored_caches")
+    common.draw(out, draw)
     common.write_summary(out, summary(results, given, name))
 
 
@@ -259,42 +264,44 @@ def speed(windows: pd.DataFrame, column: str) -> float:
     return float(windows["stock_bytes"].sum() / windows[column].sum(min_count=1) / 1e6)
 
 
-def draw(results: pd.DataFrame, given: argparse.Namespace, name: str) -> Figure:
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return loss against size, passkeys, and speeds."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
     losses, recall, speeds = figure.subplots(1, 3)
     stored = results[results["predicted_nats"].notna()]
     losses.errorbar(
         stored["times_smaller"],
         stored["added_nll"],
         yerr=stored["nll_error"],
-        color=COLOUR,
-        marker="o",
         capsize=3,
+        label="recipe stored",
+        **mark_of("stored").style,
     )
-    losses.axhline(0, color="black", linewidth=0.8)
-    losses.set_xlabel("times smaller than in 16 bits")
-    losses.set_ylabel("added nats per token")
+    reference(losses, 0, STOCK)
+    label_axes(losses, "times smaller than in 16 bits", "added nats per token")
     asked = results[results["passkeys"].notna()]
-    colours = [OTHER if cache == STOCK else COLOUR for cache in asked["cache"]]
-    recall.bar(asked["cache"], asked["passkeys"], color=colours)
-    recall.set_ylim(0, given.items)
-    recall.set_ylabel(f"passkeys found, of {given.items}")
+    recall.bar(asked["cache"], asked["passkeys"], color=colour_at(0))
+    first = results.iloc[0]
+    recall.set_ylim(0, first["items"])
+    label_axes(recall, "cache", f"passkeys found, of {first['items']}")
     coded = results[results["encode_mb_per_second"].notna()]
-    for offset, column, shade in ((-0.2, "encode", COLOUR), (0.2, "decode", OTHER)):
-        places = [place + offset for place in range(len(coded))]
-        speeds.bar(places, coded[f"{column}_mb_per_second"], 0.4, color=shade, label=column)
+    for place, column in enumerate(("encode", "decode")):
+        places = [cache + 0.4 * place - 0.2 for cache in range(len(coded))]
+        height = coded[f"{column}_mb_per_second"]
+        speeds.bar(places, height, 0.4, color=colour_at(place + 1), label=column)
     speeds.set_xticks(range(len(coded)), list(coded["cache"]))
-    speeds.set_yscale("log")
-    speeds.set_ylabel("MB of the 16-bit cache per second")
-    speeds.legend(fontsize=8, frameon=False)
+    label_axes(speeds, "cache", "MB of the 16-bit cache per second")
+    logarithmic(speeds)
+    legend_below(figure)
+    smallest = stored.iloc[-1]
     title_above(
         figure,
-        f"{name}: caches stored and read back, prompts of {given.prompt} tokens, "
-        f"{given.held_out} windows (standard errors), {common.counted(given.threads, 'thread')}, "
-        f"seed {given.seed}",
+        f"{first['model']}: caches stored and read back lose {smallest['added_nll']:.3f} nats per "
+        f"token where they are {smallest['times_smaller']:.1f} times smaller; prompts of "
+        f"{first['prompt']} tokens, {first['windows']} windows (standard errors), "
+        f"{common.counted(first['threads'], 'thread')}, seed {first['seed']}",
     )
-    return figure
+    return {"stored_caches": figure}
 
 
 def summary(results: pd.DataFrame, given: argparse.Namespace, name: str) -> list[str]:

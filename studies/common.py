@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
+from manifoldkv import ManifoldKVError, OutputError, load_model, open_text, sample_tokens
+from manifoldkv.figures import save_figure
 from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
@@ -63,6 +66,9 @@ class Parser(argparse.ArgumentParser):
         """Add where results go, and whether those that are there are computed again."""
         self.add_argument("--out", type=folder_named, help=f"output folder ({default})")
         self.add_argument("--force", action="store_true", help="compute again what is stored")
+        self.add_argument(
+            "--redraw", action="store_true", help="only draw again, from the CSV that is in --out"
+        )
 
 
 def folder_named(name: str) -> Path:
@@ -112,6 +118,31 @@ def output_folder(given: argparse.Namespace, *default: str) -> Path:
 def stored_in(out: Path, given: argparse.Namespace) -> Checkpoints:
     """Return the checkpoints of a study, in a folder beside its results."""
     return Checkpoints(out / "steps", force=given.force)
+
+
+def draw(
+    out: Path, figures: Callable[[pd.DataFrame], Mapping[str, Figure]], table: str = "results.csv"
+) -> None:
+    """Draw the figures of a table that lies in a folder, from nothing but what is in it.
+
+    Parameters
+    ----------
+    out : Path
+        With the table; figures are written beside it.
+    figures : function
+        From the table to figures by the stems of their files.
+    table : str
+        Its name.
+
+    Raises
+    ------
+    OutputError
+        If there is no such table.
+    """
+    if not (out / table).is_file():
+        raise OutputError(f"{out} has no {table} to draw; without --redraw it is measured")
+    for stem, figure in figures(pd.read_csv(out / table)).items():
+        save_figure(figure, out / stem)
 
 
 def load(name: str, **options: object) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

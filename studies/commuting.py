@@ -47,8 +47,9 @@ from manifoldkv import (
 from manifoldkv.evaluation.perplexity import Comparison
 from manifoldkv.export.fold import check_foldable, folded
 from manifoldkv.export.heal import heal
-from manifoldkv.figures import legend_below, save_figure
-from manifoldkv.figures.style import title_above
+from manifoldkv.figures import legend_below
+from manifoldkv.figures.palette import colour_at
+from manifoldkv.figures.style import label_axes, title_above
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
 from manifoldkv.pipeline.commuting import (
     Forms,
@@ -68,7 +69,6 @@ FREE, FISHER, QUERIES = "free, before rotation", "commuting", "commuting, query 
 REAL, TRANSMLA, PAIRS = "real", "real, unweighted (TransMLA)", "whole frequencies (RAP)"
 TUNED, HEALED = "commuting, tuned", "commuting, tuned and healed"
 UNTUNED = "commuting, healed"
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 
 
 def main() -> int:
@@ -94,9 +94,12 @@ def main() -> int:
 def study(given: argparse.Namespace) -> None:
     name = Path(given.model).name
     out = common.output_folder(given, "commuting", name)
+    if given.redraw:
+        common.draw(out, draw)
+        return
     results = Commuting(given, out).measure()
     results.to_csv(out / "results.csv", index=False)
-    save_figure(draw(results), out / "added_nats")
+    common.draw(out, draw)
     common.write_summary(out, summary(results))
 
 
@@ -295,36 +298,40 @@ def _free(gram: Tensor, weight: Tensor, latents: int, grouping: HeadGrouping) ->
     return Basis(down, up, grouping)
 
 
-def draw(results: pd.DataFrame) -> Figure:
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return bars of added nats, a colour for each text."""
     caches, texts = (list(dict.fromkeys(results[name])) for name in ("cache", "text"))
-    figure = Figure(figsize=(7.0, 0.42 * len(caches) + 1.7), layout="constrained")
-    axes = figure.subplots()
     height = 0.8 / len(texts)
+    tall = (0.2 + 0.2 * len(texts)) * len(caches) + 1.5
+    figure = Figure(figsize=(7.0, tall), layout="constrained")
+    axes = figure.subplots()
     for place, text in enumerate(texts):
         part = results[results["text"] == text].set_index("cache").loc[caches]
-        axes.barh(
+        bars = axes.barh(
             [row + (place - (len(texts) - 1) / 2) * height for row in range(len(caches))],
             part["added_nll"],
             height,
             xerr=part["standard_error"],
-            color=COLOURS[place % len(COLOURS)],
+            color=colour_at(place),
             error_kw={"lw": 0.8},
             label=text,
         )
+        axes.bar_label(bars, fmt="%.3f", fontsize=7, padding=3)
+    label_axes(axes, "added nats per token, held out", "")
     axes.set_yticks(range(len(caches)), caches, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("added nats per token, held out", fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.grid(visible=True, axis="x", alpha=0.2)
-    legend_below(figure, axes)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.1)
+    legend_below(figure)
     first = results.iloc[0]
+    shown = results[results["text"] == texts[0]].set_index("cache")["added_nll"]
+    found = [f"{name} {shown[name]:.3f}" for name in (FREE, FISHER, TUNED, HEALED) if name in shown]
     title_above(
         figure,
-        f"{first['model']}, keys and values at {first['ratio']:.3g} of their bytes each, "
-        f"{first['windows']} windows of {first['length']} tokens of each text",
+        f"{first['model']}, keys and values at {first['ratio']:.3g} of their bytes each, nats "
+        f"added on {texts[0]}: {'; '.join(found)}",
     )
-    return figure
+    return {"added_nats": figure}
 
 
 def summary(results: pd.DataFrame) -> list[str]:

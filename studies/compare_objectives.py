@@ -23,6 +23,7 @@ from typing import Any
 
 import common
 import pandas as pd
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +35,6 @@ from manifoldkv.figures import (
     error_against_rank,
     error_against_seconds,
     errors_per_layer,
-    save_figure,
 )
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
@@ -156,6 +156,9 @@ def study(given: argparse.Namespace) -> None:
     pairs, skipped = solvable_pairs(settings)
     folder = "compare_objectives_quick" if given.quick else "compare_objectives"
     out = common.output_folder(given, folder, Path(given.model).name)
+    if given.redraw:
+        common.draw(out, figures)
+        return
     model, tokenizer = common.load(settings.model)
     layers = check_against_model(settings, model)
     tokens = {split: read_tokens(settings, tokenizer, split) for split in SPLITS}
@@ -421,11 +424,18 @@ def measure(
 
 def report(results: pd.DataFrame, settings: Settings, skipped: list[str], out: Path) -> None:
     results.to_csv(out / "results.csv", index=False)
-    save_figure(errors_per_layer(results), out / "errors_per_layer")
-    save_figure(error_against_rank(results), out / "error_against_rank")
-    if set(results["site"]) != {"both"}:
-        save_figure(error_against_seconds(results), out / "error_against_seconds")
+    common.draw(out, figures)
     common.write_summary(out, summary(results, settings, skipped))
+
+
+def figures(results: pd.DataFrame) -> dict[str, Figure]:
+    drawn = {
+        "errors_per_layer": errors_per_layer(results),
+        "error_against_rank": error_against_rank(results),
+    }
+    if set(results["site"]) != {"both"}:
+        drawn["error_against_seconds"] = error_against_seconds(results)
+    return drawn
 
 
 def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> list[str]:

@@ -22,14 +22,15 @@ from tqdm import tqdm
 
 from manifoldkv import RECIPES, Quantization, Recipe, Uniform, compress, quantize
 from manifoldkv.evaluation import Comparison, Perplexity, perplexity
-from manifoldkv.figures import save_figure
+from manifoldkv.figures import legend_below, mark_of
+from manifoldkv.figures.paper import bits_above
+from manifoldkv.figures.style import label_axes, linear_near_zero, title_above
 from manifoldkv.pipeline.rounding import ROTATIONS
 from manifoldkv.plan.quantization import Layout
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 
 BITS = (8, 4, 3, 2)
 LAYOUTS: tuple[Layout, ...] = ("static", "kivi")
-COLOURS = {"none": "#999999", "pca": "#E69F00", "hadamard": "#0072B2"}
 
 
 def main() -> int:
@@ -55,9 +56,12 @@ def main() -> int:
 
 def study(given: argparse.Namespace) -> None:
     out = common.output_folder(given, "compare_quantization", Path(given.model).name)
+    if given.redraw:
+        common.draw(out, draw)
+        return
     results = pd.concat([measure(given, recipe, out) for recipe in given.recipes])
     results.to_csv(out / "results.csv", index=False)
-    save_figure(draw(results), out / "nll_against_bits")
+    common.draw(out, draw)
     common.write_summary(out, summary(results))
 
 
@@ -121,49 +125,41 @@ def measure(given: argparse.Namespace, recipe: str, out: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw(results: pd.DataFrame) -> Figure:
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
     recipes = list(dict.fromkeys(results["recipe"]))
-    figure = Figure(figsize=(7.0, 2.9 * len(recipes) + 0.5), layout="constrained")
+    figure = Figure(figsize=(7.6, 3.1 * len(recipes) + 0.9), layout="constrained")
     panels = figure.subplots(len(recipes), len(LAYOUTS), sharex=True, sharey=True, squeeze=False)
+    lowest, highest = results["added_nll"].min(), results["added_nll"].max()
     for row, recipe in zip(panels, recipes, strict=True):
         for axes, layout in zip(row, LAYOUTS, strict=True):
             part = results[(results["recipe"] == recipe) & (results["layout"] == layout)]
             for rotation in ROTATIONS:
                 line = part[part["rotation"] == rotation]
-                axes.plot(
-                    line["bytes_ratio"],
-                    line["added_nll"],
-                    "o-",
-                    ms=4,
-                    color=COLOURS[rotation],
-                    label=rotation,
-                )
-            for _, point in part[part["rotation"] == "none"].iterrows():
-                place = (point["bytes_ratio"], point["added_nll"])
-                axes.annotate(
-                    f"{point['bits']} bit",
-                    place,
-                    fontsize=7,
-                    xytext=(3, 3),
-                    textcoords="offset points",
-                )
-            axes.set_yscale("symlog", linthresh=0.01)
-            axes.set_title(f"{recipe}, layout {layout}", fontsize=9)
-            axes.tick_params(labelsize=7)
-            axes.grid(visible=True, alpha=0.2)
-    for axes in panels[-1]:
-        tokens = results["tokens"].iloc[0]
-        axes.set_xlabel(f"bytes / uncompressed 16-bit cache, {tokens} tokens", fontsize=8)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("NLL added by rounding, nats per token", fontsize=8)
-    panels[0][0].legend(title="rotation", fontsize=8, title_fontsize=8)
+                style = mark_of(rotation).style
+                label = f"rotation: {rotation}"
+                axes.plot(line["bytes_ratio"], line["added_nll"], ms=4.5, label=label, **style)
+            x = "bytes / uncompressed 16-bit cache" if recipe == recipes[-1] else ""
+            y = "added by rounding, nats per token" if axes is row[0] else ""
+            label_axes(axes, x, y, f"{recipe}, layout {layout}")
+            bits_above(axes, part)
+    for axes in panels.flat:
+        linear_near_zero(axes, lowest, highest)
+    legend_below(figure)
     first = results.iloc[0]
-    figure.suptitle(
-        f"{first['model']} at ratio {first['ratio']:.3g} before rounding, held out, linear below "
-        "0.01",
-        fontsize=10,
+    title_above(
+        figure,
+        f"{first['model']}, ratio {first['ratio']:.3g} before rounding, {first['tokens']} tokens: "
+        f"{_finding(results)}",
     )
-    return figure
+    return {"nll_against_bits": figure}
+
+
+def _finding(results: pd.DataFrame) -> str:
+    """Return how often each rotation adds least."""
+    cases = results.groupby(["recipe", "layout", "bits"])["added_nll"]
+    best = results.loc[cases.idxmin(), "rotation"].value_counts()
+    counts = [f"{rotation} in {best.get(rotation, 0)}" for rotation in ROTATIONS]
+    return f"of {cases.ngroups} cases, the rotation that adds least is {', '.join(counts)}"
 
 
 def summary(results: pd.DataFrame) -> list[str]:

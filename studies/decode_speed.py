@@ -35,7 +35,9 @@ from typing import Any
 import common
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -56,7 +58,9 @@ from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.rotation import Angles, rotate_halves
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
-from manifoldkv.figures import save_figure
+from manifoldkv.figures import Mark, legend_below
+from manifoldkv.figures.palette import BLACK, GREEN, GREY, PURPLE, VERMILLION
+from manifoldkv.figures.style import label_axes, logarithmic, title_above
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.plan.plan import config_hash
@@ -73,7 +77,8 @@ LARGEST_BYTES = {"attention": 5 << 28, "model": 3 << 30}
 """Cells whose uncompressed cache is larger are left out: nine caches are held at a time."""
 Random = partial[Tensor]
 """A function of a shape, with everything else about random numbers settled."""
-COLOURS = {"stock": "#000000", "full": "#0072B2", "post": "#009E73", "pre": "#D55E00"}
+WHAT = {"attention": "Time of one layer's attention", "model": "Time of a decode step"}
+RATIO = "time / that of full rank"
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,6 @@ class Variant:
     bits: int | None = None
     grouping: int = 1
     recent: int = 0
-
-    @property
-    def kind(self) -> str:
-        return self.name.split("-")[0]
 
 
 VARIANTS = [
@@ -140,6 +141,9 @@ def study(given: argparse.Namespace) -> None:
     if min(*tokens, *batches, rounds) < 1:
         raise ManifoldKVError("tokens, batches and rounds must be at least 1")
     out = common.output_folder(given, "decode_speed_quick" if given.quick else "decode_speed")
+    if given.redraw:
+        common.draw(out, draw)
+        return
     variants = [KNOWN[name] for name in dict.fromkeys(["stock", "full", *given.variants])]
     stored = common.stored_in(out, given).made_by(CachedAttention)
     stored = stored.keyed(
@@ -471,64 +475,124 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def report(results: pd.DataFrame, variants: list[Variant], out: Path) -> None:
-    for what, column, label in (
-        ("attention", "ratio_to_full", "time of attention / full rank"),
-        ("model", "ratio_to_stock", "time of a decode step / DynamicCache"),
-    ):
-        part = results[results["what"] == what]
-        if len(part):
-            save_figure(draw(part, variants, column, label), out / f"{what}_against_context")
     results.to_csv(out / "results.csv", index=False)
+    common.draw(out, draw)
     common.write_summary(out, summary(results, variants))
 
 
-def draw(results: pd.DataFrame, variants: list[Variant], column: str, label: str) -> Figure:
-    dtypes, batches = list(dict.fromkeys(results["dtype"])), sorted(set(results["batch"]))
-    size = (4.0 * len(batches), 3.0 * len(dtypes) + 0.6)
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(dtypes), len(batches), squeeze=False, sharex=True, sharey=True)
-    styles = {0.5: "-", 0.625: "--", 0.75: ":"}
-    for row, dtype in zip(panels, dtypes, strict=True):
-        for axes, batch in zip(row, batches, strict=True):
-            cell = results[(results["dtype"] == dtype) & (results["batch"] == batch)]
-            for number, variant in enumerate(variants):
-                line = cell[cell["variant"] == variant.name]
-                axes.plot(
-                    line["tokens"],
-                    line[column],
-                    label=variant.name,
-                    color=colour(variant, number),
-                    linestyle=styles.get(variant.rank / HEAD_DIM, "-"),
-                    marker="o",
-                    markersize=3,
-                )
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.set_title(f"{dtype}, batch {batch}", fontsize=9)
-            axes.grid(visible=True, which="both", alpha=0.2)
-            axes.tick_params(labelsize=7, which="both")
-    for axes in panels[-1]:
-        axes.set_xlabel("cached tokens", fontsize=8)
-    for axes in panels[:, 0]:
-        axes.set_ylabel(label, fontsize=8)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=2 * len(batches) + 1,
-        fontsize=7,
-        frameon=False,
-    )
-    threads = common.counted(int(results["threads"].iloc[0]), "thread")
-    figure.suptitle(f"{label}, {threads}", fontsize=10)
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
+    """Return lines against the context, or bars where there is one context only."""
+    figures = {}
+    for what, title in WHAT.items():
+        part = results[results["what"] == what]
+        if len(part):
+            chosen = _lines if len(set(part["tokens"])) > 1 else _bars
+            figure = chosen(part)
+            legend_below(figure)
+            title_above(figure, f"{title}, {_finding(part)}")
+            figures[f"{what}_against_context"] = figure
+    return figures
+
+
+def _lines(results: pd.DataFrame) -> Figure:
+    figure, cells = _panels(results, 3.1)
+    for axes, cell in cells:
+        for name in dict.fromkeys(cell["variant"]):
+            line = cell[cell["variant"] == name]
+            variant = KNOWN[name]
+            axes.plot(
+                line["tokens"],
+                line["ratio_to_full"],
+                label=said(variant),
+                markersize=4.5,
+                **style_of(variant),
+            )
+        label_axes(axes, "cached tokens", RATIO, axes.get_title())
+    for axes, _ in cells:
+        logarithmic(axes)
+        logarithmic(axes, x=True)
+        axes.set_xticks(sorted(set(results["tokens"])))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+        axes.label_outer()
     return figure
 
 
-def colour(variant: Variant, number: int) -> str:
-    if variant in MORE_VARIANTS:
-        return f"C{number % 10}"
-    return "#CC79A7" if variant.bits else COLOURS[variant.kind]
+def _bars(results: pd.DataFrame) -> Figure:
+    names = [name for name in dict.fromkeys(results["variant"]) if name != "full"]
+    figure, cells = _panels(results, 0.26 * len(names) + 1.2)
+    for axes, cell in cells:
+        chosen = cell.set_index("variant")["ratio_to_full"].loc[names]
+        colours = [style_of(KNOWN[name])["color"] for name in names]
+        bars = axes.barh([said(KNOWN[name]) for name in names], chosen, color=colours)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+        label_axes(axes, RATIO, "", axes.get_title())
+        axes.margins(x=0.12)
+        axes.axvline(1, color=BLACK, ls=":", lw=1, label=said(KNOWN["full"]))
+    cells[0][0].invert_yaxis()  # of all: they share it
+    return figure
+
+
+def _panels(results: pd.DataFrame, height: float) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """Return a figure with a titled panel for every dtype and batch size, and what it shows."""
+    groups = list(results.groupby(["dtype", "batch"], sort=False))
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure = Figure(figsize=(4.4 * columns + 0.8, height * rows + 1.2), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for unused in panels[len(groups) :]:
+        unused.remove()
+    cells = []
+    for axes, ((dtype, batch), cell) in zip(panels, groups, strict=False):
+        axes.set_title(f"{dtype}, batch {batch}")
+        cells.append((axes, cell))
+    return figure, cells
+
+
+def _finding(part: pd.DataFrame) -> str:
+    """Return what keys cost that are stored after rotation, and before it."""
+    long = part[part["tokens"] >= LONG]
+    chosen = long if len(long) else part
+    threads = common.counted(int(part["threads"].iloc[0]), "thread")
+    said = [
+        f"{geometric_mean(rows['ratio_to_full']):.2f} with keys stored {place} rotation"
+        for name, place in (("post-0.5", "after"), ("pre-0.5", "before"))
+        if len(rows := chosen[chosen["variant"] == name])
+    ]
+    found = f"half the rank takes {' and '.join(said)}; " if said else ""
+    return f"against that of full rank: {found}{threads}, cells of {_lengths(chosen)} tokens"
+
+
+def _lengths(part: pd.DataFrame) -> str:
+    return " and ".join(f"{tokens:,}" for tokens in sorted(set(part["tokens"])))
+
+
+def said(variant: Variant) -> str:
+    """Return what a variant is called in figures."""
+    if variant.rotary is None:
+        return "stock cache (DynamicCache)"
+    if variant.rank == HEAD_DIM:
+        return "full rank"
+    words = [f"rank {variant.rank / HEAD_DIM:g}"]
+    words.append("after rotation" if variant.rotary == "post" else "before rotation")
+    if variant.bits:
+        words.append(f"{variant.bits} bits")
+    if variant.grouping > 1:
+        words.append(f"{variant.grouping} heads in a basis")
+    if variant.recent:
+        words.append(f"newest {variant.recent} exact")
+    return ", ".join(words)
+
+
+def style_of(variant: Variant) -> dict[str, Any]:
+    """Return the look of a variant: its colour is how it is stored, its marker the rank."""
+    if variant.rotary is None:
+        return Mark(GREY, "x", "--").style
+    if variant.rank == HEAD_DIM:
+        return Mark(BLACK, "", ":").style
+    marker = {0.5: "o", 0.625: "s", 0.75: "^"}.get(variant.rank / HEAD_DIM, "D")
+    if variant.bits:
+        return Mark(PURPLE, marker).style
+    return Mark(GREEN if variant.rotary == "post" else VERMILLION, marker).style
 
 
 def summary(results: pd.DataFrame, variants: list[Variant]) -> list[str]:

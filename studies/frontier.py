@@ -36,7 +36,6 @@ from manifoldkv.evaluation import Comparison, Perplexity, perplexity
 from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import summarize
 from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import digest_of_tokens
 
 RATIOS = tuple(1 / times for times in (2, 3, 4, 6, 8, 12, 16))
@@ -76,10 +75,12 @@ def study(given: argparse.Namespace) -> None:
     contest.check(given)
     name = Path(given.model).name
     out = common.output_folder(given, "frontier", name)
+    if given.redraw:
+        common.draw(out, draw)
+        return
     results = Frontier(given, out).measure()
     results.to_csv(out / "results.csv", index=False)
-    for stem, figure in draw(results, name).items():
-        save_figure(figure, out / stem)
+    common.draw(out, draw)
     said = {name: COMPOSITIONS[name].said for name in given.compositions}
     common.write_summary(out, summary(results, name, said))
 

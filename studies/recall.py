@@ -37,11 +37,12 @@ from tqdm import tqdm
 
 from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import Holder, summarize, through_plan
-from manifoldkv.figures import save_figure
+from manifoldkv.figures.style import title_above
 from manifoldkv.runs.checkpoints import Checkpoints
 
 USUAL = ("integers", "sinks-recent", "snapkv", "eigen-attention", "fast-uniform", "grouped", "best")
 MAPPED = "passkey"
+PASSKEYS = "passkeys.csv"
 DEPTHS = 5
 """Rows of the map."""
 STOCK, EXACT, COMPRESSED = "uncompressed", "exact", "compressed"
@@ -65,12 +66,15 @@ def study(given: argparse.Namespace) -> None:
     contest.check(given)
     name = Path(given.model).name
     out = common.output_folder(given, "recall", name)
+    if given.redraw:
+        common.draw(out, draw, PASSKEYS)
+        return
     recall = Recall(given, out)
     results, answers = recall.measure()
     results.to_csv(out / "results.csv", index=False)
     if len(answers):
-        answers.to_csv(out / "passkeys.csv", index=False)
-        save_figure(draw(answers, name), out / "passkeys_by_depth_and_length")
+        answers.to_csv(out / PASSKEYS, index=False)
+        common.draw(out, draw, PASSKEYS)
     said = {name: COMPOSITIONS[name].said for name in given.compositions}
     common.write_summary(out, summary(results, name, said))
 
@@ -142,7 +146,7 @@ def labelled(asked: Asked) -> str:
     return f"{asked.name}, {1 / asked.made['ratio'].iloc[0]:.1f} times smaller"
 
 
-def draw(answers: pd.DataFrame, name: str) -> Figure:
+def draw(answers: pd.DataFrame) -> dict[str, Figure]:
     """Return a map of passkeys found, depth against length, for every cache."""
     caches = list(dict.fromkeys(answers["cache"]))
     lengths = sorted(answers["task_length"].unique())
@@ -175,9 +179,11 @@ def draw(answers: pd.DataFrame, name: str) -> Figure:
     axes[0].invert_yaxis()  # of all: they share it
     figure.supxlabel("tokens of the prompt", fontsize=9)
     figure.supylabel("depth of the passkey", fontsize=9)
-    figure.suptitle(f"{name}: share of passkeys found", fontsize=10)
+    by_cache = answers.groupby("cache", sort=False)["score"].mean()
+    found = "; ".join(f"{cache} {share:.2f}" for cache, share in by_cache.items())
+    title_above(figure, f"Share of passkeys found: {found}")
     figure.colorbar(image, ax=list(axes[: len(caches)]), shrink=0.6, label="share found")
-    return figure
+    return {"passkeys_by_depth_and_length": figure}
 
 
 def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]:

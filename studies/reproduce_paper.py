@@ -116,6 +116,9 @@ def reproduce(given: argparse.Namespace) -> None:
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
     known = {model: name for name, model in REFERENCE.items()}
     names = {known.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
+    if given.redraw:
+        figures.redraw(names, out)
+        return
     studies = [Study(name, model, given, protocol, out) for name, model in names.items()]
     for study in studies:  # what does not work shows before anything long
         study.check()

@@ -56,7 +56,9 @@ from manifoldkv import (
     capture,
 )
 from manifoldkv.basis import Site
-from manifoldkv.figures import save_figure
+from manifoldkv.figures import Mark, legend_below
+from manifoldkv.figures.palette import BLUE, GREEN, VERMILLION
+from manifoldkv.figures.style import label_axes, title_above
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.objectives.gram import GramObjective
@@ -104,6 +106,11 @@ SHAPES = {
         151936,
     ),
 }
+SHAPE_MARKS = {
+    "llama-3-8b": Mark(BLUE, "o"),
+    "llama-3-70b": Mark(VERMILLION, "s"),
+    "qwen3-8b": Mark(GREEN, "^"),
+}
 PAPER_SEQUENCES, PAPER_LENGTH, PAPER_RANKS, PAPER_EPOCHS = 512, 2048, 5, 50
 """The paper's calibration: sequences, their length, ranks trained per site, and epochs at most."""
 
@@ -150,11 +157,13 @@ def study(given: argparse.Namespace) -> None:
     if min(numbers) < 1 or not given.rate > 0:
         raise ManifoldKVError("layers, sequences, lengths, steps and rate must be positive")
     out = common.output_folder(given, "scale")
+    if given.redraw:
+        common.draw(out, draw)
+        return
     check_writable(given.work or Path(tempfile.gettempdir()))
     results = measure_all(given, common.stored_in(out, given))
     results.to_csv(out / "results.csv", index=False)
-    save_figure(draw_tokens(results), out / "memory_against_tokens")
-    save_figure(draw_layers(results), out / "cost_against_layers")
+    common.draw(out, draw)
     common.write_summary(out, summary(results, given.rate))
 
 
@@ -426,41 +435,67 @@ def estimates(results: pd.DataFrame, rate: float) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
+    return {
+        "memory_against_tokens": draw_tokens(results),
+        "cost_against_layers": draw_layers(results),
+    }
+
+
 def draw_tokens(results: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(5.0, 3.4), layout="constrained")
+    figure = Figure(figsize=(5.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    for index, (name, part) in enumerate(results.groupby("shape", sort=False)):
-        for solver, style in ((STEPS, "o-"), (CLOSED, "o--")):
-            line = by_tokens(part, solver)
-            memory, label = line["peak_bytes"] / GIB, f"{name}, {solver}"
-            axes.plot(line["tokens"], memory, style, color=f"C{index}", ms=4, label=label)
+    growth, tokens = [], []
+    for name, part in results.groupby("shape", sort=False):
+        for solver, line in ((STEPS, "-"), (CLOSED, "--")):
+            measured = by_tokens(part, solver)
+            memory, label = measured["peak_bytes"] / GIB, f"{name}, {solver}"
+            style = SHAPE_MARKS[str(name)].style | {"linestyle": line, "markersize": 5}
+            if solver == CLOSED:
+                style["fillstyle"] = "none"
+            axes.plot(measured["tokens"], memory, label=label, **style)
+            growth.append(f"{label} {memory.iloc[-1] / memory.iloc[0] - 1:+.0%}")
+            tokens += list(measured["tokens"])
     _finish(axes, "calibration tokens", "peak resident memory, GiB")
+    legend_below(figure)
+    title_above(
+        figure,
+        f"Peak memory from {min(tokens):,} calibration tokens to {max(tokens):,}: "
+        f"{', '.join(growth)}",
+    )
     return figure
 
 
 def draw_layers(results: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.0), layout="constrained")
     memory, seconds = figure.subplots(1, 2)
-    for index, (name, part) in enumerate(results.groupby("shape", sort=False)):
-        line, colour = by_layers(part), f"C{index}"
-        memory.plot(line["layers"], line["peak_bytes"] / GIB, "o-", color=colour, ms=4, label=name)
+    growth = []
+    for name, part in results.groupby("shape", sort=False):
+        line, mark = by_layers(part), SHAPE_MARKS[str(name)]
+        peaks = line["peak_bytes"] / GIB
+        memory.plot(line["layers"], peaks, ms=5, label=name, **mark.style)
         weights = line["layers"] * line["layer_bytes"] / GIB
         label = f"{name}, weights of all layers"
-        memory.plot(line["layers"], weights, ":", color=colour, lw=1, label=label)
-        seconds.plot(line["layers"], line["seconds"], "o-", color=colour, ms=4, label=name)
+        style = mark.style | {"linestyle": ":", "fillstyle": "none", "lw": 1.4}
+        memory.plot(line["layers"], weights, ms=5, label=label, **style)
+        seconds.plot(line["layers"], line["seconds"], ms=5, label=name, **mark.style)
+        growth.append(f"{name} {peaks.iloc[-1] / peaks.iloc[0] - 1:+.0%}")
     _finish(memory, "layers", "peak resident memory, GiB")
     _finish(seconds, "layers", "seconds per layer")
+    legend_below(figure)
+    counts = by_layers(results)["layers"]
+    title_above(
+        figure,
+        f"Peak memory from {counts.min()} layers to {counts.max()}: {', '.join(growth)}; weights "
+        f"are {counts.max() / counts.min():g} times as large",
+    )
     return figure
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=8)
-    axes.set_ylabel(y, fontsize=8)
+    label_axes(axes, x, y)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.grid(visible=True, alpha=0.2)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=7)
 
 
 def summary(results: pd.DataFrame, rate: float) -> list[str]:

@@ -6,11 +6,10 @@ import pandas as pd
 import pytest
 
 from manifoldkv.figures import (
-    COLOURS,
-    colour_of,
     error_against_rank,
     error_against_seconds,
     errors_per_layer,
+    mark_of,
     save_figure,
 )
 from tests.drawings import assert_written
@@ -49,11 +48,26 @@ def lines(axes):
 
 def test_layers_are_drawn_from_held_out_rows_of_the_best_solver(results):
     figure = errors_per_layer(results)
-    assert len(figure.axes) == 9
-    line = lines(figure.axes[1])["layer-output"]
-    assert line.get_xdata().tolist() == [0, 1, 2]
-    expected = [((1 + layer) / 8 + 0.005) / 2 for layer in range(3)]
-    assert line.get_ydata().tolist() == pytest.approx(expected)
+    assert len(figure.axes) == 6
+    for axes in figure.axes:
+        line = lines(axes)["layer-output"]
+        assert line.get_xdata().tolist() == [0, 1, 2]
+        assert line.get_ydata().tolist() == pytest.approx([0, 0, 0])  # as good as the baseline
+
+
+def test_layers_are_compared_with_eigen_attention(results):
+    results = results.replace({"objective": {"k-svd": "eigen-attention"}})
+    twice = results["objective"] == "layer-output"
+    for error in ("attention_output_error", "layer_output_error"):
+        results[error] *= 1 + twice
+    figure = errors_per_layer(results)
+    for axes in figure.axes:
+        drawn = lines(axes)
+        assert drawn["layer-output"].get_ydata().tolist() == pytest.approx([100, 100, 100])
+        assert drawn["mine"].get_ydata().tolist() == pytest.approx([0, 0, 0])
+        assert "eigen-attention" not in drawn
+        assert set(drawn["eigen-attention (0)"].get_ydata()) == {0}
+    assert "layer-output the highest" in figure.get_suptitle().replace("\n", " ")
 
 
 def test_rank_axis_is_the_achieved_ratio(results):
@@ -76,12 +90,24 @@ def test_seeds_are_bands(results):
     assert not errors_per_layer(one_seed).axes[0].collections
 
 
-def test_names_keep_their_colours():
-    among = ["mine", "k-svd", "yours"]
-    colours = [colour_of(name, among) for name in among]
-    assert colours[1] == COLOURS["k-svd"]
-    assert len(set(colours)) == 3
-    assert not {colours[0], colours[2]} & set(COLOURS.values())
+def test_solvers_fill_the_mark_of_their_objective(results):
+    figure = error_against_seconds(results)
+    drawn = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+    marks = {(line.get_color(), line.get_marker()) for line in drawn}
+    expected = {mark_of(name, ["mine"]) for name in ("k-svd", "layer-output", "mine")}
+    assert marks == {(mark.colour, mark.marker) for mark in expected}
+    assert {line.get_fillstyle() for line in drawn} == {"none", "left"}
+    assert figure.axes[0].get_ylim()[0] == 0
+
+
+def test_a_basis_per_head_has_a_mark_of_its_own(results):
+    of_head = results[results["objective"] == "k-svd"]
+    kq_svd = [of_head.assign(objective="kq-svd", key_grouping=g) for g in ("shared", "1")]
+    figure = error_against_rank(pd.concat([results, *kq_svd]))
+    drawn = lines(figure.axes[0])
+    shared, alone = drawn["kq-svd"], drawn["kq-svd, a basis per head"]
+    assert shared.get_color() != alone.get_color()
+    assert shared.get_marker() != alone.get_marker()
 
 
 def test_equal_tables_give_equal_files(results, tmp_path):

@@ -8,15 +8,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from manifoldkv.figures import (
-    COLOURS,
     accuracy,
     bases_comparison,
+    mark_of,
     perplexities,
     policies,
     quantization,
     rank_profile,
     save_figure,
-    style,
     table_of_results,
 )
 from tests.drawings import assert_written
@@ -68,20 +67,42 @@ def test_tradeoffs_show_means_at_the_achieved_ratio(draw, measure, evaluations) 
     assert [axes.get_title() for axes in figure.axes] == list(MEASURES[measure])
     for panel in range(len(figure.axes)):
         found = lines(figure, panel)
-        assert set(found) == {"uncompressed", "EigenAttention", "StiefAttention", "mine"}
+        named = {"uncompressed", "EigenAttention", "StiefAttention", "mine"}
+        assert set(found) - {"chance"} == named
         line = found["StiefAttention"]
         assert line.get_xdata().tolist() == pytest.approx([0.48, 0.88])
         assert line.get_ydata().tolist() == pytest.approx([10.5 + 12 / 0.5, 10.5 + 12 / 0.9])
-        assert line.get_color() == COLOURS["layer-output"]
+        assert line.get_color() == mark_of("layer-output").colour
         assert set(found["uncompressed"].get_ydata()) == {10.0}
         assert len(figure.axes[panel].collections) == 3  # a band over seeds for every method
+
+
+def test_chance_is_drawn_where_it_is_known(evaluations) -> None:
+    figure = accuracy(sequential(evaluations).assign(value=0.6), title="tiny")
+    for panel, chance in enumerate((0.25, 0.5, 0.25)):  # of four answers, or of two
+        assert set(lines(figure, panel)["chance"].get_ydata()) == {chance}
+        assert figure.axes[panel].get_ylim()[0] == 0
+    renamed = sequential(evaluations).replace({"of": {"mmlu": "another"}})
+    assert "chance" not in lines(accuracy(renamed, title="tiny"), 2)
+
+
+def test_logarithmic_axes_say_so(evaluations) -> None:
+    for axes in perplexities(sequential(evaluations), title="tiny").axes:
+        assert axes.get_yscale() == "log"
+        assert axes.get_ylabel() == "perplexity (logarithmic)"
+
+
+def test_titles_tell_the_numbers(evaluations) -> None:
+    title = accuracy(sequential(evaluations), title="tiny").get_suptitle().replace("\n", " ")
+    assert "hellaswag, ratio 0.48: EigenAttention 40.500, StiefAttention 34.500" in title
 
 
 def test_policies_are_lines_of_one_method(evaluations) -> None:
     figure = policies(evaluations[evaluations["method"] == "layer-output"], title="tiny")
     found = lines(figure)
     assert set(found) == {"sequential", "uniform"}
-    assert found["uniform"].get_linestyle() == "--"
+    assert found["uniform"].get_color() != found["sequential"].get_color()
+    assert found["uniform"].get_marker() != found["sequential"].get_marker()
     difference = found["uniform"].get_ydata() - found["sequential"].get_ydata()
     assert difference.tolist() == pytest.approx([1, 1])
 
@@ -96,12 +117,12 @@ def test_quantization_has_a_point_per_width(evaluations) -> None:
     plain = pd.concat([part, *rounded]).assign(rotation="none")
     turned = pd.concat(rounded).assign(rotation="hadamard", value=11.0)
     figure = quantization(pd.concat([plain, turned]), title="tiny")
-    assert lines(figure)["EigenAttention, rotated (hadamard)"].get_ydata().tolist()[:3] == [11] * 3
+    assert lines(figure)["EigenAttention, hadamard"].get_ydata().tolist()[:3] == [11] * 3
     line = lines(figure)["EigenAttention"]
     assert line.get_xdata().tolist() == pytest.approx([0.075, 0.135, 0.255, 0.48])
     assert line.get_ydata().tolist()[:3] == [18, 16, 12]
-    notes = {text.get_text() for text in figure.axes[0].texts}
-    assert notes == {"exact", "8 bit", "4 bit", "2 bit"}
+    (above,) = figure.axes[0].child_axes
+    assert [label.get_text() for label in above.get_xticklabels()] == ["2", "4", "8", "exact"]
 
 
 def test_bases_comparison_has_three_panels() -> None:
@@ -162,9 +183,3 @@ def test_titles_and_legends_fit_a_single_panel(evaluations) -> None:
         box = part.get_window_extent()
         assert 0 <= box.x0 < box.x1 <= width
         assert 0 <= box.y0 < box.y1 <= height
-
-
-def test_every_method_has_a_colour_of_its_own() -> None:
-    names = ["eigen-attention", "layer-output", "grouped kq-svd", "mine", "yours"]
-    assert len({style.colour_of(name, names) for name in names}) == len(names)
-    assert style.colour_of("mine", names) == style.colour_of("mine", ["mine"])

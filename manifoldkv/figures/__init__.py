@@ -5,6 +5,7 @@ from manifoldkv.figures.objectives import (
     error_against_seconds,
     errors_per_layer,
 )
+from manifoldkv.figures.palette import MARKS, Mark, mark_of
 from manifoldkv.figures.paper import (
     accuracy,
     bases_comparison,
@@ -14,17 +15,18 @@ from manifoldkv.figures.paper import (
     rank_profile,
     table_of_results,
 )
-from manifoldkv.figures.style import COLOURS, colour_of, legend_below, save_figure
+from manifoldkv.figures.style import legend_below, save_figure
 
 __all__ = [
-    "COLOURS",
+    "MARKS",
+    "Mark",
     "accuracy",
     "bases_comparison",
-    "colour_of",
     "error_against_rank",
     "error_against_seconds",
     "errors_per_layer",
     "legend_below",
+    "mark_of",
     "perplexities",
     "policies",
     "quantization",

@@ -7,44 +7,63 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below
+from manifoldkv.figures.palette import mark_of
+from manifoldkv.figures.style import (
+    ERROR_LABELS,
+    label_axes,
+    legend_below,
+    logarithmic,
+    reference,
+    title_above,
+)
 
-MARKERS = {"closed-form": "o", "predictor": "s", "riemannian-adam": "^"}
+FILLS = {"closed-form": "full", "riemannian-adam": "left", "predictor": "none"}
+"""How the marker of an objective is filled, by the solver."""
 SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
+BASELINE = "eigen-attention"
+COMPARED = ("layer_output_error", "attention_output_error")
+ERROR = "layer_output_error"
 
 
 def errors_per_layer(results: pd.DataFrame) -> Figure:
-    """Draw held-out errors against layer: a line per objective, a panel per site and error.
+    """Draw how far every objective is from EigenAttention in every layer, by site and error.
 
     Parameters
     ----------
     results : DataFrame
         ``results.csv`` of compare_objectives. Each objective is drawn at the smallest rank, with
-        the solver that has its lowest mean layer-output error; the band spans the seeds.
+        the solver that has its lowest mean layer-output error; the band spans the seeds. Without
+        EigenAttention, the first objective is what others are compared with.
     """
-    held_out = results[results["split"] == "held-out"]
-    held_out = held_out[held_out["rank"] == held_out["rank"].min()]
-    sites = _in_order(held_out["site"], SITE_TITLES)
-    figure = Figure(figsize=(9.0, 2.6 * len(sites)), layout="constrained")
-    panels = figure.subplots(len(sites), len(ERROR_LABELS), squeeze=False, sharex=True)
-    for row, site in zip(panels, sites, strict=True):
+    held_out = _at_smallest_rank(results)
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(3.1 * len(sites), 5.6), layout="constrained")
+    panels = figure.subplots(len(COMPARED), len(sites), squeeze=False, sharex=True, sharey="row")
+    for column, site in enumerate(sites):
         series = _series(held_out[held_out["site"] == site])
-        for axes, (column, label) in zip(row, ERROR_LABELS.items(), strict=True):
+        baseline = next((s for s in series if s[0] == BASELINE), series[0])
+        level = _best_solver(baseline[2]).groupby("layer")[list(COMPARED)].mean()
+        for axes, error in zip(panels[:, column], COMPARED, strict=True):
+            reference(axes, 0, f"{baseline[0]} (0)")
             for name, style, frame in series:
-                _line(axes, _best_solver(frame), "layer", column, name, style)
-            axes.set_title(f"{SITE_TITLES[site]}", fontsize=9)
-            axes.set_ylabel(label, fontsize=8)
-            axes.tick_params(labelsize=7)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in panels[-1]:
-        axes.set_xlabel("layer", fontsize=8)
-    legend_below(figure, panels[0][0])
-    ratio = float(held_out["rank_ratio"].iloc[0])
-    figure.suptitle(
-        f"{_model(results)}: errors on held-out text, rank {int(held_out['rank'].iloc[0])} "
-        f"(ratio {ratio:.3g}), best solver of each objective",
-        fontsize=10,
+                if name != baseline[0]:
+                    rows = _best_solver(frame)
+                    of_layer = rows["layer"].map(level[error])
+                    _line(
+                        *(axes, rows.assign(above=100 * (rows[error] / of_layer - 1))),
+                        *("layer", "above", name, style),
+                    )
+            label = f"{ERROR_LABELS[error]},\n% above {baseline[0]}'s" if column == 0 else ""
+            label_axes(axes, "layer" if error == COMPARED[-1] else "", label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panels[0][column].set_title(SITE_TITLES[site], fontsize=9)
+    legend_below(figure)
+    title_above(
+        figure,
+        f"{_model(results)}, rank {int(held_out['rank'].iloc[0])}, held-out text: "
+        f"{_lowest(held_out, sites[-1])}",
     )
     return figure
 
@@ -52,95 +71,86 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
 def error_against_rank(results: pd.DataFrame) -> Figure:
     """Draw held-out layer-output error, mean over layers, against rank ratio."""
     held_out = results[results["split"] == "held-out"]
-    sites = _in_order(held_out["site"], SITE_TITLES)
-    figure = Figure(figsize=(3.2 * len(sites), 3.2), layout="constrained")
-    for axes, site in zip(figure.subplots(1, len(sites), squeeze=False)[0], sites, strict=True):
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(3.2 * len(sites), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(sites), squeeze=False)[0]
+    for axes, site in zip(panels, sites, strict=True):
         for name, style, frame in _series(held_out[held_out["site"] == site]):
             best = pd.concat(_best_solver(part) for _, part in frame.groupby("rank"))
-            means = best.groupby(["rank_ratio", "seed"])["layer_output_error"].mean().reset_index()
-            _line(axes, means, "rank_ratio", "layer_output_error", name, style)
-        axes.set_title(SITE_TITLES[site], fontsize=9)
-        axes.set_xlabel("achieved rank ratio r / d", fontsize=8)
-        axes.set_ylabel("layer-output error, held out", fontsize=8)
+            means = best.groupby(["rank_ratio", "seed"])[ERROR].mean().reset_index()
+            _line(axes, means, "rank_ratio", ERROR, name, style)
+        y = "layer-output error, held out" if axes is panels[0] else ""
+        label_axes(axes, "rank r / head_dim", y, SITE_TITLES[site])
         axes.set_ylim(bottom=0)
-        axes.tick_params(labelsize=7)
-    legend_below(figure, figure.axes[0])
-    figure.suptitle(
-        f"{_model(results)}: error against rank, mean over layers, best solver of each objective",
-        fontsize=10,
-    )
+    legend_below(figure)
+    ranks = held_out.groupby("rank_ratio")
+    found = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
+    title_above(figure, f"{_model(results)}, means over layers: {found}")
     return figure
 
 
 def error_against_seconds(results: pd.DataFrame) -> Figure:
-    """Draw held-out layer-output error against solving time: colour objective, marker solver."""
-    held_out = results[(results["split"] == "held-out") & (results["site"] != "both")]
-    held_out = held_out[held_out["rank"] == held_out["rank"].min()]
-    sites = _in_order(held_out["site"], SITE_TITLES)
-    figure = Figure(figsize=(4.2 * len(sites), 3.6), layout="constrained")
-    for axes, site in zip(figure.subplots(1, len(sites), squeeze=False)[0], sites, strict=True):
+    """Draw held-out layer-output error against solving time, both from their own marks.
+
+    Colour and marker are those of the objective; how the marker is filled tells the solver.
+    """
+    held_out = _at_smallest_rank(results)
+    held_out = held_out[held_out["site"] != "both"]
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(4.4 * len(sites), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(sites), squeeze=False)[0]
+    for axes, site in zip(panels, sites, strict=True):
         at_site = held_out[held_out["site"] == site]
-        names = list(dict.fromkeys(at_site["objective"]))
-        groups = at_site.groupby(["objective", "solver", "key_grouping", "value_grouping"])
-        for (objective, solver, *_), group in groups:
-            axes.plot(
-                group["seconds"].mean(),
-                group["layer_output_error"].mean(),
-                linestyle="none",
-                marker=MARKERS.get(solver, "D"),
-                color=colour_of(objective, names),
-                markersize=7,
-            )
-        for name in names:
-            axes.plot(
-                [],
-                [],
-                linestyle="none",
-                marker="_",
-                mew=4,
-                label=name,
-                color=colour_of(name, names),
-            )
+        means = []
+        for name, style, rows in _series(at_site):
+            for solver, group in rows.groupby("solver"):
+                place = group["seconds"].mean(), group[ERROR].mean()
+                fill = {"fillstyle": FILLS.get(str(solver), "full"), "markersize": 8}
+                axes.plot(*place, **style | fill | {"linestyle": "none"})
+                means.append((place[1], f"{name},\nby {solver},"))
+            axes.plot([], [], label=name, **style | {"linestyle": "none"})
         for solver in dict.fromkeys(at_site["solver"]):
-            axes.plot(
-                [],
-                [],
-                linestyle="none",
-                marker=MARKERS.get(solver, "D"),
-                color="#444444",
-                label=solver,
-            )
-        axes.set_title(SITE_TITLES[site], fontsize=9)
-        axes.set_xscale("log")
-        axes.set_xlabel("seconds per layer", fontsize=8)
-        axes.set_ylabel("layer-output error, held out", fontsize=8)
-        axes.tick_params(labelsize=7, which="both")
-    legend_below(figure, figure.axes[0])
-    figure.suptitle(
-        f"{_model(results)}: error against solving time, mean over layers, rank "
+            fill = {"fillstyle": FILLS.get(solver, "full"), "linestyle": "none"}
+            axes.plot([], [], marker="o", color="#444444", label=solver, **fill)
+        (low, best), (high, _) = min(means), max(means)
+        title = f"{SITE_TITLES[site]}: {best} is {1 - low / high:.0%} below the highest"
+        y = "layer-output error, held out" if axes is panels[0] else ""
+        label_axes(axes, "seconds per layer", y, title)
+        logarithmic(axes, x=True)
+        axes.set_ylim(0, 1.1 * high)
+    legend_below(figure)
+    title_above(
+        figure,
+        f"{_model(results)}: error against solving time, means over layers, rank "
         f"{int(held_out['rank'].iloc[0])}",
-        fontsize=10,
     )
     return figure
 
 
-def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
-    """Return label, style and rows of every line: one per objective and grouping of its keys.
+def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:
+    held_out = results[results["split"] == "held-out"]
+    return held_out[held_out["rank"] == held_out["rank"].min()]
 
-    The label does not name the grouping that most rows have.
+
+def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """Return name, style and rows of every line: one per objective and grouping of its keys.
+
+    The name does not tell the grouping that most rows have.
     """
     usual = at_site["key_grouping"].mode()[0]
-    names = list(dict.fromkeys(at_site["objective"]))
-    series: list[tuple[str, dict[str, Any], pd.DataFrame]] = []
-    for (objective, grouping), rows in at_site.groupby(["objective", "key_grouping"], sort=False):
-        name = str(objective)
-        style = {"color": colour_of(name, names), "linestyle": "-"}
-        if grouping == usual:
-            series.append((name, style, rows))
-        else:
-            label = f"{name}, key grouping {grouping}"
-            series.append((label, style | {"linestyle": "--"}, rows))
-    return series
+    groups = at_site.groupby(["objective", "key_grouping"], sort=False)
+    named = {
+        str(objective) if grouping == usual else f"{objective}, {_grouped(grouping)}": rows
+        for (objective, grouping), rows in groups
+    }
+    return [
+        (name, {**mark_of(name, list(named)).style, "markersize": 4.5}, rows)
+        for name, rows in named.items()
+    ]
+
+
+def _grouped(grouping: object) -> str:
+    return "a basis per head" if str(grouping) == "1" else f"key grouping {grouping}"
 
 
 def _line(
@@ -148,7 +158,7 @@ def _line(
 ) -> None:
     by_x = frame.groupby(x)[y]
     mean = by_x.mean()
-    axes.plot(mean.index, mean, marker="o", markersize=3.5, label=label, **style)
+    axes.plot(mean.index, mean, label=label, **style)
     if len(set(frame["seed"])) > 1:
         low, high = by_x.min(), by_x.max()
         axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.2, linewidth=0)
@@ -157,12 +167,21 @@ def _line(
 def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
     columns = ["solver", "key_grouping", "value_grouping"]
     parts = [part for _, part in frame.groupby(columns)]
-    return min(parts, key=lambda part: float(part["layer_output_error"].mean()))
+    return min(parts, key=lambda part: float(part[ERROR].mean()))
 
 
-def _in_order(column: pd.Series, known: dict[str, str]) -> list[str]:
+def _lowest(held_out: pd.DataFrame, site: str) -> str:
+    """Return which objective has the lowest mean error at a site, and which the highest."""
+    series = _series(held_out[held_out["site"] == site])
+    means = sorted((_best_solver(rows)[ERROR].mean(), name) for name, _, rows in series)
+    (low, best), (high, worst) = means[0], means[-1]
+    found = f"of {SITE_TITLES[site]}, {best} has the lowest layer-output error ({low:.3f}"
+    return found + (")" if len(means) == 1 else f"; {worst} the highest, {high:.3f})")
+
+
+def _in_order(column: pd.Series) -> list[str]:
     present = set(column)
-    return [name for name in known if name in present]
+    return [name for name in SITE_TITLES if name in present]
 
 
 def _model(results: pd.DataFrame) -> str:

@@ -18,33 +18,47 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from manifoldkv.figures.style import ERROR_LABELS, colour_of, legend_below, title_above
+from manifoldkv.figures.palette import mark_of
+from manifoldkv.figures.style import (
+    ERROR_LABELS,
+    label_axes,
+    legend_below,
+    logarithmic,
+    reference,
+    title_above,
+)
 
-METHODS = {
-    "uncompressed": "uncompressed",
-    "eigen-attention": "EigenAttention",
-    "layer-output": "StiefAttention",
-}
-POLICY_STYLES = {"sequential": "-", "uniform": "--", "optimal": ":", "threshold": "-."}
+LABELS = {"eigen-attention": "EigenAttention", "layer-output": "StiefAttention"}
+STOCK = "uncompressed"
 EXACT_BITS = 16
+CHANCE = {"hellaswag": 0.25, "mmlu": 0.25, "docstring-continuation": 0.25, "piqa": 0.5}
+"""Accuracies of guessing: one of four answers, or of two."""
+RATIO = "achieved cache ratio"
 
 
 def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw zero-shot accuracy against the achieved cache ratio, a panel per task."""
     part = _exact(evaluations, "accuracy")
-    figure = _tradeoff(part, "accuracy, with standard errors")
-    title_above(figure, title)
+    figure = _tradeoff(part, "accuracy")
+    for axes, task in zip(figure.axes, dict.fromkeys(part["of"]), strict=True):
+        if task in CHANCE:
+            reference(axes, CHANCE[task], "chance", "-.")
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    legend_below(figure)
+    title_above(figure, f"{title}\n{_at_smallest(part, 'method')}")
     return figure
 
 
 def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
-    figure = _tradeoff(_exact(evaluations, "perplexity"), "perplexity")
+    part = _exact(evaluations, "perplexity")
+    figure = _tradeoff(part, "perplexity")
     for axes in figure.axes:
-        _logarithmic(axes)
-    title_above(figure, title)
+        logarithmic(axes)
+    legend_below(figure)
+    title_above(figure, f"{title}\n{_at_smallest(part, 'method')}")
     return figure
 
 
@@ -52,16 +66,18 @@ def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw perplexity of one method against the achieved ratio, a line per rank rule."""
     part = _exact(evaluations, "perplexity")
     corpora = list(dict.fromkeys(part["of"]))
+    names = [str(name) for name in dict.fromkeys(part["policy"])]
     figure, panels = _panels(len(corpora))
     for axes, corpus in zip(panels, corpora, strict=True):
-        of_corpus = part[(part["of"] == corpus) & (part["method"] != "uncompressed")]
-        for policy, line in of_corpus.groupby("policy", sort=False):
-            style = {"linestyle": POLICY_STYLES.get(str(policy), "-"), "color": "#009E73"}
+        of_corpus = part[part["of"] == corpus]
+        for policy, line in _compressed(of_corpus).groupby("policy", sort=False):
+            style = mark_of(str(policy), names).style
             _line(axes, line, "ratio", "point", str(policy), style)
-        _finish(axes, corpus, "perplexity")
-        _logarithmic(axes)
-    legend_below(figure, figure.axes[0])
-    title_above(figure, title)
+        _level(axes, of_corpus)
+        label_axes(axes, RATIO, "perplexity", corpus)
+        logarithmic(axes)
+    legend_below(figure)
+    title_above(figure, f"{title}\n{_at_smallest(part, 'policy')}")
     return figure
 
 
@@ -70,7 +86,7 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
 
     Exact latents have a point too. Bytes are those of the cache with its scales over those of an
     uncompressed 16-bit one. Where latents are rotated before they are rounded, which the paper
-    does not do, lines are dashed.
+    does not do, lines are dashed and markers open.
     """
     part = evaluations[evaluations["measure"] == "perplexity"]
     corpora = list(dict.fromkeys(part["of"]))
@@ -80,24 +96,41 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
         of_corpus = part[part["of"] == corpus]
         exact = of_corpus[of_corpus["bits"] == EXACT_BITS]
         for (method, rotation), line in of_corpus.groupby(["method", "rotation"], sort=False):
-            name, label = str(method), METHODS.get(str(method), str(method))
-            style = _style(name, names)
+            name, label = str(method), LABELS.get(str(method), str(method))
+            style = mark_of(name, names).style
             if rotation != "none":
                 line = pd.concat([exact[exact["method"] == method], line])
-                label, style = f"{label}, rotated ({rotation})", style | {"linestyle": "--"}
+                label = f"{label}, {rotation}"
+                style |= {"linestyle": "--", "fillstyle": "none"}
             _line(axes, line, "bytes_ratio", "bits", label, style)
-            if (name, rotation) != (names[0], "none"):  # other labels would lie over each other
-                continue
-            means = line.groupby("bits")[["bytes_ratio", "value"]].mean()
-            for bits, (x, y) in means.iterrows():
-                label = "exact" if bits == EXACT_BITS else f"{bits} bit"
-                axes.annotate(label, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
-        _finish(axes, corpus, "perplexity")
-        axes.set_xlabel("bytes / uncompressed 16-bit cache", fontsize=8)
-        _logarithmic(axes)
-    legend_below(figure, figure.axes[0])
-    title_above(figure, title)
+        label_axes(axes, "bytes / uncompressed 16-bit cache", "perplexity", corpus)
+        axes.set_ylim(top=1.05 * axes.get_ylim()[1])
+        logarithmic(axes)
+        logarithmic(axes, x=True)
+        bits_above(axes, of_corpus)
+    legend_below(figure)
+    title_above(figure, f"{title}\n{_at_fewest_bits(part)}")
     return figure
+
+
+def bits_above(axes: Axes, points: pd.DataFrame) -> None:
+    """Write the widths of latents above a panel, each over its bytes, where no line strikes it.
+
+    Parameters
+    ----------
+    axes : Axes
+        Whose horizontal axis has ``bytes_ratio``.
+    points : DataFrame
+        ``bits, bytes_ratio``.
+    """
+    places = points.groupby("bits")["bytes_ratio"].mean()
+    labels = ["exact" if bits == EXACT_BITS else str(bits) for bits in places.index]
+    above = axes.secondary_xaxis("top")
+    above.xaxis.set_major_locator(FixedLocator(list(places)))
+    above.xaxis.set_minor_locator(NullLocator())
+    above.set_xticks(list(places), labels)
+    above.tick_params(labelsize=8)
+    above.set_xlabel("bits of a latent", fontsize=8)
 
 
 def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
@@ -116,13 +149,18 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
         for method, line in diagnostics.groupby("method", sort=False):
             name = str(method)
             numbers = line.assign(value=line[column])
-            _line(axes, numbers, "layer", "layer", METHODS.get(name, name), _style(name, names))
-        axes.set_xlabel("layer", fontsize=8)
-        axes.set_ylabel(label, fontsize=8)
-        axes.tick_params(labelsize=7)
+            style = mark_of(name, names).style
+            _line(axes, numbers, "layer", "layer", LABELS.get(name, name), style)
+        label_axes(axes, "layer", label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(figure, figure.axes[0])
-    title_above(figure, title)
+        if column == "cosine_similarity":
+            axes.set_ylabel(f"{label} (axis begins at {axes.get_ylim()[0]:.3f})", fontsize=8)
+        else:
+            axes.set_ylim(bottom=0)
+    legend_below(figure)
+    means = diagnostics.groupby("method", sort=False)["layer_output_error"].mean().sort_values()
+    found = ", ".join(f"{LABELS.get(str(name), name)} {mean:.3f}" for name, mean in means.items())
+    title_above(figure, f"{title}\nMean layer-output error: {found}")
     return figure
 
 
@@ -136,22 +174,22 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
     title : str
         Over the panel.
     """
-    figure = Figure(figsize=(4.6, 3.2), layout="constrained")
+    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     axes = figure.subplots()
-    for site, label, colour in (("key", "keys", "#0072B2"), ("value", "values", "#D55E00")):
+    for site in ("key", "value"):
         by_layer = ranks[ranks["site"] == site].groupby("layer")["rank_ratio"]
-        mean = by_layer.mean()
-        axes.plot(mean.index, mean, "o-", ms=3.5, color=colour, label=label)
+        mean, mark = by_layer.mean(), mark_of(site)
+        axes.plot(mean.index, mean, ms=4.5, label=f"{site}s", **mark.style)
         axes.fill_between(
-            mean.index, by_layer.min(), by_layer.max(), color=colour, alpha=0.15, linewidth=0
+            mean.index, by_layer.min(), by_layer.max(), color=mark.colour, alpha=0.15, linewidth=0
         )
+    label_axes(axes, "layer", "retained rank r / head_dim")
     axes.set_ylim(0, 1.05)
-    axes.set_xlabel("layer", fontsize=8)
-    axes.set_ylabel("retained rank r / head_dim", fontsize=8)
-    axes.tick_params(labelsize=7)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize=8, frameon=False)
-    title_above(figure, title)
+    legend_below(figure)
+    means = ranks.groupby("site")["rank_ratio"].mean()
+    found = f"On average keys keep {means['key']:.2f} of head_dim, values {means['value']:.2f}"
+    title_above(figure, f"{title}\n{found}")
     return figure
 
 
@@ -173,13 +211,17 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """Return a figure of so many panels in a row, each legible in a column of text."""
-    figure = Figure(figsize=(max(4.6, 3.2 * count), 3.2), layout="constrained")
+    figure = Figure(figsize=(max(4.8, 3.3 * count), 3.6), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
 def _exact(evaluations: pd.DataFrame, measure: str) -> pd.DataFrame:
     chosen = (evaluations["measure"] == measure) & (evaluations["bits"] == EXACT_BITS)
     return evaluations[chosen]
+
+
+def _compressed(part: pd.DataFrame) -> pd.DataFrame:
+    return part[part["method"] != STOCK]
 
 
 def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
@@ -189,17 +231,48 @@ def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
     figure, panels = _panels(len(titles))
     for axes, panel in zip(panels, titles, strict=True):
         of_panel = part[part["of"] == panel]
-        for method, line in of_panel.groupby("method", sort=False):
+        for method, line in _compressed(of_panel).groupby("method", sort=False):
             name = str(method)
-            if name == "uncompressed":
-                axes.axhline(
-                    line["value"].mean(), color="#000000", linestyle=":", linewidth=1, label=name
-                )
-            else:
-                _line(axes, line, "ratio", "point", METHODS.get(name, name), _style(name, names))
-        _finish(axes, panel, label)
-    legend_below(figure, figure.axes[0])
+            style = mark_of(name, names).style
+            _line(axes, line, "ratio", "point", LABELS.get(name, name), style)
+        _level(axes, of_panel)
+        label_axes(axes, RATIO, label, panel)
     return figure
+
+
+def _level(axes: Axes, part: pd.DataFrame) -> None:
+    stock = part[part["method"] == STOCK]["value"]
+    if len(stock):
+        reference(axes, float(stock.mean()), STOCK)
+
+
+def _at_smallest(part: pd.DataFrame, column: str) -> str:
+    """Return the value of every line at its smallest ratio, on the first corpus or task."""
+    of = part["of"].iloc[0]
+    first = part[part["of"] == of]
+    stock = first[first["method"] == STOCK]["value"]
+    digits = ".3f" if (first["measure"] == "accuracy").all() else ".1f"
+    values, ratios = {}, set()
+    for name, line in _compressed(first).groupby(column, sort=False):
+        smallest = line[line["point"] == line.groupby("point")["ratio"].mean().idxmin()]
+        values[str(name)] = smallest["value"].mean()
+        ratios.add(f"{smallest['ratio'].mean():.2f}")
+    said = [f"{LABELS.get(name, name)} {value:{digits}}" for name, value in values.items()]
+    if len(stock):
+        said.append(f"{STOCK} {stock.mean():{digits}}")
+    return f"{of}, ratio {' to '.join(sorted({min(ratios), max(ratios)}))}: {', '.join(said)}"
+
+
+def _at_fewest_bits(part: pd.DataFrame) -> str:
+    """Return the perplexity of every line at the fewest bits, on the first corpus."""
+    first = part[part["of"] == part["of"].iloc[0]]
+    bits = first["bits"].min()
+    rows = first[first["bits"] == bits].groupby(["method", "rotation"])["value"].mean()
+    found = [
+        f"{LABELS.get(method, method)}{'' if rotation == 'none' else f', {rotation},'} {value:.1f}"
+        for (method, rotation), value in rows.sort_values().items()
+    ]
+    return f"{bits} bits: {', '.join(found)}"
 
 
 def _line(
@@ -219,24 +292,6 @@ def _line(
         error = frame.groupby(by)["standard_error"].mean()
         points = points.assign(low=points["mean"] - error, high=points["mean"] + error)
     points = points.sort_values("x")
-    axes.plot(points["x"], points["mean"], marker="o", markersize=3.5, label=label, **style)
+    axes.plot(points["x"], points["mean"], markersize=4.5, label=label, **style)
     band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
     axes.fill_between(points["x"], points["low"], points["high"], **band)
-
-
-def _logarithmic(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with plain numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-
-
-def _style(name: str, names: list[str]) -> dict[str, Any]:
-    return {"color": colour_of(name, names)}
-
-
-def _finish(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel("achieved cache ratio", fontsize=8)
-    axes.set_ylabel(label, fontsize=8)
-    axes.tick_params(labelsize=7, which="both")

@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-PALETTE = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
-RIVALS = ("integers", "kivi", "fp8", "sinks-recent", "snapkv")
-"""Drawn as broken lines."""
+from manifoldkv.figures import legend_below, mark_of
+from manifoldkv.figures.style import (
+    LINEAR_BELOW,
+    label_axes,
+    linear_near_zero,
+    reference,
+    title_above,
+)
+
 AT = (0.5, 0.25, 0.125)
 """Ratios at which the summary says what plans take."""
+ALIASES = {
+    "kivi": "kivi (KIVI's layout)",
+    "fp8": "fp8 (8-bit floats)",
+    "recent": "recent (only the newest tokens)",
+    "sinks-recent": "sinks-recent (StreamingLLM)",
+}
+"""What is known by another name outside."""
+TIMES = (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Of the marks on axes: no two sizes that are measured lie without one."""
+EARLIER = {"text": "measured_on", "uncompressed_nll": "stock_nll", "standard_error": "nll_error"}
+EARLIER_NAMES = {
+    "fast": "fast-uniform",
+    "best": "low-rank-recent",
+    "best-latents-only": "low-rank",
+    "forget-older": "recent",
+}
+"""Columns and compositions of results from before the study compared plans with other caches."""
 
 
-def draw(results: pd.DataFrame, name: str) -> dict[str, Figure]:
+def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return a figure of losses on texts and, if questions were asked, one of answers."""
+    if "kind" not in results:
+        results = _as_today(results)
+    name = Path(results["model"].iloc[0]).name
     figures = {"loss_against_bytes": _draw(results, "text", "added_nll", name)}
     if (results["kind"] == "task").any():
         figures["answers_against_bytes"] = _draw(results, "task", "score", name)
     return figures
+
+
+def _as_today(results: pd.DataFrame) -> pd.DataFrame:
+    names = results["composition"].replace(EARLIER_NAMES)
+    return results.rename(columns=EARLIER).assign(kind="text", composition=names)
 
 
 def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
@@ -33,75 +64,74 @@ def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
     panels = list(dict.fromkeys(part["measured_on"]))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns + 0.6, 4.0 * rows + 0.9), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    figure = Figure(figsize=(max(5.6, 4.6 * columns), 4.3 * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     names = list(dict.fromkeys(results["composition"]))
-    for panel, title in zip(axes, panels, strict=False):
+    for panel, title in zip(axes.flat, panels, strict=False):
         on = part[part["measured_on"] == title]
-        for index, composition in enumerate(names):
-            _line(panel, on[on["composition"] == composition], composition, measure, index)
-        front = pareto(on, measure)
-        panel.plot(
-            front["bytes_per_token"],
-            front[measure],
-            color="black",
-            lw=5,
-            alpha=0.12,
-            solid_capstyle="round",
-            label="Pareto front",
-        )
-        _finish(panel, on, title, measure)
-    for unused in axes[len(panels) :]:
+        for composition in names:
+            _line(panel, on[on["composition"] == composition], composition, measure, names)
+        y = ""
+        if panel in axes[:, 0]:
+            y = "added nats per token" if measure == "added_nll" else "share of answers found"
+        label_axes(panel, "times smaller than in 16 bits", y, _title(on))
+        if measure == "added_nll":
+            linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
+        else:
+            reference(panel, float(on["stock_score"].iloc[0]), "uncompressed")
+            panel.set_ylim(-0.03, 1.05)
+        _sizes(panel, on)
+    for unused in axes.flat[len(panels) :]:
         unused.remove()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
-    shown = "added NLL" if measure == "added_nll" else "answers found"
-    figure.suptitle(f"{name}: {shown} against cache size", fontsize=10)
+    legend_below(figure)
+    found = _smallest(part) if measure == "added_nll" else _most_found(part)
+    title_above(figure, f"{name}: {found}")
     return figure
 
 
-def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, index: int) -> None:
-    line = line.dropna(subset=[measure]).sort_values("bytes_per_token")
+def _title(on: pd.DataFrame) -> str:
+    first = on.iloc[0]
+    title = common.short(first["measured_on"])
+    if first["kind"] == "text":
+        return f"held-out text: {title}"
+    return title if first["counted"] else f"{title} (the uncompressed model fails it: not counted)"
+
+
+def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, names: list[str]) -> None:
+    line = line.dropna(subset=[measure]).sort_values("bytes_per_token", ascending=False)
     if line.empty:  # SnapKV has no loss on a text
         return
     error = "nll_error" if measure == "added_nll" else "score_error"
-    rival = composition in RIVALS
-    axes.errorbar(
-        line["bytes_per_token"],
+    container = axes.errorbar(
+        1 / line["ratio"],
         line[measure],
         line[error],
-        fmt="s--" if rival else "o-",
-        ms=4,
-        lw=1.0 if rival else 1.6,
-        color=PALETTE[index % len(PALETTE)],
-        label=composition,
+        markersize=5,
+        lw=1.4,
+        elinewidth=0.8,
+        label=ALIASES.get(composition, composition),
+        **mark_of(composition, names).style,
     )
+    container.lines[2][0].set_alpha(0.5)
 
 
-def _finish(axes: Axes, on: pd.DataFrame, title: str, measure: str) -> None:
-    axes.set_xscale("log", base=2)
-    smallest, largest = np.log2([on["bytes_per_token"].min(), on["bytes_per_token"].max()])
-    if np.ceil(smallest) > np.floor(largest):  # no power of two would be marked
-        axes.set_xlim(2 ** np.floor(smallest), 2 ** np.ceil(largest))
-    axes.set_title(common.short(title), fontsize=9)
-    axes.set_xlabel("bytes per token", fontsize=9)
-    if measure == "added_nll":
-        axes.set_yscale("symlog", linthresh=0.01, linscale=0.4)
-        axes.set_ylim(min(-0.01, 2 * on["added_nll"].min()), 2 * max(0.01, on["added_nll"].max()))
-        axes.set_ylabel("added NLL, nats per token, held out", fontsize=9)
-    else:
-        axes.set_ylim(-0.03, 1.05)
-        axes.axhline(float(on["stock_score"].iloc[0]), color="grey", lw=0.8, ls=":")
-        axes.set_ylabel("share of answers found (dotted: uncompressed)", fontsize=9)
-    axes.grid(visible=True, alpha=0.2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.tick_params(labelsize=8)
+def _sizes(axes: Axes, on: pd.DataFrame) -> None:
+    """Mark sizes along both horizontal axes: how many times smaller, and bytes per token."""
+    axes.set_xscale("log")
+    smallest, largest = (1 / on["ratio"]).min(), (1 / on["ratio"]).max()
+    ticks = [times for times in TIMES if smallest / 1.25 <= times <= 1.25 * largest]
+    axes.set_xlim(min(smallest, ticks[0]) / 1.1, 1.1 * max(largest, ticks[-1]))
     full = float((on["bytes_per_token"] / on["ratio"]).mean())
     above = axes.secondary_xaxis("top", functions=(partial(_times, full), partial(_times, full)))
-    above.set_xlabel("times smaller than in 16 bits", fontsize=8)
-    ticks = [2, 3, 4, 6, 8, 12, 16]
-    above.set_ticks(ticks, labels=[str(tick) for tick in ticks])
-    above.minorticks_off()
+    for axis, marked, form in (
+        (axes.xaxis, ticks, "{:.2g}"),
+        (above.xaxis, [full / times for times in ticks], "{:,.0f}"),
+    ):
+        axis.set_major_locator(FixedLocator(marked))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
+    axes.set_xlabel(f"{axes.get_xlabel()} (logarithmic)")
+    above.set_xlabel("bytes per token", fontsize=8)
     above.tick_params(labelsize=8)
 
 
@@ -110,13 +140,29 @@ def _times(full: float, nbytes: Any) -> Any:
         return full / np.asarray(nbytes, dtype=float)
 
 
-def pareto(points: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """Return the points than which no smaller one, nor one of the size, is better."""
-    better = -1 if measure == "score" else 1
-    line = points.dropna(subset=[measure])
-    line = line.assign(_order=better * line[measure]).sort_values(["bytes_per_token", "_order"])
-    kept = line["_order"] < line["_order"].cummin().shift(fill_value=np.inf)
-    return line[kept].drop(columns="_order")
+def _smallest(part: pd.DataFrame) -> str:
+    """Return how small the two smallest caches are that add at most `LINEAR_BELOW` everywhere."""
+    losses = part.dropna(subset=["added_nll"])
+    worst = losses.groupby(["composition", "ratio"])["added_nll"].max().reset_index()
+    kept = worst[worst["added_nll"] <= LINEAR_BELOW].groupby("composition")["ratio"].min()
+    texts = "on all texts" if len(set(part["measured_on"])) > 1 else "on held-out text"
+    limit = f"at most {LINEAR_BELOW:g} nats per token {texts}"
+    if kept.empty:
+        return f"no cache measured adds {limit}"
+    first, *others = [f"{name} {1 / ratio:.1f}" for name, ratio in kept.sort_values().items()]
+    after = f", then {others[0]}" if others else ""
+    return f"the smallest cache that adds {limit}: {first} times smaller{after}"
+
+
+def _most_found(part: pd.DataFrame) -> str:
+    """Return what finds most in the smallest cache of the first task."""
+    first = part[part["measured_on"] == part["measured_on"].iloc[0]]
+    rows = first[first["ratio"] < 1.01 * first["ratio"].min()].sort_values("score")
+    best, times = rows.iloc[-1], 1 / rows["ratio"].iloc[-1]
+    return (
+        f"{best['measured_on']}, {times:.0f} times smaller: {best['composition']} finds most, "
+        f"{best['score']:.2f}; uncompressed {best['stock_score']:.2f}"
+    )
 
 
 def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]:

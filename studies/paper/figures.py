@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from manifoldkv import OutputError
 from manifoldkv import figures as draw
 from manifoldkv.figures import save_figure
 from paper.protocol import SAME_RANKS
@@ -62,8 +63,31 @@ def save(stem: str, frame: pd.DataFrame, model: str, out: Path) -> None:
     """Draw a figure of a model into a folder, beside the CSV that it is drawn from."""
     path = out / label(stem, model)
     frame.to_csv(path.with_suffix(".csv"), index=False)
+    draw_figure(stem, model, out)
+
+
+def draw_figure(stem: str, model: str, out: Path) -> None:
+    """Draw a figure of a model from the CSV of its name in a folder."""
+    path = out / label(stem, model)
     figure, title, _ = FIGURES[stem]
+    frame = pd.read_csv(path.with_suffix(".csv"))
     save_figure(figure(frame, title=f"{model}: {title}"), path)
+
+
+def redraw(models: Iterable[str], out: Path) -> None:
+    """Draw all figures of models again, from the CSVs in a folder.
+
+    Raises
+    ------
+    OutputError
+        If one is missing, before any is drawn.
+    """
+    stems = [(stem, model) for model in models for stem in FIGURES]
+    for stem, model in stems:
+        if not (out / f"{label(stem, model)}.csv").is_file():
+            raise OutputError(f"{out} has no {label(stem, model)}.csv to draw")
+    for stem, model in stems:
+        draw_figure(stem, model, out)
 
 
 def label(stem: str, model: str) -> str:

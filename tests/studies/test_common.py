@@ -60,6 +60,45 @@ def test_a_study_is_a_program_of_its_own(tmp_path: Path) -> None:
     assert done.last_line.startswith("compare_quantization: no model at")
 
 
+DRAWN = {
+    "commuting": ["commuting/reference-llama"],
+    "compare_objectives": ["compare_objectives/reference-llama"],
+    "compare_quantization": ["compare_quantization/reference-llama"],
+    "decode_speed": ["decode_speed", "decode_speed_grouping"],
+    "frontier": ["frontier/smollm2", "frontier/reference-llama"],
+    "memory": ["memory/smollm2"],
+    "scale": ["scale"],
+    "solver_efficiency": ["solver_efficiency/reference-qwen3"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [(name, folder) for name, folders in DRAWN.items() for folder in folders]
+)
+def test_committed_figures_are_drawn_from_their_tables_alone(
+    name: str, folder: str, tmp_path: Path
+) -> None:
+    committed = common.FIGURES / folder
+    table = (committed / "results.csv").read_bytes()
+    (tmp_path / "results.csv").write_bytes(table)
+    done = run_here(name, "--redraw", "--out", tmp_path)
+    assert done.code == 0, done.err
+    assert set(done.figures) == {path.stem for path in committed.glob("*.png")}
+    written = {path.name for path in tmp_path.iterdir()}
+    kinds = (".png", ".pdf")
+    assert written == {"results.csv", *(f"{stem}{kind}" for stem in done.figures for kind in kinds)}
+    assert (tmp_path / "results.csv").read_bytes() == table
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_measured_to_draw_again(name: str, tmp_path: Path) -> None:
+    done = run_here(name, "--redraw", "--out", tmp_path)
+    assert done.code == 2
+    assert f"{tmp_path} has no " in done.last_line
+    assert ".csv to draw" in done.last_line
+    assert not list(tmp_path.iterdir())
+
+
 def test_counts_are_english() -> None:
     assert common.counted(1, "thread") == "1 thread"
     assert common.counted(2, "seed") == "2 seeds"

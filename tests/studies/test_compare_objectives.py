@@ -86,7 +86,7 @@ def test_summary_has_tables_and_what_was_skipped(quick_run):
 
 @pytest.mark.parametrize(
     ("name", "panels"),
-    [("errors_per_layer", 9), ("error_against_rank", 3), ("error_against_seconds", 2)],
+    [("errors_per_layer", 6), ("error_against_rank", 3), ("error_against_seconds", 2)],
 )
 def test_figures_are_drawn(name, panels, quick_run):
     """What is on them is tested in `tests/test_figures.py`."""

@@ -61,9 +61,9 @@ def test_the_figure_shows_the_table(run: Done, results: pd.DataFrame, out: Path)
     for axes, ((recipe, layout), part) in zip(panels, shown, strict=True):
         assert axes.get_title() == f"{recipe}, layout {layout}"
         found = lines_of(axes)
-        assert set(found) == {"none", "pca", "hadamard"}
-        for rotation, drawn in found.items():
-            rows = part[part["rotation"] == rotation]
+        assert set(found) == {f"rotation: {name}" for name in ("none", "pca", "hadamard")}
+        for label, drawn in found.items():
+            rows = part[part["rotation"] == label.removeprefix("rotation: ")]
             expected = zip(rows["bytes_ratio"], rows["added_nll"], strict=True)
             assert drawn == [pytest.approx(point) for point in expected]
     assert_written(out / "nll_against_bits")

@@ -7,11 +7,12 @@ import pandas as pd
 import pytest
 import torch
 from common import EMBEDDED
-from comparison.compositions import COMPOSITIONS, Bits, Ranks, attention_work
-from comparison.report import pareto
+from comparison.compositions import COMPOSITIONS, USUAL, Bits, Ranks, attention_work
+from comparison.report import ALIASES, draw
 from transformers import AutoTokenizer
 
 from manifoldkv import RECIPES, CompressionPlan
+from manifoldkv.figures import MARKS
 from tests.drawings import assert_written, points
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
@@ -143,26 +144,38 @@ def test_the_figures_show_the_table(done: tuple[Path, Done], results: pd.DataFra
         part = results[results["kind"] == kind].set_index("composition")
         axes = run.figures[stem].axes[0]
         drawn = set(part.dropna(subset=[measure]).index)
-        assert {line.get_label() for line in axes.containers} == drawn
+        called = {ALIASES.get(name, name): name for name in drawn}
+        assert {line.get_label() for line in axes.containers} == set(called)
         assert drawn == (set(NAMES) if kind == "task" else set(NAMES) - {"snapkv"})
         for line in axes.containers:
-            expected = part.loc[[line.get_label()], ["bytes_per_token", measure]].dropna()
-            expected = expected.sort_values("bytes_per_token")
+            expected = part.loc[[called[line.get_label()]], ["ratio", measure]].dropna()
+            expected = expected.assign(ratio=1 / expected["ratio"]).sort_values("ratio")
             assert points(line.lines[0]) == [
                 pytest.approx(tuple(row)) for row in expected.to_numpy()
             ]
         assert_written(out / stem)
 
 
-def test_the_front_has_no_point_that_another_beats(results: pd.DataFrame) -> None:
-    part = results[results["kind"] == "text"].dropna(subset=["added_nll"])
-    front = pareto(part, "added_nll")
-    assert 0 < len(front) < len(part)
-    for _, point in part.iterrows():
-        smaller = front[front["bytes_per_token"] <= point["bytes_per_token"]]
-        assert smaller["added_nll"].min() <= point["added_nll"]
-    losses = front.sort_values("bytes_per_token")["added_nll"]
-    assert losses.is_monotonic_decreasing
+def test_the_title_tells_the_smallest_cache_that_loses_little() -> None:
+    rows = [
+        *(("good", 0.125, "a", 0.009), ("good", 0.125, "b", 0.008), ("good", 0.1, "a", 0.2)),
+        *(("late", 0.125, "a", 0.001), ("late", 0.125, "b", 0.02), ("late", 0.5, "a", 0.0)),
+    ]
+    frame = pd.DataFrame(rows, columns=["composition", "ratio", "measured_on", "added_nll"])
+    frame = frame.assign(kind="text", model="tiny", nll_error=0.0)
+    frame["bytes_per_token"] = 1024 * frame["ratio"]
+
+    def title(part: pd.DataFrame) -> str:
+        return draw(part)["loss_against_bytes"].get_suptitle().replace("\n", " ")
+
+    assert title(frame).endswith("on all texts: good 8.0 times smaller, then late 2.0")
+    assert "no cache measured adds at most 0.01" in title(frame.assign(added_nll=1.0))
+
+
+def test_every_composition_has_a_mark() -> None:
+    assert not set(COMPOSITIONS) - set(MARKS)
+    colours = {MARKS[name].colour for name in USUAL}
+    assert len(colours) == len(USUAL) - 1  # but for what keeps the newest tokens too
 
 
 def test_every_recipe_of_a_cache_that_is_attended_to_is_a_composition() -> None:

@@ -1,0 +1,138 @@
+"""One mark, a colour and a marker, for everything that figures compare, wherever it appears.
+
+Colours are Okabe and Ito's (Color Universal Design, 2008), told apart with every kind of colour
+vision, and four of Paul Tol's "muted" ones (SRON/EPS/TN/09-002) where a figure has more lines.
+Markers tell lines apart where there is no colour at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BLACK, GREY = "#000000", "#999999"
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+INDIGO, WINE, TEAL, OLIVE = "#332288", "#882255", "#44AA99", "#999933"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a line of a figure looks.
+
+    Parameters
+    ----------
+    colour : str
+        Hexadecimal.
+    marker : str
+        As matplotlib names it; the empty one of a reference line.
+    line : str
+        Solid for what this package makes, broken for what is used instead of it.
+    """
+
+    colour: str
+    marker: str
+    line: str = "-"
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Return what matplotlib's ``plot`` takes."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
+
+
+REFERENCE = Mark(BLACK, "", ":")
+METHODS = {
+    "uncompressed": REFERENCE,
+    "k-svd": Mark(GREY, "X"),
+    "eigen-attention": Mark(ORANGE, "s"),
+    "eigen-attention-recent": Mark(ORANGE, "D"),
+    "grouped-orthonormal": Mark(ORANGE, "P"),
+    "kq-svd": Mark(PURPLE, "d"),
+    "kq-svd, a basis per head": Mark(INDIGO, "H"),
+    "grouped kq-svd": Mark(PURPLE, "P"),
+    "grouped": Mark(PURPLE, "P"),
+    "grouped-recent": Mark(WINE, "P"),
+    "grouped-optimal": Mark(PURPLE, "p"),
+    "grouped-optimal-recent": Mark(WINE, "p"),
+    "grouped-4-bit": Mark(INDIGO, "p"),
+    "layer-output": Mark(GREEN, "^"),
+    "paper": Mark(GREEN, "^"),
+    "fast": Mark(GREEN, "v"),
+    "fast-uniform": Mark(GREEN, "<"),
+    "fast-optimal-tuned": Mark(GREEN, ">"),
+    "grouped-layer-output": Mark(GREEN, "P"),
+    "low-rank": Mark(TEAL, "o"),
+    "low-rank-recent": Mark(TEAL, "D"),
+    "best": Mark(BLUE, "o"),
+    "bits": Mark(SKY, "D"),
+    "bits-few-widths": Mark(SKY, "d"),
+    "bits-without-norms": Mark(SKY, "s"),
+    "bits-keys-by-head": Mark(SKY, ">"),
+    "bits-by-head": Mark(SKY, "<"),
+    "bits-by-head-without-norms": Mark(SKY, "p"),
+    "bits-k-svd": Mark(SKY, "X"),
+    "bits-eigen-attention": Mark(SKY, "*"),
+    "bits-kq-svd": Mark(SKY, "P"),
+    "own-keys": Mark(BLUE, "^"),
+    "one-layer-below": Mark(BLUE, "v"),
+    "stored": Mark(BLUE, "*"),
+    "commuting": Mark(BLUE, "h"),
+    "integers": Mark(VERMILLION, "v", "--"),
+    "kivi": Mark(WINE, ">", "--"),
+    "fp8": Mark(OLIVE, "h", "--"),
+    "transformers-hqq": Mark(YELLOW, "s", "--"),
+    "recent": Mark(BLACK, "D", "--"),
+    "sinks-recent": Mark(BLACK, "x", "--"),
+    "snapkv": Mark(GREY, "*", "--"),
+}
+"""Objectives, recipes, and the compositions of studies; what is one method has one mark."""
+SOLVERS = {
+    "closed-form": Mark(INDIGO, "o"),
+    "predictor": Mark(VERMILLION, "s"),
+    "riemannian-adam": Mark(TEAL, "^"),
+}
+RULES = {
+    "sequential": Mark(GREEN, "s"),
+    "uniform": Mark(GREY, "d"),
+    "threshold": Mark(ORANGE, "^"),
+    "optimal": Mark(BLUE, "P"),
+}
+ROTATIONS = {
+    "none": Mark(GREY, "o"),
+    "pca": Mark(ORANGE, "v"),
+    "hadamard": Mark(BLUE, "D"),
+}
+SITES = {"key": Mark(BLUE, "^"), "value": Mark(VERMILLION, "o")}
+MARKS = METHODS | SOLVERS | RULES | ROTATIONS | SITES
+"""By the names that results have."""
+SPARE = (
+    Mark(WINE, "X"),
+    Mark(OLIVE, "s"),
+    Mark(INDIGO, "v"),
+    Mark(YELLOW, "o"),
+    Mark(BLACK, "^"),
+)
+"""Of what others have written."""
+
+
+def mark_of(name: str, among: Sequence[str] = ()) -> Mark:
+    """Return the mark of a name: its own if it is known here, else a spare one.
+
+    Parameters
+    ----------
+    name : str
+        Of a method, a solver, a rank rule, a rotation or a site.
+    among : sequence of str
+        All names of a figure: unknown ones take spare marks in their order.
+    """
+    if name in MARKS:
+        return MARKS[name]
+    others = [other for other in among if other not in MARKS]
+    return SPARE[others.index(name) % len(SPARE)] if name in others else SPARE[0]
+
+
+def colour_at(place: int) -> str:
+    """Return a colour for what has no name of its own: texts, shapes, bars of one kind."""
+    colours = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+    return colours[place % len(colours)]
