@@ -194,7 +194,7 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         return [
             f"## {common.short(title)}",
             "",
-            f"Added NLL, nats per token (standard error), on {first['items']} held-out windows of "
+            f"Added NLL, nats per token (standard error), on {first['items']:.0f} held-out windows of "
             f"{first['window']} tokens through the cache; uncompressed {first['stock_nll']:.3f}.",
             "",
         ]
@@ -203,7 +203,7 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         f"## {title}",
         "",
         "Share of answers found (standard error), and nats per token added to the answer, of "
-        f"{first['items']} questions after {first['task_length']} tokens, prompts read as they "
+        f"{first['items']:.0f} questions after {first['task_length']:.0f} tokens, prompts read as they "
         f"are; uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
         "",
     ]
