@@ -194,8 +194,8 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         return [
             f"## {common.short(title)}",
             "",
-            f"Added NLL, nats per token (standard error), on {first['items']:.0f} held-out windows of "
-            f"{first['window']} tokens through the cache; uncompressed {first['stock_nll']:.3f}.",
+            f"Added NLL, nats per token (standard error), on {first['items']:.0f} held-out windows "
+            f"of {first['window']} tokens through the cache; uncompressed {first['stock_nll']:.3f}.",
             "",
         ]
     counted = "" if first["counted"] else " The uncompressed model fails it: not counted."
@@ -203,8 +203,8 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         f"## {title}",
         "",
         "Share of answers found (standard error), and nats per token added to the answer, of "
-        f"{first['items']:.0f} questions after {first['task_length']:.0f} tokens, prompts read as they "
-        f"are; uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
+        f"{first['items']:.0f} questions after {first['task_length']:.0f} tokens, prompts read as "
+        f"they are; uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
         "",
     ]
 
