@@ -125,6 +125,26 @@ def test_quantization_has_a_point_per_width(evaluations) -> None:
     assert [label.get_text() for label in above.get_xticklabels()] == ["2", "4", "8", "exact"]
 
 
+def test_errors_larger_than_a_perplexity_leave_the_axis_as_it_is(evaluations) -> None:
+    part = evaluations[evaluations["seed"] == 0].assign(rotation="none")
+    part = part[(part["measure"] == "perplexity") & (part["policy"] == "sequential")]
+    plain = quantization(part.assign(standard_error=0.0), title="tiny")
+    uncertain = quantization(part.assign(standard_error=1000.0), title="tiny")
+    for axes, expected in zip(uncertain.axes, plain.axes, strict=True):
+        low, high = axes.get_ylim()
+        assert 0 < low < high
+        assert low <= expected.get_ylim()[1] <= high
+        assert axes.get_yticks().size < 20
+
+
+def test_a_single_point_shows_its_error(evaluations) -> None:
+    part = sequential(evaluations)
+    part = part[(part["seed"] == 0) & (part["requested_ratio"] != 0.9)]
+    axes = accuracy(part, title="tiny").axes[0]
+    bars = [bar.get_segments()[0] for bar in axes.collections if hasattr(bar, "get_segments")]
+    assert [high[1] - low[1] for low, high in bars] == pytest.approx([0.02] * 3)
+
+
 def test_bases_comparison_has_three_panels() -> None:
     rows = [
         {

@@ -1,7 +1,7 @@
 """One mark, a colour and a marker, for everything that figures compare, wherever it appears.
 
 Colours are Okabe and Ito's (Color Universal Design, 2008), told apart with every kind of colour
-vision, and four of Paul Tol's "muted" ones (SRON/EPS/TN/09-002) where a figure has more lines.
+vision, and five of Paul Tol's "muted" ones (SRON/EPS/TN/09-002) where a figure has more lines.
 Markers tell lines apart where there is no colour at all.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 BLACK, GREY = "#000000", "#999999"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-INDIGO, WINE, TEAL, OLIVE = "#332288", "#882255", "#44AA99", "#999933"
+INDIGO, WINE, TEAL, OLIVE, ROSE = "#332288", "#882255", "#44AA99", "#999933", "#CC6677"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ METHODS = {
     "integers": Mark(VERMILLION, "v", "--"),
     "kivi": Mark(WINE, ">", "--"),
     "fp8": Mark(OLIVE, "h", "--"),
-    "transformers-hqq": Mark(YELLOW, "s", "--"),
+    "transformers-hqq": Mark(ROSE, "8", "--"),
     "recent": Mark(BLACK, "D", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),

@@ -104,7 +104,6 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
                 style |= {"linestyle": "--", "fillstyle": "none"}
             _line(axes, line, "bytes_ratio", "bits", label, style)
         label_axes(axes, "bytes / uncompressed 16-bit cache", "perplexity", corpus)
-        axes.set_ylim(top=1.05 * axes.get_ylim()[1])
         logarithmic(axes)
         logarithmic(axes, x=True)
         bits_above(axes, of_corpus)
@@ -295,3 +294,5 @@ def _line(
     axes.plot(points["x"], points["mean"], markersize=4.5, label=label, **style)
     band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
     axes.fill_between(points["x"], points["low"], points["high"], **band)
+    if len(points) == 1:  # a band of no width
+        axes.vlines(points["x"], points["low"], points["high"], color=style["color"], lw=1)
