@@ -51,10 +51,8 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
                 if name != baseline[0]:
                     rows = _best_solver(frame)
                     of_layer = rows["layer"].map(level[error])
-                    _line(
-                        *(axes, rows.assign(above=100 * (rows[error] / of_layer - 1))),
-                        *("layer", "above", name, style),
-                    )
+                    above = rows.assign(above=100 * (rows[error] / of_layer - 1))
+                    _line(axes, above, "layer", "above", name, style)
             label = f"{ERROR_LABELS[error]},\n% above {baseline[0]}'s" if column == 0 else ""
             label_axes(axes, "layer" if error == COMPARED[-1] else "", label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

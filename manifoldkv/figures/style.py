@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -38,14 +39,14 @@ def title_above(figure: Figure, title: str) -> None:
 
 def legend_below(figure: Figure) -> None:
     """Draw one legend of all panels below them, in as many columns as there is room for."""
-    found = {}
+    found: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     column_width = (max(map(len, found), default=0) + HANDLE_CHARACTERS) / CHARACTERS_PER_INCH
     figure.legend(
-        found.values(),
-        found.keys(),
+        list(found.values()),
+        list(found),
         loc="outside lower center",
         ncols=max(1, min(len(found), int(figure.get_figwidth() / column_width))),
         fontsize=8,

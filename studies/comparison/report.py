@@ -195,7 +195,8 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
             f"## {common.short(title)}",
             "",
             f"Added NLL, nats per token (standard error), on {first['items']:.0f} held-out windows "
-            f"of {first['window']} tokens through the cache; uncompressed {first['stock_nll']:.3f}.",
+            f"of {first['window']} tokens through the cache; uncompressed "
+            f"{first['stock_nll']:.3f}.",
             "",
         ]
     counted = "" if first["counted"] else " The uncompressed model fails it: not counted."
