@@ -55,6 +55,13 @@ IMPOSSIBLE = {
         (("--work", ""), "argument --work: the name is empty"),
         (("--out", ""), "argument --out: the name is empty"),
     ],
+    "serving": [
+        (("--rounds", 0), "--windows and --contexts must be at least 1"),
+        (("--exported", "{file}/nowhere"), "no model at {file}/nowhere"),
+        (("--stored-plan", "{file}/nowhere"), "cannot read {file}/nowhere/plan"),
+        (("--contexts", 1020), "tokens are longer than the 1,024"),
+        (("--out", ""), "argument --out: the name is empty"),
+    ],
     "solver_efficiency": [
         (("--threads", 0), "cannot compute on 0 threads"),
         (("--budgets", 10, 0), "budgets and epochs must be at least 1"),
