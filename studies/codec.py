@@ -40,7 +40,7 @@ from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
 from manifoldkv.figures import legend_below, mark_of
 from manifoldkv.figures.palette import colour_at
-from manifoldkv.figures.style import label_axes, logarithmic, reference, title_above
+from manifoldkv.figures.style import label_axes, reference, title_above
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length
@@ -288,10 +288,10 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     for place, column in enumerate(("encode", "decode")):
         places = [cache + 0.4 * place - 0.2 for cache in range(len(coded))]
         height = coded[f"{column}_mb_per_second"]
-        speeds.bar(places, height, 0.4, color=colour_at(place + 1), label=column)
+        bars = speeds.bar(places, height, 0.4, color=colour_at(place + 1), label=column)
+        speeds.bar_label(bars, fmt="%.0f", fontsize=7)
     speeds.set_xticks(range(len(coded)), list(coded["cache"]))
     label_axes(speeds, "cache", "MB of the 16-bit cache per second")
-    logarithmic(speeds)
     legend_below(figure)
     smallest = stored.iloc[-1]
     title_above(

@@ -61,6 +61,7 @@ def test_a_study_is_a_program_of_its_own(tmp_path: Path) -> None:
 
 
 DRAWN = {
+    "codec": ["codec/smollm2"],
     "commuting": ["commuting/reference-llama"],
     "compare_objectives": ["compare_objectives/reference-llama"],
     "compare_quantization": ["compare_quantization/reference-llama"],
