@@ -18,7 +18,7 @@ REFERENCE = "transformers"
 """The engine whose texts the others' are compared to."""
 COLOURS = {"transformers": "#009E73", "vllm": "#D55E00", "llama.cpp": "#0072B2"}
 OTHER = "#999999"
-STYLES = ("-", "--", ":")
+STYLES, MARKERS = ("-", "--", ":"), ("o", "s", "^")
 CELL = ["engine", "cache", "tokens"]
 
 
@@ -130,7 +130,9 @@ def draw(served: Served, given: argparse.Namespace) -> Figure:
     title_above(
         figure,
         f"{name} and its exported checkpoint in "
-        f"{', '.join(served.versions.values())}; {common.counted(given.threads, 'thread')}",
+        f"{', '.join(served.versions.values())}; {common.counted(given.threads, 'thread')}, "
+        f"{common.counted(given.rounds, 'round')}; losses on {given.windows} held-out windows "
+        f"of {given.window} tokens, standard errors",
     )
     return figure
 
@@ -153,12 +155,13 @@ def _draw_sizes(axes: Axes, results: pd.DataFrame) -> None:
 def _draw_speeds(axes: Axes, speeds: pd.DataFrame) -> None:
     rows = speeds[speeds["checkpoint"] == EXPORTED]
     for engine, own in rows.groupby("engine", sort=False):
-        for style, (cache, points) in zip(STYLES, own.groupby("cache", sort=False), strict=False):
+        by_cache = own.groupby("cache", sort=False)
+        for style, marker, (cache, points) in zip(STYLES, MARKERS, by_cache, strict=False):
             axes.plot(
                 points["tokens"],
                 points["ratio_to_original"],
                 style,
-                marker="o",
+                marker=marker,
                 color=COLOURS[str(engine)],
                 label=f"{engine}, {cache}",
             )
@@ -176,19 +179,18 @@ def _draw_losses(axes: Axes, served: Served) -> None:
         axes.set_axis_off()
         return
     by_text = served.losses.groupby("text", sort=False)
-    for style, (text, of_text) in zip(STYLES, by_text, strict=False):
+    for style, marker, (text, of_text) in zip(STYLES, MARKERS, by_text, strict=False):
         for checkpoint, own in of_text.groupby("checkpoint", sort=False):
             axes.errorbar(
                 own["bytes_per_token"] / 1024,
                 own["added_nll"],
                 yerr=own["nll_error"],
                 linestyle=style,
-                marker="o",
+                marker=marker,
                 capsize=3,
                 color=OTHER if checkpoint == ORIGINAL else COLOURS["llama.cpp"],
                 label=f"{checkpoint}, {text}",
             )
-    axes.set_xscale("log", base=2)
     axes.set_xlabel("KiB of cache per token (llama.cpp)")
     axes.set_ylabel("added nats per token")
     axes.legend(fontsize=7, frameon=False)
