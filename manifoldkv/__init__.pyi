@@ -45,6 +45,7 @@ from .objectives import (
 from .pipeline.compress import compress, ratio_from_bytes
 from .pipeline.config import CompressionConfig
 from .pipeline.full_rank import full_rank_plan
+from .pipeline.own import own_text
 from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe, StoredRecipe
 from .pipeline.rounding import quantize
 from .pipeline.tune import tune
@@ -73,7 +74,6 @@ from .solvers import (
     checked,
     register_solver,
 )
-from .text.own import own_text
 from .text.sources import TextSource, open_text
 from .text.tokens import sample_tokens
 

@@ -35,6 +35,7 @@ from engines.report import Served, draw, summary
 from engines.stock import Transformers
 from engines.store import served_from_store
 from engines.vllm_server import Vllm
+from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -48,7 +49,6 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.export.gguf import write_gguf
-from manifoldkv.figures import save_figure
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import check_length
@@ -96,10 +96,15 @@ def study(given: argparse.Namespace) -> None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in counts)
         raise ManifoldKVError(f"{names} and --contexts must be at least 1")
     out = common.output_folder(given, "serving", Path(given.model).name)
+    if given.redraw:
+        common.draw(out, partial(drawn, out))
+        return
     with tempfile.TemporaryDirectory() as work:
         served = Serving(given, out, Path(work)).served()
+    known = {"model": common.short(given.model), "threads": given.threads}
+    versions = served.results["engine"].map(served.versions)
     frames = {
-        "results": served.results,
+        "results": served.results.assign(version=versions, **known),
         "speeds": served.speeds,
         "losses": served.losses,
         "store": served.store,
@@ -107,8 +112,17 @@ def study(given: argparse.Namespace) -> None:
     for name, frame in frames.items():
         if len(frame):
             frame.to_csv(out / f"{name}.csv", index=False)
-    save_figure(draw(served, given), out / "served")
+    common.draw(out, partial(drawn, out))
     common.write_summary(out, summary(served, given))
+
+
+def drawn(out: Path, results: pd.DataFrame) -> dict[str, Figure]:
+    """Return the figure of the tables in a folder."""
+    tables = [
+        pd.read_csv(path) if (path := out / f"{name}.csv").is_file() else pd.DataFrame()
+        for name in ("speeds", "losses")
+    ]
+    return {"served": draw(results, *tables)}
 
 
 class Serving:

@@ -14,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.errors import TextError
 from manifoldkv.models.loading import load_model
+from manifoldkv.pipeline.own import OWN
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.text.own import OWN
 from manifoldkv.text.sources import HELP, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
 

@@ -25,6 +25,7 @@ from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
+from manifoldkv.pipeline.own import OWN, OWN_SEQUENCES, own_text
 from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES, StoredRecipe
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -33,7 +34,6 @@ from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
-from manifoldkv.text.own import OWN, OWN_SEQUENCES, own_text
 from manifoldkv.text.sources import TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, positions
 

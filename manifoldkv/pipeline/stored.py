@@ -236,12 +236,12 @@ def _sites(
 def _given_back(site: Coordinates, step: float, x: Tensor, inputs: Tensor | None) -> Tensor:
     """Return what a codec gives back of keys or values (tokens, D)."""
     assert site.mean is not None
-    expected = site.mean.float()
+    expected = site.mean.to(x)
     if inputs is not None and site.prediction is not None:
-        expected = expected + inputs @ site.prediction.float()
-    gains = entropy_coding(site.latents / step).gain
-    symbols = ((x - expected) @ (site.down / step).float()).round()
-    return (symbols * gains) @ (site.up * step).float().mT + expected
+        expected = expected + inputs @ site.prediction.to(x)
+    gains = entropy_coding(site.latents / step).gain.to(x)
+    symbols = ((x - expected) @ (site.down / step).to(x)).round()
+    return (symbols * gains) @ (site.up * step).to(x).mT + expected
 
 
 def _coded(

@@ -119,20 +119,23 @@ def added(losses: pd.DataFrame) -> pd.DataFrame:
     ).reset_index()
 
 
-def draw(served: Served, given: argparse.Namespace) -> Figure:
+def draw(results: pd.DataFrame, speeds: pd.DataFrame, losses: pd.DataFrame) -> Figure:
     """Return bytes per token, speeds beside the original's, and losses against bytes."""
     figure = Figure(figsize=(11, 4), layout="constrained")
-    sizes, speeds, losses = figure.subplots(1, 3)
-    _draw_sizes(sizes, served.results)
-    _draw_speeds(speeds, served.speeds)
-    _draw_losses(losses, served)
-    name = common.short(given.model)
+    size_axes, speed_axes, loss_axes = figure.subplots(1, 3)
+    _draw_sizes(size_axes, results)
+    _draw_speeds(speed_axes, speeds)
+    _draw_losses(loss_axes, losses)
+    bytes_by = results.pivot_table(
+        index=["engine", "cache"], columns="checkpoint", values="bytes_per_token"
+    )
+    share = (bytes_by[EXPORTED] / bytes_by[ORIGINAL]).mean()
+    first = results.iloc[0]
     title_above(
         figure,
-        f"{name} and its exported checkpoint in "
-        f"{', '.join(served.versions.values())}; {common.counted(given.threads, 'thread')}, "
-        f"{common.counted(given.rounds, 'round')}; losses on {given.windows} held-out windows "
-        f"of {given.window} tokens, standard errors",
+        f"{first['model']}: the cache of the exported checkpoint takes {share:.2f} of the "
+        f"original's bytes in {', '.join(dict.fromkeys(results['version']))}; "
+        f"{common.counted(int(first['threads']), 'thread')}, standard errors over windows",
     )
     return figure
 
@@ -173,12 +176,12 @@ def _draw_speeds(axes: Axes, speeds: pd.DataFrame) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def _draw_losses(axes: Axes, served: Served) -> None:
-    if not len(served.losses):
+def _draw_losses(axes: Axes, losses: pd.DataFrame) -> None:
+    if not len(losses):
         axes.text(0.5, 0.5, "no losses:\nllama.cpp is missing", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    by_text = served.losses.groupby("text", sort=False)
+    by_text = losses.groupby("text", sort=False)
     for style, marker, (text, of_text) in zip(STYLES, MARKERS, by_text, strict=False):
         for checkpoint, own in of_text.groupby("checkpoint", sort=False):
             axes.errorbar(

@@ -68,6 +68,7 @@ DRAWN = {
     "decode_speed": ["decode_speed", "decode_speed_grouping"],
     "frontier": ["frontier/smollm2", "frontier/reference-llama"],
     "memory": ["memory/smollm2"],
+    "serving": ["serving/smollm2"],
     "scale": ["scale"],
     "solver_efficiency": ["solver_efficiency/reference-qwen3"],
 }
@@ -80,15 +81,16 @@ def test_committed_figures_are_drawn_from_their_tables_alone(
     name: str, folder: str, tmp_path: Path
 ) -> None:
     committed = common.FIGURES / folder
-    table = (committed / "results.csv").read_bytes()
-    (tmp_path / "results.csv").write_bytes(table)
+    tables = {path.name: path.read_bytes() for path in committed.glob("*.csv")}
+    for table, content in tables.items():
+        (tmp_path / table).write_bytes(content)
     done = run_here(name, "--redraw", "--out", tmp_path)
     assert done.code == 0, done.err
     assert set(done.figures) == {path.stem for path in committed.glob("*.png")}
     written = {path.name for path in tmp_path.iterdir()}
     kinds = (".png", ".pdf")
-    assert written == {"results.csv", *(f"{stem}{kind}" for stem in done.figures for kind in kinds)}
-    assert (tmp_path / "results.csv").read_bytes() == table
+    assert written == {*tables, *(f"{stem}{kind}" for stem in done.figures for kind in kinds)}
+    assert all((tmp_path / table).read_bytes() == tables[table] for table in tables)
 
 
 @pytest.mark.parametrize("name", NAMES)
