@@ -13,8 +13,6 @@ from engines.report import Served, added, summarized
 from tests.drawings import assert_written, lines_of
 from tests.studies.running import Done, run_here
 
-NEW_TOKENS = 6
-
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,8 +26,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(tmp_path_factory: pytest.TempPathFactory, bare_python: Path) -> tuple[Path, Done, tuple]:
     folder = tmp_path_factory.mktemp("serving")
     arguments = (
-        *("--sequences", 2, "--sequence-length", 32, "--stored-prompt", 40),
-        *("--prompts", 2, "--prompt", 12, "--new-tokens", NEW_TOKENS),
+        *("--texts", "pydoc-topics", "--sequences", 2, "--sequence-length", 32),
+        *("--stored-prompt", 40, "--prompts", 2, "--prompt", 12, "--new-tokens", 6),
         *("--contexts", 16, 32, "--steps", 2, "--rounds", 2, "--windows", 1, "--window", 16),
         *("--vllm-python", bare_python, "--llama-python", "/no/such/python", "--out", folder),
     )
