@@ -28,6 +28,7 @@ from manifoldkv.cache.symbols import SiteCodec
 from manifoldkv.errors import CodecError, PlanError
 from manifoldkv.models.offloading import device_of
 from manifoldkv.models.support import check_supported, decoder_layers, unwrapped
+from manifoldkv.plan.below import Below
 from manifoldkv.plan.entropy import BLOCK_TOKENS
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import write_whole
@@ -315,7 +316,7 @@ class Codec:
         angles = self._angles(start + exact, stop, back=True)
         kept: list[bytes] = []
         symbols: list[tuple[SiteCodec, Tensor]] = []
-        below = _Below(self._depth or 0)
+        below = Below(self._depth)
         for layer, coders, turn in zip(cache.layers, self._coders, angles, strict=True):
             for x, coder, rotation in zip(
                 (layer.keys, layer.values), coders, (turn, None), strict=True
@@ -328,7 +329,7 @@ class Codec:
                 expected = coder.expected(below.given)
                 found = coder.symbols(rest.transpose(1, 2).flatten(2).flatten(0, 1), expected)
                 symbols.append((coder, found))
-                if self._depth is not None:
+                if self._depth is not None:  # else nobody asks
                     below.add(coder.given_back(found, expected))
 
         def of_site(index: int) -> bytes:
@@ -359,11 +360,10 @@ class Codec:
             return sites[index].decode(*streams[index], header.sequences * size)
 
         symbols = _on_threads(of_site, len(sites))
-        below, made = _Below(self._depth or 0), []
+        below, made = Below(self._depth), []
         for index, coder in enumerate(sites):
             flat = coder.given_back(symbols[index], coder.expected(below.given))
-            if self._depth is not None:
-                below.add(flat)
+            below.add(flat)
             x = flat.unflatten(1, (shape[1], -1)).unflatten(0, (header.sequences, size))
             x = x.transpose(1, 2)
             rotation = None if index % 2 else angles[index // 2]
@@ -372,31 +372,6 @@ class Codec:
             x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
             made.append(x.to(self._model.dtype))
         return list(zip(made[::2], made[1::2], strict=True))
-
-
-class _Below:
-    """What comes back of some tokens: of the keys of a layer, and of the layers below.
-
-    Parameters
-    ----------
-    depth : int
-        How many layers below something is predicted from.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self.given: list[Tensor] = []
-        """As `EntropyCoding.prediction` has them for the next site."""
-        self._of_layer: list[Tensor] = []
-
-    def add(self, x: Tensor) -> None:
-        """Add what comes back of the next site."""
-        self._of_layer.append(x)
-        if len(self._of_layer) == 1:
-            self.given = [*self._of_layer, *self.given]
-            return
-        self.given = [*self._of_layer, *self.given[1:]][: 2 * self._depth]
-        self._of_layer = []
 
 
 def read_blob(path: str | Path) -> bytes:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.inputs import held_out_tokens, load, plan_for
+from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation.continuation import beginning, continuation
@@ -34,9 +34,10 @@ def compare(
     new_tokens: int,
 ) -> Answer:
     """Measure plans on the same held-out text, and let each continue the same text."""
+    source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
     known = [plan_for(plan, loaded) for plan in plans]
-    tokens = held_out_tokens(text, loaded, tokenizer)
+    tokens = held_out_tokens(source, text, loaded, tokenizer)
     asked = _prompt(loaded, tokenizer, tokens, prompt, new_tokens)
     stock = perplexity(loaded, tokens)
     facts = [

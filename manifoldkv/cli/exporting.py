@@ -41,7 +41,7 @@ def export(
     check_foldable(loaded, known)
     if gguf:
         check_writable_as_gguf(loaded, known.layers[0].key)
-    held_out = held_out_tokens(text, loaded, tokenizer)
+    held_out = held_out_tokens(source, text, loaded, tokenizer)
     with resumable(healing.work):
         found = export_checkpoint(
             loaded,

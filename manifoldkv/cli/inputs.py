@@ -14,7 +14,6 @@ from transformers.utils.logging import disable_progress_bar
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.errors import TextError
 from manifoldkv.models.loading import load_model
-from manifoldkv.pipeline.own import OWN
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.sources import HELP, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
@@ -62,10 +61,6 @@ def text_to_measure(name: str | None, model: str) -> TextSource:
     TextError
         If none is named for another model, or it is no such text.
     """
-    if name == OWN:
-        raise TextError(
-            "a model's own text is one to calibrate on: name another text to measure on with --text"
-        )
     if name is None and not is_reference(model):
         raise TextError(f"name a text to measure {model} on with --text: {HELP}")
     return open_text(REFERENCE_TEXT if name is None else name)
@@ -77,12 +72,14 @@ def is_reference(model: str) -> bool:
 
 
 def held_out_tokens(
-    given: GivenText, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    source: TextSource,
+    given: GivenText,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Tensor:
     """Return windows of the held-out part of a text, refused if the model cannot read them."""
     length = min(LENGTH, positions(model)) if given.length is None else given.length
     check_length(model, length)
-    source = text_to_measure(given.name, model.config._name_or_path)
     LOG.info("reading %d × %d held-out tokens of %s", given.sequences, length, source.name)
     tokens = sample_tokens(
         source, tokenizer, sequences=given.sequences, length=length, split="held-out"

@@ -114,9 +114,10 @@ def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
 
 def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
     """Measure perplexity with the compressed cache and without."""
+    source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
-    tokens = held_out_tokens(text, loaded, tokenizer)
+    tokens = held_out_tokens(source, text, loaded, tokenizer)
     found = compare(loaded, tokens, known)
     length = tokens.shape[1]
     facts = {
@@ -139,11 +140,11 @@ def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
 
 def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTasks) -> Answer:
     """Ask questions that look back, with the compressed cache and without."""
+    source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
     length = min(TASK_LENGTH, positions(loaded) // 2) if text.length is None else text.length
     check_length(loaded, length)
-    source = text_to_measure(text.name, model.name)
     posed = [
         question
         for name in asked.names
@@ -192,10 +193,11 @@ def bench(
 
 def diagnose(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
     """Measure what the bases do to every layer by itself."""
+    source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
     bases = {index: (layer.key, layer.value) for index, layer in enumerate(known.layers)}
-    tokens = held_out_tokens(text, loaded, tokenizer)
+    tokens = held_out_tokens(source, text, loaded, tokenizer)
     LOG.info("measuring %d layers on %d × %d tokens", len(known.layers), *tokens.shape)
     layers = capture(loaded, tokens)
     table = measure_layers(layers, bases, rotary=known.rotary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.own import OWN, OWN_SEQUENCES, own_text
+from manifoldkv.pipeline.own import OWN_SEQUENCES, own_text
 from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES, StoredRecipe
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -34,7 +35,7 @@ from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
-from manifoldkv.text.sources import TextSource, open_text
+from manifoldkv.text.sources import OWN, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, positions
 
 LOG = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ HELD_OUT_SEED = 1
 REPORT_SEQUENCES = 8
 """Of held-out text, on which a report is measured."""
 
+REHEARSED_TOKENS = 8
+"""Of its own text that a model writes to estimate what all of it takes."""
 LONG_SECONDS = 600.0
 """A run that takes longer says so before it begins."""
 
@@ -150,7 +153,7 @@ def compress(
             own_text(model, REPORT_SEQUENCES, request.length, seed=HELD_OUT_SEED)
             if source is None
             else held_out_tokens(
-                GivenText(name, REPORT_SEQUENCES, request.length), model, tokenizer
+                source, GivenText(name, REPORT_SEQUENCES, request.length), model, tokenizer
             )
         )
     if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
@@ -217,13 +220,20 @@ def _own_text(model: PreTrainedModel, request: Request, work: Path | None) -> Te
 def _estimated(
     model: PreTrainedModel, source: TextSource | None, request: Request, config: CompressionConfig
 ) -> Estimate:
-    """Estimate a run, with random tokens in the place of a text that is not written yet."""
+    """Estimate a run, with random tokens in the place of a text that is not written yet.
+
+    What writing it takes is a part of its own.
+    """
     if source is not None:
         return estimate_run(model, source, config)
     length = min(LENGTH, positions(model)) if request.length is None else request.length
-    vocabulary = model.get_input_embeddings().num_embeddings
-    tokens = torch.randint(vocabulary, (request.sequences or OWN_SEQUENCES, length))
-    return estimate_run(model, tokens, config)
+    count, few = request.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
+    start = time.perf_counter()
+    own_text(model, count, few)
+    writing = (time.perf_counter() - start) * length / few
+    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (count, length))
+    found = estimate_run(model, tokens, config)
+    return replace(found, seconds={"text": writing} | found.seconds)
 
 
 def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:

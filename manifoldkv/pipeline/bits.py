@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping, Site, check_rotary
+from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import RankError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
-from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
-    check_supported,
     decoder_layers,
     sliding_windows,
 )
@@ -36,26 +34,21 @@ from manifoldkv.pipeline.coordinates import (
     moments_of,
     weighted_coordinates,
 )
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
 from manifoldkv.pipeline.recipes import BitRecipe
+from manifoldkv.plan.below import Below
 from manifoldkv.plan.coded import CodedBasis
 from manifoldkv.plan.coding import NORM_BYTES, Coding
-from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import CompressionPlan, config_hash
-from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks.bits import allocate, pack_size
 from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
 from manifoldkv.runs.progress import follow
-from manifoldkv.runs.source import versions
-from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 
 SITES: tuple[Site, ...] = get_args(Site)
-LAST_ROUND = (False, True)
-"""Rounds of predictions from what codes give back: bits are found anew after all but the last."""
 
 Bits = list[NDArray[np.int64]]
 """Of the latents of every pack, by site."""
@@ -87,11 +80,12 @@ def solve_bits(
     moments = fisher_moments(
         model, ids, seed=config.seed, rotary=config.rotary, first=recipe.sinks, folder=folder
     )
-    sites, costs = zip(*_sites(model, run, moments, None), strict=True)
-    bits = _allocated(costs, run)
-    for last in LAST_ROUND if run.below is not None else ():
+    bits: Bits | None = None
+    for left in reversed(range(run.rounds)):
         sites, costs = zip(*_sites(model, run, moments, bits), strict=True)
-        bits = bits if last else _allocated(costs, run)
+        if bits is None or left:  # else these are the bits of which the predictions know
+            bits = _allocated(costs, run)
+    assert bits is not None
     codes = [
         _coded(groups, chosen, run, SITES[place % 2])
         for place, (groups, chosen) in enumerate(zip(sites, bits, strict=True))
@@ -107,45 +101,15 @@ def solve_bits(
             codes[::2], codes[1::2], run.windows, strict=True
         )
     ]
-    provenance = Provenance(
-        model=model.config._name_or_path,
-        text=run.text,
-        sequences=ids.shape[0],
-        length=ids.shape[1],
-        context=run.context,
-        recipe=recipe.describe(),
-        seed=config.seed,
-        requested_ratio=config.ratio,
-        threads=torch.get_num_threads(),
-        versions=versions(),
-        predicted_nats=predicted,
-    )
-    return CompressionPlan(
-        tuple(layers),
-        config.rotary,
-        config_hash(model.config),
-        fingerprint(model),
-        provenance,
-        sinks=recipe.sinks,
-    )
+    return run.plan(model, layers, sinks=recipe.sinks, predicted_nats=predicted)
 
 
 @dataclass(frozen=True)
-class PreparedBits:
-    """A run of `compress` by a `BitRecipe`, all asked that could refuse it before its long work.
+class PreparedBits(PreparedCodes):
+    """A run by a `BitRecipe`.
 
     Parameters
     ----------
-    config : CompressionConfig
-        What plan to make.
-    recipe : BitRecipe
-        How.
-    text : str
-        Name of the calibration text.
-    tokens : Tensor
-        Token ids, (sequences, length), int64.
-    context : int
-        Tokens that the budget holds for.
     windows : tuple of int or None
         Sliding windows of the layers.
     kv_heads : int
@@ -154,11 +118,7 @@ class PreparedBits:
         Bytes of the latents of all layers.
     """
 
-    config: CompressionConfig
     recipe: BitRecipe
-    text: str
-    tokens: Tensor
-    context: int
     windows: tuple[int | None, ...]
     kv_heads: int
     budget: int
@@ -166,14 +126,6 @@ class PreparedBits:
     def grouping(self, site: Site) -> HeadGrouping:
         """Return which heads have latents together."""
         return HeadGrouping(self.recipe.grouping(site), self.kv_heads)
-
-    @property
-    def below(self) -> int | None:
-        """Return from how many layers below keys and values are predicted; None if from nothing.
-
-        Rotated keys predict nothing: they turn with their positions.
-        """
-        return self.recipe.below if self.config.rotary == "pre" else None
 
 
 def prepare_bits(
@@ -183,20 +135,13 @@ def prepare_bits(
     recipe: BitRecipe,
 ) -> PreparedBits:
     """Read the text and return what a run starts from; its errors are raised here."""
-    if not 0 < config.ratio <= 1:
-        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
-    check_seed(config.seed)
-    check_rotary(config.rotary)
-    if config.context is not None:
-        check_context(config.context)
-    check_supported(model)
+    check_run(model, config)
     kv_heads = model.config.get_text_config().num_key_value_heads
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
     groupings = [HeadGrouping(recipe.grouping(site), kv_heads) for site in SITES]
     for grouping in groupings:
         _check_packs(grouping.width * head_dim, recipe.widths)
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    context = ids.shape[1] if config.context is None else config.context
+    name, ids, context = read_text(model, tokens, config)
     windows = sliding_windows(model.config)
     norms = sum(grouping.groups for grouping in groupings) if recipe.norms else 0
     features = kv_heads * head_dim
@@ -226,26 +171,22 @@ def _sites(
     given_back = "" if bits is None else ", predicted from what is given back"
     LOG.info("fitting quantisers of %d layers%s", len(moments), given_back)
     windows, recipe = run.windows, run.recipe
-    given: list[Tensor] = []  # keys and values of the layers below, (tokens, D), the nearest first
+    below = Below(run.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, run.tokens), len(moments)):
         index = activations.layer
         if index and windows[index] != windows[index - 1]:
-            given = []
+            below.forget()
         keys = activations.keys_in(run.config.rotary)
         both = (moments[index].key, keys), (moments[index].value, activations.values_of())
         for place, (own, x) in enumerate(both, start=2 * index):
             x = by_token(x[:, :, recipe.sinks :])  # (S·n, D)
-            inputs = torch.cat(given, dim=1) if given else None
+            inputs = torch.cat(below.given, dim=1) if below.given else None
             site = SITES[place % 2]
             groups = _by_group(run, site, activations, own, x, inputs)
             yield groups, costs_of(groups, recipe.widths, norms=recipe.norms)
-            if run.below is not None:
-                if bits is not None:
-                    x = _given_back(_coded(groups, bits[place], run, site), x, inputs)
-                given = [x, *given]
-        if run.below is not None:
-            value, key, *older = given
-            given = [key, value, *older][: 2 * run.below]
+            if run.below is not None and bits is not None:
+                x = _given_back(_coded(groups, bits[place], run, site), x, inputs)
+            below.add(x)
 
 
 def _by_group(

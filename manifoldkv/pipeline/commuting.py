@@ -23,10 +23,8 @@ from manifoldkv.cache.rotation import (
 from manifoldkv.commuting import commuting_basis, hermitian_parts
 from manifoldkv.errors import PlanError, RankError, UnsupportedModelError
 from manifoldkv.layers.capture import capture
-from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
-    check_supported,
     decoder_layers,
     sliding_windows,
 )
@@ -34,18 +32,14 @@ from manifoldkv.objectives import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form, weighted_directions
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import RIDGE
+from manifoldkv.pipeline.prepared import Prepared, check_run, read_text
 from manifoldkv.pipeline.recipes import CommutingRecipe
-from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
-from manifoldkv.plan.plan import CompressionPlan, config_hash
-from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.quantization import check_layout
 from manifoldkv.ranks.fisher import SiteMoments, fisher_moments
 from manifoldkv.runs.progress import follow
-from manifoldkv.runs.source import versions
-from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -55,32 +49,18 @@ Forms = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class PreparedCommuting:
-    """A run of `compress` by a `CommutingRecipe`, all asked that could refuse it beforehand.
+class PreparedCommuting(Prepared):
+    """A run by a `CommutingRecipe`, whose ratio holds for any number of tokens.
 
     Parameters
     ----------
-    config : CompressionConfig
-        What plan to make.
-    recipe : CommutingRecipe
-        How.
-    text : str
-        Name of the calibration text.
-    tokens : Tensor
-        Token ids, (sequences, length), int64.
-    context : int
-        Tokens that the ratio holds for, as for any other number.
     grouping : HeadGrouping
         Of keys and of values.
     latents : int
         Of each group, for keys and for values: even, a multiple of the heads of a group.
     """
 
-    config: CompressionConfig
     recipe: CommutingRecipe
-    text: str
-    tokens: Tensor
-    context: int
     grouping: HeadGrouping
     latents: int
 
@@ -92,25 +72,19 @@ def prepare_commuting(
     recipe: CommutingRecipe,
 ) -> PreparedCommuting:
     """Read the text and return what a run starts from; its errors are raised here."""
-    check_supported(model)
+    check_run(model, config)
     check_turns_halves(model)
-    check_seed(config.seed)
     for index, window in enumerate(sliding_windows(model.config)):
         check_layout(config.quantization, index, window, recent=False)
-    if config.context is not None:
-        check_context(config.context)
     heads = model.config.get_text_config().num_key_value_heads
     grouping = HeadGrouping(recipe.grouping, heads)
     latents = _latents(config.ratio, attention_of(decoder_layers(model)[0]).head_dim, grouping)
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    context = ids.shape[1] if config.context is None else config.context
+    name, ids, context = read_text(model, tokens, config)
     return PreparedCommuting(config, recipe, name, ids, context, grouping, latents)
 
 
 def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
     """Return how many latents of a group are within a ratio."""
-    if not 0 < ratio <= 1:
-        raise RankError(f"ratio {ratio:g} is not in (0, 1]")
     features, step = head_dim * grouping.width, math.lcm(2, grouping.width)
     latents = int(ratio * features / step + 1e-9) * step
     if not latents:
@@ -269,18 +243,4 @@ def plan_of(
         LayerPlan(key, value, window)
         for (key, value), window in zip(bases, sliding_windows(model.config), strict=True)
     ]
-    provenance = Provenance(
-        model=model.config._name_or_path,
-        text=run.text,
-        sequences=run.tokens.shape[0],
-        length=run.tokens.shape[1],
-        context=run.context,
-        recipe=run.recipe.describe(),
-        seed=run.config.seed,
-        requested_ratio=run.config.ratio,
-        threads=torch.get_num_threads(),
-        versions=versions(),
-    )
-    return CompressionPlan(
-        tuple(layers), "post", config_hash(model.config), fingerprint(model), provenance
-    )
+    return run.plan(model, layers, rotary="post")

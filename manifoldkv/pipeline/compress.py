@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import RankError
-from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
@@ -24,7 +23,8 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.bits import prepare_bits, solve_bits
 from manifoldkv.pipeline.commuting import prepare_commuting, solve_commuting
-from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.prepared import PreparedRanks, prepare_ranks
 from manifoldkv.pipeline.recipes import (
     DEFAULT_RECIPE,
     AnyRecipe,
@@ -38,8 +38,7 @@ from manifoldkv.pipeline.solve import BasisFinder, find_bases
 from manifoldkv.pipeline.stored import prepare_stored, solve_stored
 from manifoldkv.pipeline.tune import tune
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import CompressionPlan, config_hash
-from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks import LayerBases, RankProblem, Ranks
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
@@ -121,7 +120,7 @@ def compress(
         commuting = prepare_commuting(model, tokens, config, recipe)
         plan = solve_commuting(model, commuting, folder)
         return _finished(model, plan, commuting.tokens, config, recipe.tuning_steps, folder)
-    run = prepare(model, tokens, config, recipe)
+    run = prepare_ranks(model, tokens, config, recipe)
     threads = torch.get_num_threads()
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(threads):  # all of it, also what is no task
@@ -135,7 +134,7 @@ def compress(
             run,
             RankProblem(model, run.tokens, bases, run.budget, config.rotary, executor, of_ranks),
         )
-        plan = _plan(model, run, bases, ranks, threads)
+        plan = _plan(model, run, bases, ranks)
         plan = tune(
             model,
             plan,
@@ -183,7 +182,7 @@ def _checkpoints(
     return Checkpoints(Path(folder), settings)
 
 
-def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRun) -> Checkpoints:
+def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRanks) -> Checkpoints:
     """Return the checkpoints of rank sensitivities, which depend on all bases."""
     recipe, described = run.recipe, run.recipe.describe()
     of_bases = ("objective", "solver", "key_grouping", "value_grouping")
@@ -198,7 +197,7 @@ def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRun) -> Checkpoints
     )
 
 
-def _choose_ranks(run: PreparedRun, problem: RankProblem) -> list[Ranks]:
+def _choose_ranks(run: PreparedRanks, problem: RankProblem) -> list[Ranks]:
     """Return the ranks of all layers by the rule of the recipe, which must meet the budget."""
     name = run.recipe.describe()["ranks"]["name"]
     LOG.info("choosing ranks by the %s rule", name)
@@ -209,36 +208,13 @@ def _choose_ranks(run: PreparedRun, problem: RankProblem) -> list[Ranks]:
 
 
 def _plan(
-    model: PreTrainedModel,
-    run: PreparedRun,
-    bases: list[LayerBases],
-    ranks: list[Ranks],
-    threads: int,
+    model: PreTrainedModel, run: PreparedRanks, bases: list[LayerBases], ranks: list[Ranks]
 ) -> CompressionPlan:
     layers = [
         LayerPlan(of_layer.keys[key], of_layer.values[value], window)
         for of_layer, (key, value), window in zip(bases, ranks, run.budget.windows, strict=True)
     ]
-    provenance = Provenance(
-        model=model.config._name_or_path,
-        text=run.text,
-        sequences=run.tokens.shape[0],
-        length=run.tokens.shape[1],
-        context=run.budget.context,
-        recipe=run.recipe.describe(),
-        seed=run.config.seed,
-        requested_ratio=run.config.ratio,
-        threads=threads,
-        versions=versions(),
-    )
-    return CompressionPlan(
-        tuple(layers),
-        run.config.rotary,
-        config_hash(model.config),
-        fingerprint(model),
-        provenance,
-        recent=run.budget.recent,
-    )
+    return run.plan(model, layers, recent=run.budget.recent)
 
 
 def ratio_from_bytes(

@@ -1,37 +1,21 @@
-"""The settings of a run, checked before any long work."""
+"""The settings of a run, and whether they go together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from manifoldkv.basis import Rotary
 from manifoldkv.errors import PlanError, RankError
-from manifoldkv.models.support import (
-    attention_of,
-    check_supported,
-    decoder_layers,
-    sliding_windows,
-)
 from manifoldkv.pipeline.recipes import (
     DEFAULT_RECIPE,
     AnyRecipe,
     BitRecipe,
     CommutingRecipe,
-    Recipe,
     StoredRecipe,
     recipe_named,
 )
-from manifoldkv.pipeline.solve import BasisFinder
-from manifoldkv.plan.files import check_context
-from manifoldkv.plan.quantization import Quantization, check_layout
-from manifoldkv.ranks import RANK_RULES, Budget, RankRule
-from manifoldkv.ranks.base import CandidateRanks
-from manifoldkv.solvers.base import check_seed
-from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
+from manifoldkv.plan.quantization import Quantization
+from manifoldkv.ranks import RANK_RULES, RankRule
 
 
 @dataclass(frozen=True)
@@ -111,57 +95,3 @@ class CompressionConfig:
         if isinstance(recipe, CommutingRecipe) or self.ranks is None:
             return recipe
         return replace(recipe, ranks=RANK_RULES.resolve(self.ranks))
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run of `compress` before its long work; all that could refuse it has been asked.
-
-    Parameters
-    ----------
-    config : CompressionConfig
-        What plan to make.
-    recipe : Recipe
-        With the rank rule of the run.
-    text : str
-        Name of the calibration text.
-    tokens : Tensor
-        Token ids, (sequences, length), int64.
-    budget : Budget
-        For the ranks of all layers.
-    candidates : list of CandidateRanks
-        Ranks that bases are found at, by layer.
-    """
-
-    config: CompressionConfig
-    recipe: Recipe
-    text: str
-    tokens: Tensor
-    budget: Budget
-    candidates: list[CandidateRanks]
-
-
-def prepare(
-    model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
-    config: CompressionConfig,
-    recipe: Recipe,
-) -> PreparedRun:
-    """Read the text and return what a run of `compress` starts from; its errors are raised here.
-
-    Nothing here takes long. The recipe is the complete one of the run.
-    """
-    check_supported(model)
-    check_seed(config.seed)
-    windows = sliding_windows(model.config)
-    for index, window in enumerate(windows):
-        check_layout(config.quantization, index, window, recent=recipe.recent_share > 0)
-    if config.context is not None:
-        check_context(config.context)
-    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    Budget(config.ratio, head_dim, windows, context=1)  # refuses what is no ratio
-    text, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    context = ids.shape[1] if config.context is None else config.context
-    budget = Budget(config.ratio, head_dim, windows, context, recipe.recent_share)
-    return PreparedRun(config, recipe, text, ids, budget, recipe.ranks.candidate_ranks(budget))

@@ -125,15 +125,14 @@ def find_coordinates(
         x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
         second = (x.mT @ x).double() / len(x)
     else:
-        second = moments.covariance
-        if not centred:
-            second = second + torch.outer(moments.mean, moments.mean)
+        second = _second_moments(moments, centred=centred)
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     left = x[_some(x, samples)].double()
     if given is None and mean is not None:
         left = left - mean
-    return _coordinates(root @ directions, inverse @ directions, mean, prediction, left)
+    down = root @ directions
+    return Coordinates(down, inverse @ directions, mean, prediction, left @ down)
 
 
 def weighted_coordinates(
@@ -161,18 +160,17 @@ def weighted_coordinates(
     left = x[_some(x, samples)].double()
     if mean is not None:
         left = left - mean
-    second = moments.covariance
-    if not centred:
-        second = second + torch.outer(moments.mean, moments.mean)
+    second = _second_moments(moments, centred=centred)
     variance = ((down.mT @ second) * down.mT).sum(dim=1) * weights.square()
     order = variance.argsort(descending=True)
-    return _coordinates((down * weights)[:, order], (up / weights)[:, order], mean, None, left)
+    down = (down * weights)[:, order]
+    return Coordinates(down, (up / weights)[:, order], mean, None, left @ down)
 
 
-def _coordinates(
-    down: Tensor, up: Tensor, mean: Tensor | None, prediction: Tensor | None, left: Tensor
-) -> Coordinates:
-    return Coordinates(down, up, mean, prediction, left @ down)
+def _second_moments(moments: SiteMoments, *, centred: bool) -> Tensor:
+    if centred:
+        return moments.covariance
+    return moments.covariance + torch.outer(moments.mean, moments.mean)
 
 
 def _some(x: Tensor, samples: int) -> Tensor:

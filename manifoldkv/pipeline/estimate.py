@@ -19,10 +19,11 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
-from manifoldkv.pipeline.bits import LAST_ROUND, PreparedBits, prepare_bits
+from manifoldkv.pipeline.bits import PreparedBits, prepare_bits
 from manifoldkv.pipeline.commuting import prepare_commuting
-from manifoldkv.pipeline.config import CompressionConfig, PreparedRun, prepare
+from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import SAMPLES
+from manifoldkv.pipeline.prepared import PreparedRanks, prepare_ranks
 from manifoldkv.pipeline.recipes import BitRecipe, CommutingRecipe, StoredRecipe
 from manifoldkv.pipeline.solve import SITES
 from manifoldkv.pipeline.stored import PreparedStored, prepare_stored
@@ -99,7 +100,7 @@ def estimate(
         return _estimate_of_fisher(model, tokens, config, recipe)
     if isinstance(recipe, CommutingRecipe):
         return _estimate_of_commuting(model, tokens, config, recipe)
-    run = prepare(model, tokens, config, recipe)
+    run = prepare_ranks(model, tokens, config, recipe)
     layers = run.budget.layers
     rehearsed = _rehearse(model, run.tokens)
     activations, forward = rehearsed.activations, rehearsed.forward
@@ -136,22 +137,21 @@ def _estimate_of_fisher(
     latents = torch.randn(SAMPLES, activations.kv_heads * activations.head_dim)
     if isinstance(run, PreparedBits):
         fitting, _ = _timed(partial(fit_quantizers, latents, run.recipe.widths))
-        tuning_steps, below = run.recipe.tuning_steps, run.below
+        tuning_steps = run.recipe.tuning_steps
     else:
         once, _ = _timed(partial(entropy_coding, latents))
         fitting = STEPS_TRIED * once
-        tuning_steps, below = 0, run.below
-    passes, given_back = 1, 0
-    if below is not None:
-        passes += len(LAST_ROUND)
-        given_back = 2 * (below + 1) * latents.shape[1] * latents.itemsize
+        tuning_steps = 0
+    given_back = 0
+    if run.below is not None:
+        given_back = 2 * (run.below + 1) * latents.shape[1] * latents.itemsize
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
     return Estimate(
         {
-            "capture": passes * (forward + layers * rehearsed.per_layer),
+            "capture": run.rounds * (forward + layers * rehearsed.per_layer),
             "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward,
-            "ranks": passes * 2 * layers * fitting,
+            "ranks": run.rounds * 2 * layers * fitting,
             "tuning": _tuning(tuning_steps, forward),
         },
         weight_bytes=_weight_bytes(model),
@@ -219,7 +219,7 @@ def _stock_bytes(model: PreTrainedModel, activations: LayerActivations) -> int:
     return len(decoder_layers(model)) * per_layer
 
 
-def _solving(activations: LayerActivations, run: PreparedRun) -> float:
+def _solving(activations: LayerActivations, run: PreparedRanks) -> float:
     """Return the seconds for the bases of all layers; activations are of a few sequences."""
     recipe, share = run.recipe, activations.sequences / len(run.tokens)
     solver, longer = recipe.solver.rehearsal(share)
@@ -234,12 +234,12 @@ def _solving(activations: LayerActivations, run: PreparedRun) -> float:
     return total
 
 
-def _rehearsal(activations: LayerActivations, run: PreparedRun, forward: float) -> Rehearsal:
+def _rehearsal(activations: LayerActivations, run: PreparedRanks, forward: float) -> Rehearsal:
     candidates = max(len(ranks) for of_layer in run.candidates for ranks in of_layer)
     return Rehearsal(activations, forward, len(run.tokens), run.budget.layers, candidates)
 
 
-def _bytes_per_token(activations: LayerActivations, run: PreparedRun) -> int:
+def _bytes_per_token(activations: LayerActivations, run: PreparedRanks) -> int:
     """Return bytes of inputs and outputs, then of keys, values and mixtures of grouped values."""
     nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
     if not isinstance(run.recipe.solver, ClosedForm):

@@ -19,8 +19,6 @@ from manifoldkv.models.support import unwrapped
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import LENGTH, check_length, positions
 
-OWN = "own"
-"""The text of this name is the model's own."""
 OWN_SEQUENCES = 16
 SEQUENCES_AT_A_TIME = 16
 """Written side by side."""

@@ -10,31 +10,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping, check_rotary
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.errors import PlanError, RankError
 from manifoldkv.layers.capture import capture
-from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
-    check_supported,
     decoder_layers,
     sliding_windows,
 )
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step, predicted_cost
+from manifoldkv.plan.below import Below
 from manifoldkv.plan.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
-from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan, detached
-from manifoldkv.plan.plan import CompressionPlan, config_hash
-from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.progress import follow
-from manifoldkv.runs.source import versions
-from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -42,47 +37,23 @@ SAMPLES = 8192
 """Tokens that tables are made of, of each site."""
 FOLDS = 8
 """Into which tokens are cut, of `find_coordinates`: tables must promise what other text takes."""
-ROUNDS = 3
-"""In which a step is found where something is predicted: first as if all was given back exactly."""
 
 
 @dataclass(frozen=True)
-class PreparedStored:
-    """A run of `compress` by a `StoredRecipe`, all asked that could refuse it before its long work.
+class PreparedStored(PreparedCodes):
+    """A run by a `StoredRecipe`: the first half of every sequence is the prompt.
 
     Parameters
     ----------
-    config : CompressionConfig
-        What plan to make.
-    recipe : StoredRecipe
-        How.
-    text : str
-        Name of the calibration text.
-    tokens : Tensor
-        Token ids, (sequences, length), int64. The first half of every sequence is the prompt.
-    context : int
-        Tokens that the budget holds for.
     grouping : HeadGrouping
         Of all KV heads of a layer.
     bits : float
         Of the symbols of a token, in all layers.
     """
 
-    config: CompressionConfig
     recipe: StoredRecipe
-    text: str
-    tokens: Tensor
-    context: int
     grouping: HeadGrouping
     bits: float
-
-    @property
-    def below(self) -> int | None:
-        """Return from how many layers below keys and values are predicted; None if from nothing.
-
-        Rotated keys predict nothing: they turn with their positions.
-        """
-        return self.recipe.below if self.config.rotary == "pre" else None
 
 
 def prepare_stored(
@@ -92,13 +63,7 @@ def prepare_stored(
     recipe: StoredRecipe,
 ) -> PreparedStored:
     """Read the text and return what a run starts from; its errors are raised here."""
-    if not 0 < config.ratio <= 1:
-        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
-    check_seed(config.seed)
-    check_rotary(config.rotary)
-    if config.context is not None:
-        check_context(config.context)
-    check_supported(model)
+    check_run(model, config)
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
             raise PlanError(
@@ -107,8 +72,7 @@ def prepare_stored(
             )
     kv_heads = model.config.get_text_config().num_key_value_heads
     features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    context = ids.shape[1] if config.context is None else config.context
+    name, ids, context = read_text(model, tokens, config)
     bits = _symbol_bits(model, config.ratio, context, features, recipe.sinks)
     return PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
 
@@ -154,7 +118,7 @@ def solve_stored(
         As `fisher_moments`.
     """
     config, recipe, ids = run.config, run.recipe, run.tokens
-    sequences, length = ids.shape
+    length = ids.shape[1]
     prompt = length // 2
     moments = fisher_moments(
         model,
@@ -166,7 +130,7 @@ def solve_stored(
         folder=folder,
     )
     step = None
-    for _ in range(ROUNDS if run.below is not None else 1):
+    for _ in range(run.rounds):
         sites = _sites(model, run, moments, step)
         LOG.info("choosing the step of %d sites", len(sites))
         step = find_step([site.latents for site in sites], run.bits)
@@ -183,27 +147,7 @@ def solve_stored(
         LayerPlan(key, value, key_coding=of_keys, value_coding=of_values)
         for (key, of_keys, _), (value, of_values, _) in zip(coded[::2], coded[1::2], strict=True)
     ]
-    provenance = Provenance(
-        model=model.config._name_or_path,
-        text=run.text,
-        sequences=sequences,
-        length=length,
-        context=run.context,
-        recipe=recipe.describe(),
-        seed=config.seed,
-        requested_ratio=config.ratio,
-        threads=torch.get_num_threads(),
-        versions=versions(),
-        predicted_nats=predicted,
-    )
-    return CompressionPlan(
-        tuple(layers),
-        config.rotary,
-        config_hash(model.config),
-        fingerprint(model),
-        provenance,
-        sinks=recipe.sinks,
-    )
+    return run.plan(model, layers, sinks=recipe.sinks, predicted_nats=predicted)
 
 
 def _sites(
@@ -216,20 +160,19 @@ def _sites(
     """
     rotary, sinks = run.config.rotary, run.recipe.sinks
     sites: list[Coordinates] = []
-    below: list[Tensor] = []  # what is given back of the layers below, the nearest first
+    below = Below(run.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, run.tokens), len(moments)):
         of_layer = moments[activations.layer]
         keys, values = activations.keys_in(rotary), activations.values_of()
-        own: list[Tensor] = []
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
             x = by_token(x[:, :, sinks:])  # (S·n, D)
-            inputs = torch.cat([*own, *below], dim=1) if own or below else None
+            inputs = torch.cat(below.given, dim=1) if below.given else None
             site = find_coordinates(site_moments, x, inputs, samples=SAMPLES, folds=FOLDS)
             site = replace(site, latents=site.latents.float())  # of all sites at once
             sites.append(site)
-            if run.below is not None:
-                own.append(x if step is None else _given_back(site, step, x, inputs))
-        below = [*own, *below][: 2 * (run.below or 0)]
+            if run.below is not None and step is not None:
+                x = _given_back(site, step, x, inputs)
+            below.add(x)
     return sites
 
 

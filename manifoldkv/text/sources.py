@@ -18,6 +18,9 @@ HELP = (
 )
 
 
+OWN = "own"
+"""The name of what a model writes itself, which no source has."""
+
 LONGEST_LINE = 2000
 """How far back, in characters, the split of a .txt file looks for the end of a line."""
 
@@ -67,9 +70,10 @@ def open_text(name: str) -> TextSource:
     """
     if not name.strip():
         raise TextError(f"the name of the text is empty; a text is {HELP}")
-    if name == "own":
+    if name == OWN:
         raise TextError(
-            "own is what a model writes itself: manifoldkv.own_text(model) returns its tokens"
+            f"{OWN} is a text to calibrate on, which a model writes itself (manifoldkv.own_text): "
+            "name another one"
         )
     if name == "docstrings":
         return TextSource(name, read_docstrings)

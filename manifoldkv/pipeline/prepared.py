@@ -1,0 +1,187 @@
+"""What a run of `compress` starts from, by whatever recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.basis import Rotary, check_rotary
+from manifoldkv.errors import RankError
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import (
+    attention_of,
+    check_supported,
+    decoder_layers,
+    sliding_windows,
+)
+from manifoldkv.pipeline.config import CompressionConfig
+from manifoldkv.pipeline.recipes import AnyRecipe, BitRecipe, Recipe, StoredRecipe
+from manifoldkv.pipeline.solve import BasisFinder
+from manifoldkv.plan.files import check_context
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.quantization import check_layout
+from manifoldkv.ranks import Budget
+from manifoldkv.ranks.base import CandidateRanks
+from manifoldkv.runs.source import versions
+from manifoldkv.solvers.base import check_seed
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_tokens
+
+ROUNDS = 3
+"""In which codes and predictions are found, which depend on each other: first as if all was given
+back exactly."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run of `compress`, all asked that could refuse it before its long work.
+
+    Parameters
+    ----------
+    config : CompressionConfig
+        What plan to make.
+    recipe : Recipe, BitRecipe, CommutingRecipe or StoredRecipe
+        How, with the rank rule of the run.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length), int64.
+    context : int
+        Tokens that the ratio holds for.
+    """
+
+    config: CompressionConfig
+    recipe: AnyRecipe
+    text: str
+    tokens: Tensor
+    context: int
+
+    def plan(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerPlan],
+        *,
+        rotary: Rotary | None = None,
+        recent: int = 0,
+        sinks: int = 0,
+        predicted_nats: float | None = None,
+    ) -> CompressionPlan:
+        """Return the plan of layers that the run has found, by torch's threads of now.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Unwrapped.
+        layers : sequence of LayerPlan
+            All of the model's.
+        rotary : {"pre", "post"}, optional
+            Whether keys are stored before rotation; as the run has it if omitted.
+        recent, sinks, predicted_nats
+            As in `CompressionPlan` and `Provenance`.
+        """
+        provenance = Provenance(
+            model=model.config._name_or_path,
+            text=self.text,
+            sequences=self.tokens.shape[0],
+            length=self.tokens.shape[1],
+            context=self.context,
+            recipe=self.recipe.describe(),
+            seed=self.config.seed,
+            requested_ratio=self.config.ratio,
+            threads=torch.get_num_threads(),
+            versions=versions(),
+            predicted_nats=predicted_nats,
+        )
+        return CompressionPlan(
+            tuple(layers),
+            self.config.rotary if rotary is None else rotary,
+            config_hash(model.config),
+            fingerprint(model),
+            provenance,
+            recent=recent,
+            sinks=sinks,
+        )
+
+
+@dataclass(frozen=True)
+class PreparedRanks(Prepared):
+    """A run by a `Recipe`.
+
+    Parameters
+    ----------
+    budget : Budget
+        For the ranks of all layers.
+    candidates : list of CandidateRanks
+        Ranks that bases are found at, by layer.
+    """
+
+    recipe: Recipe
+    budget: Budget
+    candidates: list[CandidateRanks]
+
+
+@dataclass(frozen=True)
+class PreparedCodes(Prepared):
+    """A run by a recipe that codes what a prediction leaves."""
+
+    recipe: BitRecipe | StoredRecipe
+
+    @property
+    def below(self) -> int | None:
+        """Return from how many layers below keys and values are predicted; None if from nothing.
+
+        Rotated keys predict nothing: they turn with their positions.
+        """
+        return self.recipe.below if self.config.rotary == "pre" else None
+
+    @property
+    def rounds(self) -> int:
+        """Return how often the activations of all layers are run through."""
+        return 1 if self.below is None else ROUNDS
+
+
+def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
+    """Refuse what no recipe can do, before the text is read."""
+    if not 0 < config.ratio <= 1:
+        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
+    check_seed(config.seed)
+    check_rotary(config.rotary)
+    if config.context is not None:
+        check_context(config.context)
+    check_supported(model)
+
+
+def read_text(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+) -> tuple[str, Tensor, int]:
+    """Return the name of the calibration text, its token ids and the context of the ratio."""
+    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    return name, ids, ids.shape[1] if config.context is None else config.context
+
+
+def prepare_ranks(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: Recipe,
+) -> PreparedRanks:
+    """Read the text and return what a run starts from; its errors are raised here.
+
+    Nothing here takes long. The recipe is the complete one of the run.
+    """
+    check_run(model, config)
+    windows = sliding_windows(model.config)
+    for index, window in enumerate(windows):
+        check_layout(config.quantization, index, window, recent=recipe.recent_share > 0)
+    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    text, ids, context = read_text(model, tokens, config)
+    budget = Budget(config.ratio, head_dim, windows, context, recipe.recent_share)
+    candidates = recipe.ranks.candidate_ranks(budget)
+    return PreparedRanks(config, recipe, text, ids, context, budget, candidates)
