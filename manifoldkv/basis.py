@@ -232,7 +232,8 @@ def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
 
 def orthonormality_error(basis: Basis) -> float:
     """Return the largest entry of ``|upᵀ down - I|``; NaN if an element is not finite."""
-    product = basis.up.mT @ basis.down
+    # In float64, where torch multiplies float32 in fewer bits (set_float32_matmul_precision).
+    product = basis.up.mT.double() @ basis.down.double()
     identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     return float((product - identity).abs().max())
 

@@ -12,6 +12,7 @@ from manifoldkv.basis import (
     HeadGrouping,
     fix_signs,
     orthonormal_basis,
+    orthonormality_error,
     parse_grouping,
     principal_angles,
     projector_distance,
@@ -135,3 +136,11 @@ def test_rank_is_possible_or_refused(ratio, head_dim):
     else:
         with pytest.raises(RankError, match="possible ratios"):
             rank_from_ratio(ratio, head_dim)
+
+
+def test_orthonormality_is_checked_in_float64() -> None:
+    """Whatever precision torch multiplies float32 in."""
+    columns = torch.linalg.qr(torch.randn(2, 48, 20, generator=torch.Generator().manual_seed(0))).Q
+    basis = Basis(columns, columns, HeadGrouping(2, 4))
+    exact = Basis(columns.double(), columns.double(), HeadGrouping(2, 4))
+    assert orthonormality_error(basis) == orthonormality_error(exact)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from manifoldkv.basis import HeadGrouping
 from manifoldkv.cache.latents import RunningBasis, product, scores_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.prediction import GivenBack, PredictedSites
@@ -61,12 +62,12 @@ class _Seen:
     exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
 
-    def with_given_back(self, given: GivenBack, angles: Angles) -> _Seen:
+    def with_given_back(self, given: GivenBack, grouping: HeadGrouping, angles: Angles) -> _Seen:
         """Return the same with what latents stand for in their place."""
         if not self.latents:
             return self
         seen = slice(self.offset, self.offset + self.latents)
-        keys, values = (x[:, :, seen] for x in given)
+        keys, values = (grouping.merge(x[:, :, seen]) for x in given)
         keys = angles.tile(keys, 0, self.latents)
         return replace(self, latents=0, exact=[(keys, values), *self.exact])
 
@@ -175,7 +176,7 @@ class CachedAttention:
             for rows in blocks:
                 seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
                 if given and angles is not None:
-                    seen = seen.with_given_back(given[0], angles)
+                    seen = seen.with_given_back(given[0], self._key.grouping, angles)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )

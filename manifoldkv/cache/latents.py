@@ -37,10 +37,10 @@ class RunningBasis:
         self.grouping: HeadGrouping = basis.grouping
         self._basis = basis
         self._stored = dtype
-        self._working = working_dtype(dtype, device)
-        self._down = basis.down.to(device, self._working)  # (groups, w·d, w·r)
-        self._up = self._down if basis.orthonormal else basis.up.to(device, self._working)
-        self._mean = None if mean is None else mean.to(device, self._working).unsqueeze(1)
+        self.working = working_dtype(dtype, device)
+        self._down = basis.down.to(device, self.working)  # (groups, w·d, w·r)
+        self._up = self._down if basis.orthonormal else basis.up.to(device, self.working)
+        self._mean = None if mean is None else mean.to(device, self.working).unsqueeze(1)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
         keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
@@ -58,26 +58,33 @@ class RunningBasis:
 
     def latents(self, x: Tensor) -> Tensor:
         """Return what is stored of keys or values (B, H_kv, m, d): (B, G, m, w·r)."""
-        x = self.grouping.split(x)
+        return self.latents_of_groups(self.grouping.split(x))
+
+    def latents_of_groups(self, x: Tensor) -> Tensor:
+        """Return what is stored of keys or values of head groups, (B, G, m, w·d)."""
         if self._keeps_all:
             return x
-        x = x.to(self._working)
+        x = x.to(self.working)
         if self._mean is not None:
             x = x - self._mean
         return (x @ self._down).to(self._stored)
 
     def up_project(self, latents: Tensor) -> Tensor:
         """Return keys or values in the working dtype: (B, G, m, w·r) to (B, H_kv, m, d)."""
-        x = latents.to(self._working)
+        return self.grouping.merge(self.up_project_groups(latents))
+
+    def up_project_groups(self, latents: Tensor) -> Tensor:
+        """Return keys or values of head groups, the heads side by side, (B, G, m, w·d)."""
+        x = latents.to(self.working)
         if not self._keeps_all:
             x = x @ self._up.mT
-        return self.grouping.merge(x if self._mean is None else x + self._mean)
+        return x if self._mean is None else x + self._mean
 
     def queries(self, queries: Tensor) -> Tensor:
         """Return queries to score against latents: (B, H_kv, R, d) to (B, G, w·R, w·r)."""
         if self._keeps_all:
             return queries
-        return self._by_group((queries.to(self._working) @ self.up_by_head).to(self._stored))
+        return self._by_group((queries.to(self.working) @ self.up_by_head).to(self._stored))
 
     def mix(self, weights: Tensor, latents: Tensor) -> Tensor:
         """Return weights (B, H_kv, R, n) times latents (B, G, n, w·r): (B, H_kv, R, w·r)."""
@@ -91,7 +98,7 @@ class RunningBasis:
         `weights` are those they were mixed by, (B, H_kv, R, n): if omitted, some that sum to 1.
         """
         if up_project and not self._keeps_all:
-            mixed = mixed.to(self._working) @ self.up_by_head.mT
+            mixed = mixed.to(self.working) @ self.up_by_head.mT
         if self._mean is not None:
             mean = self.grouping.merge(self._mean.unsqueeze(0))  # (1, H_kv, 1, d)
             if weights is not None:

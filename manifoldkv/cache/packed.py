@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan.quantization import Quantization, pack_elements
-
-_PLANES = (8, 4, 2, 1)
+from manifoldkv.plan.quantization import PLANES, Quantization, pack_elements
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -45,7 +43,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def _cuts(bits: int) -> list[tuple[int, int]]:
     """Return the widths of the planes of integers, and how many lower bits lie in others."""
-    widths = [width for width in _PLANES if bits & width]
+    widths = [width for width in PLANES if bits & width]
     return [(width, sum(widths[:place])) for place, width in enumerate(widths)]
 
 

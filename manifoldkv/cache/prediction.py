@@ -11,9 +11,9 @@ from manifoldkv.cache.storage import Store
 
 GivenBack = tuple[Tensor, Tensor]
 """Keys before rotation and values of all the tokens that a layer holds, as their latents give them
-back, (B, H_kv, n, d)."""
+back, all heads side by side, (B, 1, n, D)."""
 
-TOKENS_AT_A_TIME = 1024
+TOKENS_AT_A_TIME = 2048
 """Tokens whose latents are up-projected at a time."""
 
 
@@ -67,19 +67,23 @@ def _stored(
     store: Store, basis: RunningBasis, x: Tensor, prediction: Tensor | None, inputs: list[Tensor]
 ) -> Tensor:
     """Store new keys or values (B, H_kv, m, d), and return all as they are given back."""
-
-    def expected(start: int, stop: int) -> Tensor | float:
-        if prediction is None:
-            return 0.0
-        given = torch.cat([basis.grouping.split(y[:, :, start:stop]) for y in used], dim=-1)
-        return basis.grouping.merge(given.to(prediction) @ prediction)
-
     features = x.shape[1] * x.shape[3]
-    used = [] if prediction is None else inputs[: len(prediction) // features]
+    weights = () if prediction is None else prediction.split(features)
+    of_inputs = [*zip(inputs, weights, strict=False)]  # of more layers below than predict here
+
+    def add_expected(x: Tensor, start: int, stop: int, sign: int) -> Tensor:
+        """Add to some tokens, in place, or take from them what is expected beside the mean."""
+        # One product after the other: side by side, the inputs would have to be copied.
+        for given, weight in of_inputs:
+            x[:, 0].baddbmm_(given[:, 0, start:stop], weight.expand(len(x), -1, -1), alpha=sign)
+        return x
+
     held = len(store)
-    store.append(basis.latents(x - expected(held, held + x.shape[2])))
+    new = basis.grouping.split(x).to(basis.working, copy=True)
+    left = add_expected(new, held, held + x.shape[2], sign=-1)
+    store.append(basis.latents_of_groups(left))
     tiles = [
-        basis.up_project(latents) + expected(start, stop)
+        add_expected(basis.up_project_groups(latents), start, stop, sign=1)
         for start, stop, latents in store.tiles(0, TOKENS_AT_A_TIME)
     ]
-    return torch.cat(tiles, dim=2)
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)

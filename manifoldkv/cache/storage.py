@@ -26,7 +26,7 @@ def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class GrowingTensor:
-    """A tensor (B, H, n, features) that grows along n in place.
+    """A tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
 
     It is allocated a sixteenth larger than needed, so that appending copies old tokens rarely, and
     drops tokens at either end without copying any.
@@ -35,10 +35,13 @@ class GrowingTensor:
     ----------
     smallest_growth : int
         Tokens it is allocated larger by at least.
+    dim : int
+        Of the tokens, 2 or 3.
     """
 
-    def __init__(self, smallest_growth: int = 64) -> None:
+    def __init__(self, smallest_growth: int = 64, dim: int = 2) -> None:
         self._smallest_growth = smallest_growth
+        self._dim = dim
         self._buffer: Tensor | None = None
         self._start = 0
         self._stop = 0
@@ -50,16 +53,16 @@ class GrowingTensor:
     def view(self) -> Tensor:
         """Return the tokens held; writing to it writes to the cache."""
         assert self._buffer is not None
-        return self._buffer[:, :, self._start : self._stop]
+        return self._buffer.narrow(self._dim, self._start, len(self))
 
     def append(self, new: Tensor) -> None:
-        """Add tokens, (B, H, m, features)."""
-        count = new.shape[2]
+        """Add tokens, (B, H, m, features) or (B, H, features, m)."""
+        count = new.shape[self._dim]
         if self._buffer is None:
-            self._buffer = _allocated(new, 0)
-        if self._stop + count > self._buffer.shape[2]:
+            self._buffer = self._allocated(new, 0)
+        if self._stop + count > self._buffer.shape[self._dim]:
             self._reallocate(len(self) + count + self._slack(len(self) + count))
-        self._buffer[:, :, self._stop : self._stop + count] = new
+        self._buffer.narrow(self._dim, self._stop, count).copy_(new)
         self._stop += count
 
     def drop_first(self, count: int) -> None:
@@ -98,7 +101,7 @@ class GrowingTensor:
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     def _shrink(self) -> None:
-        capacity = 0 if self._buffer is None else self._buffer.shape[2]
+        capacity = 0 if self._buffer is None else self._buffer.shape[self._dim]
         if capacity > max(LARGEST_RATIO * len(self), len(self) + 2 * self._smallest_growth):
             self._reallocate(len(self) + self._slack(len(self)))
 
@@ -108,18 +111,19 @@ class GrowingTensor:
     def _reallocate(self, capacity: int) -> None:
         assert self._buffer is not None
         held = self.view
-        self._buffer = _allocated(held, capacity)
-        self._buffer[:, :, : held.shape[2]] = held
-        self._start, self._stop = 0, held.shape[2]
+        self._buffer = self._allocated(held, capacity)
+        self._start, self._stop = 0, held.shape[self._dim]
+        self.view.copy_(held)
 
+    def _allocated(self, like: Tensor, tokens: int) -> Tensor:
+        """Return memory for so many tokens, otherwise of the shape of some.
 
-def _allocated(like: Tensor, tokens: int) -> Tensor:
-    """Return memory for so many tokens, (B, H, tokens, features).
-
-    What is allocated in inference mode could not be written to outside of it.
-    """
-    with torch.inference_mode(False):
-        return like.new_empty(*like.shape[:2], tokens, like.shape[3])
+        What is allocated in inference mode could not be written to outside of it.
+        """
+        shape = list(like.shape)
+        shape[self._dim] = tokens
+        with torch.inference_mode(False):
+            return like.new_empty(shape)
 
 
 class Store(ABC):

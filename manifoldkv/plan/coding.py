@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from manifoldkv.basis import equal
 from manifoldkv.errors import PlanError
-from manifoldkv.plan.quantization import packed_bytes
+from manifoldkv.plan.quantization import PLANES
 
 EXACT = 16
 """Bits of a latent that is stored as it is, in the dtype of the model."""
@@ -116,18 +116,13 @@ class Coding:
         """Return how many latents are stored as they are: the first ones."""
         return int((self.bits == EXACT).sum())
 
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """Return bits and number of neighbouring latents that are coded in the same bits."""
-        by_bits = groupby(self.bits[self.exact :].tolist())
-        return [(bits, len(list(run))) for bits, run in by_bits if bits]
-
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in one head group of a model in a dtype.
 
         They are packed latents, those that are stored as they are, and its norm.
         """
-        latents = sum(packed_bytes(count, bits) for bits, count in self.runs)
+        coded = self.bits[self.exact :]
+        latents = sum(ceil(int((coded & plane > 0).sum()) * plane / 8) for plane in PLANES)
         exact = self.exact * dtype.itemsize
         return latents + exact + (NORM_BYTES if self.deviation is not None else 0)
 

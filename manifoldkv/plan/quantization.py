@@ -10,6 +10,9 @@ from manifoldkv.errors import PlanError
 
 BITS = (2, 3, 4, 8)
 
+PLANES = (8, 4, 2, 1)
+"""Widths of the planes that integers are cut into, so that each fills whole bytes."""
+
 
 Layout = Literal["static", "token", "kivi"]
 
