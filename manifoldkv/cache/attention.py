@@ -67,7 +67,7 @@ class _Seen:
         if not self.latents:
             return self
         seen = slice(self.offset, self.offset + self.latents)
-        keys, values = (grouping.merge(x[:, :, seen]) for x in given)
+        keys, values = (grouping.merge(x[..., seen].mT.unsqueeze(1)) for x in given)
         keys = angles.tile(keys, 0, self.latents)
         return replace(self, latents=0, exact=[(keys, values), *self.exact])
 

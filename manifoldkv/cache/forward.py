@@ -109,5 +109,7 @@ class ForwardPass(threading.local):
         if key not in self._angles:
             newest_cos, newest_sin = calls[0].angles(self.cache.positions(tokens))
             dtype = working_dtype(cos.dtype, cos.device)
-            self._angles[key] = (newest_cos.to(dtype), newest_sin.to(dtype))
+            # In memory tokens come last, as in the keys that `RunningBasis.up_project` returns.
+            cos, sin = (x.to(dtype).mT.contiguous().mT for x in (newest_cos, newest_sin))
+            self._angles[key] = (cos, sin)
         return self._angles[key]

@@ -74,11 +74,15 @@ class RunningBasis:
         return self.grouping.merge(self.up_project_groups(latents))
 
     def up_project_groups(self, latents: Tensor) -> Tensor:
-        """Return keys or values of head groups, the heads side by side, (B, G, m, w·d)."""
+        """Return keys or values of head groups, the heads side by side, (B, G, m, w·d).
+
+        In memory tokens come last, so that what is done to each feature runs over neighbours.
+        """
         x = latents.to(self.working)
-        if not self._keeps_all:
-            x = x @ self._up.mT
-        return x if self._mean is None else x + self._mean
+        if self._keeps_all:
+            return x
+        x = self._up @ x.mT  # (B, G, w·d, m)
+        return (x if self._mean is None else x + self._mean.mT).mT
 
     def queries(self, queries: Tensor) -> Tensor:
         """Return queries to score against latents: (B, H_kv, R, d) to (B, G, w·R, w·r)."""

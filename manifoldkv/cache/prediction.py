@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from manifoldkv.cache.latents import RunningBasis
@@ -11,7 +10,7 @@ from manifoldkv.cache.storage import Store
 
 GivenBack = tuple[Tensor, Tensor]
 """Keys before rotation and values of all the tokens that a layer holds, as their latents give them
-back, all heads side by side, (B, 1, n, D)."""
+back, all heads side by side, tokens last, (B, D, n)."""
 
 TOKENS_AT_A_TIME = 2048
 """Tokens whose latents are up-projected at a time."""
@@ -71,19 +70,17 @@ def _stored(
     weights = () if prediction is None else prediction.split(features)
     of_inputs = [*zip(inputs, weights, strict=False)]  # of more layers below than predict here
 
-    def add_expected(x: Tensor, start: int, stop: int, sign: int) -> Tensor:
-        """Add to some tokens, in place, or take from them what is expected beside the mean."""
+    def add_expected(x: Tensor, sign: int) -> Tensor:
+        """Add what is expected beside the mean to the last tokens (B, D, t), or take it away."""
         # One product after the other: side by side, the inputs would have to be copied.
         for given, weight in of_inputs:
-            x[:, 0].baddbmm_(given[:, 0, start:stop], weight.expand(len(x), -1, -1), alpha=sign)
+            inputs = given[..., given.shape[2] - x.shape[2] :]
+            x.baddbmm_(weight.mT.expand(len(x), -1, -1), inputs, alpha=sign)
         return x
 
-    held = len(store)
-    new = basis.grouping.split(x).to(basis.working, copy=True)
-    left = add_expected(new, held, held + x.shape[2], sign=-1)
-    store.append(basis.latents_of_groups(left))
-    tiles = [
-        add_expected(basis.up_project_groups(latents), start, stop, sign=1)
-        for start, stop, latents in store.tiles(0, TOKENS_AT_A_TIME)
-    ]
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+    new = basis.grouping.split(x)[:, 0].mT.to(basis.working, copy=True)
+    store.append(basis.latents_of_groups(add_expected(new, -1).mT.unsqueeze(1)))
+    found = new.new_empty(*new.shape[:2], len(store))
+    for start, stop, latents in store.tiles(0, TOKENS_AT_A_TIME):
+        found[..., start:stop] = basis.up_project_groups(latents)[:, 0].mT
+    return add_expected(found, 1)
