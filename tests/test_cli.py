@@ -408,6 +408,31 @@ def test_a_dry_run_saves_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     assert not out.exists()
 
 
+def test_a_dry_run_counts_what_writing_its_own_text_takes(capsys, monkeypatch, tmp_path) -> None:
+    ask = ("compress", MODEL, "--text", "own", "--out", tmp_path / "plan", "--dry-run", *FEW)
+    facts = json.loads(run(capsys, monkeypatch, *ask, "--json")[1])
+    assert facts["seconds"]["text"] > 0
+    assert "(text " in run(capsys, monkeypatch, *ask)[1]
+
+
+@pytest.mark.parametrize("limit", [0, math.inf])
+def test_long_work_is_announced_with_the_quick_recipe(
+    limit: float, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(planning, "LONG_SECONDS", limit)
+    ask = ("compress", MODEL, "--recipe", "eigen-attention", "--out", tmp_path / "plan", *FEW)
+    code, _, err = run(capsys, monkeypatch, *ask)
+    assert code == 0
+    assert (f"recipe {DEFAULT_RECIPE} is quicker" in err) == (limit == 0)
+
+
+def test_a_text_is_missing_before_anything_is_loaded(capsys, monkeypatch, tmp_path) -> None:
+    other = tmp_path / "no-model"
+    code, _, err = run(capsys, monkeypatch, "evaluate", other, "--plan", tmp_path / "no-plan")
+    assert code == 2
+    assert "name a text to measure" in err
+
+
 def test_ranks_are_multiples_where_that_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "plan"
     arguments = (MODEL, "--recipe", "eigen-attention", "--ranks", "sequential", *FEW)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from manifoldkv import (
@@ -49,6 +50,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
@@ -61,8 +63,8 @@ with torch.no_grad():
     ], dim=1)
 held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 assert "manifoldkv" not in sys.modules
-torch.save({"logits": logits, "shape": torch.tensor(cache.layers[0].keys.shape), "bytes": held},
-           sys.argv[3])
+shape = torch.tensor(cache.layers[0].keys.shape)
+save_file({"logits": logits, "shape": shape, "bytes": torch.tensor(held)}, sys.argv[3])
 """
 
 
@@ -102,11 +104,11 @@ def test_transformers_loads_it_without_us(name: str, tmp_path: Path) -> None:
     model, tokens = model_of(name, torch.float32), tiny_tokens(2, 12)
     plan = plan_for(model, name)
     found = export_checkpoint(model, plan, tmp_path / "plain")
-    ids, out = json.dumps(tokens.tolist()), tmp_path / "found.pt"
+    ids, out = json.dumps(tokens.tolist()), tmp_path / "found.safetensors"
     command = [sys.executable, "-c", LOADED, str(found.folder), ids, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loaded = torch.load(out)
+    loaded = load_file(out)
     expected = logits_of(model, tokens, plan)
     torch.testing.assert_close(loaded["logits"], expected, rtol=1e-3, atol=1e-3)
     config = json.loads((found.folder / "config.json").read_text())
