@@ -10,7 +10,8 @@ oblique basis over all heads: free bases before rotation, which must be rebuilt 
 commuting ones with complex directions within each frequency, weighed by Fisher information or by
 the queries; real ones, unweighted as in TransMLA and weighted; and whole frequencies of each head,
 kept or dropped, as in RAP (here the same ones in all heads and layers, as a plain checkpoint needs
-it). The recipe's bases are then tuned, multiplied into the weights, and these are healed. Written
+it). The recipe's bases are then tuned, multiplied into the weights, and these are healed; so are
+those that are moved, values too, to the least error at the output of the decoder layer. Written
 into --out: results.csv, a figure and summary.md. What is measured is stored in --out/steps: an
 interrupted run goes on where it was, a repeated one draws at once.
 """
@@ -60,6 +61,7 @@ from manifoldkv.pipeline.commuting import (
     prepare_commuting,
     quadratic_forms,
 )
+from manifoldkv.pipeline.commuting_descent import descended
 from manifoldkv.plan.layer import detached
 from manifoldkv.ranks.fisher import fisher_moments
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
@@ -69,6 +71,8 @@ FREE, FISHER, QUERIES = "free, before rotation", "commuting", "commuting, query 
 REAL, TRANSMLA, PAIRS = "real", "real, unweighted (TransMLA)", "whole frequencies (RAP)"
 TUNED, HEALED = "commuting, tuned", "commuting, tuned and healed"
 UNTUNED = "commuting, healed"
+LAYER, LAYER_TUNED = "layer output", "layer output, tuned"
+LAYER_HEALED = "layer output, tuned and healed"
 
 
 def main() -> int:
@@ -142,7 +146,7 @@ class Commuting:
         for name, plan in plans.items():
             rows += self.rows(name, plan, partial(perplexity, self.model, plan=plan))
         if foldable(self.model, plans[FISHER]) and self.given.healing_steps:
-            for name, start in ((UNTUNED, FISHER), (HEALED, TUNED)):
+            for name, start in ((UNTUNED, FISHER), (HEALED, TUNED), (LAYER_HEALED, LAYER_TUNED)):
                 if start in plans:
                     healed = Healed(self, plans[start])
                     rows += self.rows(name, plans[start], healed.perplexity)
@@ -178,16 +182,51 @@ class Commuting:
         }
         found[FREE] = replace(found[FREE], rotary="pre")
         if self.given.tuning_steps:
-            found[TUNED] = tune(
-                self.model,
-                found[FISHER],
-                self.calibration,
-                steps=self.given.tuning_steps,
-                sequences_per_step=self.given.sequences_per_step,
-                seed=self.given.seed,
-                checkpoints=self.stored,
-            )
+            found[TUNED] = self.tuned(found[FISHER])
+        found[LAYER] = self.moved(found[QUERIES], queries)
+        if self.given.tuning_steps:
+            found[LAYER_TUNED] = self.tuned(found[LAYER])
         return found
+
+    def tuned(self, plan: CompressionPlan) -> CompressionPlan:
+        """Return a plan tuned end to end."""
+        return tune(
+            self.model,
+            plan,
+            self.calibration,
+            steps=self.given.tuning_steps,
+            sequences_per_step=self.given.sequences_per_step,
+            seed=self.given.seed,
+            checkpoints=self.stored,
+        )
+
+    def moved(self, plan: CompressionPlan, queries: list[tuple[Forms, Forms]]) -> CompressionPlan:
+        """Return the plan of objective layer-output, stored: it starts from query weights."""
+        run = self.prepared(CommutingRecipe("layer-output"))
+        values = self.values(queries)
+        start = [(layer.key, value) for layer, value in zip(plan.layers, values, strict=True)]
+        stored = self.stored.made_by(descended).keyed(start=plan.digest(), seed=self.given.seed)
+
+        def compute() -> dict[str, Tensor]:
+            layers = enumerate(descended(self.model, run, start))
+            return {
+                f"{layer}.{site}.{part}": matrix.contiguous()
+                for layer, bases in layers
+                for site, basis in enumerate(bases)
+                for part, matrix in enumerate((basis.down, basis.up))
+            }
+
+        known = stored.tensors("moved", compute)
+
+        def basis(of: Basis, layer: int, site: int) -> Basis:
+            down, up = (known[f"{layer}.{site}.{part}"] for part in range(2))
+            return replace(of, down=down, up=up)
+
+        bases = [
+            (basis(key, layer, 0), basis(value, layer, 1))
+            for layer, (key, value) in enumerate(start)
+        ]
+        return plan_of(self.model, run, bases)
 
     def bases(self, recipe: CommutingRecipe) -> list[tuple[Forms, Forms]]:
         """Return the quadratic forms of an objective, stored."""
@@ -325,7 +364,11 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     legend_below(figure)
     first = results.iloc[0]
     shown = results[results["text"] == texts[0]].set_index("cache")["added_nll"]
-    found = [f"{name} {shown[name]:.3f}" for name in (FREE, FISHER, TUNED, HEALED) if name in shown]
+    found = [
+        f"{name} {shown[name]:.3f}"
+        for name in (FREE, FISHER, LAYER, TUNED, HEALED)
+        if name in shown
+    ]
     title_above(
         figure,
         f"{first['model']}, keys and values at {first['ratio']:.3g} of their bytes each, nats "

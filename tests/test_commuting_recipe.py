@@ -18,6 +18,7 @@ from manifoldkv import (
     CommutingRecipe,
     CompressionConfig,
     HeadGrouping,
+    LayerOutput,
     Quantization,
     RankError,
     UnknownNameError,
@@ -227,18 +228,18 @@ def test_it_composes_with_rounding() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("objective", ["fisher", "kq-svd"])
+@pytest.mark.parametrize("objective", ["fisher", "kq-svd", "layer-output"])
 def test_it_can_be_estimated(steps: int, objective: str) -> None:
     recipe = CommutingRecipe(objective, tuning_steps=steps)
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
     found = estimate(model, tokens, ratio=0.5, recipe=recipe)
-    assert (found.seconds["bases"] > 0) == (objective == "fisher")
+    assert (found.seconds["bases"] > 0) == (objective != "kq-svd")
     assert (found.seconds["tuning"] > 0) == (steps > 0)
     assert found.cache_bytes == found.stock_bytes / 2
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="known: fisher, kq-svd"):
+    with pytest.raises(UnknownNameError, match="known: fisher, kq-svd, layer-output"):
         CommutingRecipe("layer")
     with pytest.raises(RankError, match="heads side by side"):
         CommutingRecipe(grouping="shared")
@@ -261,3 +262,32 @@ def test_a_recipe_describes_itself() -> None:
     assert isinstance(RECIPES["commuting"], CommutingRecipe)
     assert not isinstance(RECIPES["commuting"], BitRecipe)
     assert CommutingRecipe("kq-svd", "2").describe()["key_grouping"] == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layer_output_is_reached_from_query_weights(family: str) -> None:
+    """Same ranks and frequencies; less error of each layer; nothing but the bases has moved."""
+    model, tokens = tiny_model(family), tiny_tokens(4, 24)
+    start, moved = (
+        compress(model, tokens, recipe=CommutingRecipe(objective), ratio=0.5)
+        for objective in ("kq-svd", "layer-output")
+    )
+    assert moved.provenance.recipe["solver"] == {"name": "riemannian-adam"}
+    for activations in capture(model, tokens):
+        before, after = (plan.layers[activations.layer] for plan in (start, moved))
+        assert after.key.frequencies == before.key.frequencies
+        assert (after.key.rank, after.value.rank) == (before.key.rank, before.value.rank)
+        for site, rotary in (("key", "post"), ("value", "pre")):
+            problem = LayerOutput().problem(activations, site, before.key.grouping, rotary)
+            first, last = (
+                problem.loss(getattr(plan, site).like(activations.cos)) for plan in (before, after)
+            )
+            assert last < first
+
+
+def test_layer_output_at_full_rank_is_exact() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(2, 16)
+    plan = compress(model, tokens, recipe=CommutingRecipe("layer-output"), ratio=1.0)
+    with torch.no_grad(), compressed(model, plan):
+        found = model(input_ids=tokens).logits
+    torch.testing.assert_close(found, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)

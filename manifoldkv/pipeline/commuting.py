@@ -1,4 +1,4 @@
-"""Bases that commute with the rotation of keys, in closed form, all layers at the same ranks."""
+"""Bases that commute with the rotation of keys, all layers at the same ranks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.objectives import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form, weighted_directions
+from manifoldkv.pipeline.commuting_descent import descended
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import RIDGE
 from manifoldkv.pipeline.prepared import Prepared, check_run, read_text
@@ -119,7 +120,7 @@ def check_turns_halves(model: PreTrainedModel) -> None:
 def solve_commuting(
     model: PreTrainedModel, run: PreparedCommuting, folder: str | Path | None
 ) -> CompressionPlan:
-    """Return the plan of a run, nothing tuned.
+    """Return the plan of a run, not tuned end to end.
 
     Parameters
     ----------
@@ -141,7 +142,10 @@ def solve_commuting(
         down, up = (detached(x.float()) for x in weighted_closed_form(*value, run.latents))
         values.append(Basis(down, up, run.grouping))
     bases = closed_form(keys, run.latents // 2, run.grouping)
-    return plan_of(model, run, [*zip(bases, values, strict=True)])
+    found = [*zip(bases, values, strict=True)]
+    if run.recipe.objective == "layer-output":
+        found = [*descended(model, run, found)]
+    return plan_of(model, run, found)
 
 
 def closed_form(

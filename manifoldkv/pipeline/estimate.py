@@ -19,8 +19,10 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import decoder_layers, unwrapped
+from manifoldkv.objectives import LayerOutput
 from manifoldkv.pipeline.bits import PreparedBits, prepare_bits
-from manifoldkv.pipeline.commuting import prepare_commuting
+from manifoldkv.pipeline.commuting import PreparedCommuting, prepare_commuting
+from manifoldkv.pipeline.commuting_descent import SOLVER
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import SAMPLES
 from manifoldkv.pipeline.prepared import PreparedRanks, prepare_ranks
@@ -171,13 +173,17 @@ def _estimate_of_commuting(
     layers = len(decoder_layers(model))
     rehearsed = _rehearse(model, run.tokens)
     activations, forward = rehearsed.activations, rehearsed.forward
-    fisher = recipe.objective == "fisher"
+    bases = 0.0
+    if recipe.objective == "fisher":
+        bases = FORWARDS_OF_FISHER * len(run.tokens) * forward
+    elif recipe.objective == "layer-output":
+        bases = layers * _descending(activations, run)
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
     return Estimate(
         {
             "capture": forward + layers * rehearsed.per_layer,
-            "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward if fisher else 0.0,
+            "bases": bases,
             "ranks": 0.0,
             "tuning": _tuning(recipe.tuning_steps, forward),
         },
@@ -231,6 +237,18 @@ def _solving(activations: LayerActivations, run: PreparedRanks) -> float:
         if solved:  # full rank is the identity
             seconds, _ = _timed(partial(solver.solve, problem, sorted(solved)[len(solved) // 2]))
             total += len(solved) * longer * seconds
+    return total
+
+
+def _descending(activations: LayerActivations, run: PreparedCommuting) -> float:
+    """Return the seconds of a layer whose commuting bases are moved, by steps of others."""
+    solver, longer = SOLVER.rehearsal(activations.sequences / len(run.tokens))
+    total = 0.0
+    for site in SITES:
+        problem = LayerOutput().problem(activations, site, run.grouping, "post")
+        rank = min(run.latents // run.grouping.width, activations.head_dim)
+        seconds, _ = _timed(partial(solver.solve, problem, rank))
+        total += longer * seconds
     return total
 
 

@@ -27,8 +27,8 @@ class MovingBases:
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
             (
-                _moving(layer.key, layer.codings.get("key"), device),
-                _moving(layer.value, layer.codings.get("value"), device),
+                moving(layer.key, layer.codings.get("key"), device),
+                moving(layer.value, layer.codings.get("value"), device),
             )
             for layer in plan.layers
         ]
@@ -59,9 +59,10 @@ class MovingBases:
         return replace(start, layers=tuple(layers))
 
 
-def _moving(
+def moving(
     basis: Basis, coding: Coding | None, device: torch.device
 ) -> _MovingBasis | _MovingCoordinates | _MovingCommutingBasis:
+    """Return a basis, with its coding if it has one, as points that move on their manifolds."""
     if coding is None and basis.commuting:
         return _MovingCommutingBasis(basis, device)
     if coding is None:

@@ -196,7 +196,7 @@ class BitRecipe:
         }
 
 
-Weights = Literal["fisher", "kq-svd"]
+Weights = Literal["fisher", "kq-svd", "layer-output"]
 """What an error in keys and values costs."""
 
 
@@ -212,9 +212,10 @@ class CommutingRecipe:
 
     Parameters
     ----------
-    objective : {"fisher", "kq-svd"}
-        What an error costs: nats to second order (`fisher_moments`), or its share of the scores and
-        of the output that the queries and W_O of a layer read.
+    objective : {"fisher", "kq-svd", "layer-output"}
+        What an error costs: nats to second order (`fisher_moments`); its share of the scores and of
+        the output that the queries and W_O of a layer read; or the error at the output of the
+        decoder layer, to which Riemannian Adam moves the bases of ``"kq-svd"``, of their ranks.
     grouping : str or int
         Which heads have a basis together, ``"all"`` or a number: each group becomes one KV head.
     tuning_steps : int
@@ -249,7 +250,9 @@ class CommutingRecipe:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
         return {
             "objective": {"name": self.objective},
-            "solver": {"name": "closed-form"},
+            "solver": {
+                "name": "riemannian-adam" if self.objective == "layer-output" else "closed-form"
+            },
             "key_grouping": self.grouping,
             "value_grouping": self.grouping,
             "ranks": {"name": "frequencies"},

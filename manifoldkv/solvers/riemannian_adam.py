@@ -82,14 +82,14 @@ class RiemannianAdam(Solver):
         optimizer = geoopt.optim.RiemannianAdam(
             [columns], lr=self.learning_rate, betas=BETAS, stabilize=10
         )
-        steps = self._steps(problem)
+        steps = self.steps_on(problem)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
         averaged = not problem.objective.full_batch_is_cheap
         late_projectors = torch.zeros((), dtype=torch.float64, device=start.device)
         for step in progress(range(steps), problem):
             loss = problem.loss(
-                Basis(columns, columns, problem.grouping), self._batch(problem, generator)
+                Basis(columns, columns, problem.grouping), self.batch(problem, generator)
             )
             history.append(checked(loss, problem, step))
             optimizer.zero_grad(set_to_none=True)
@@ -105,7 +105,8 @@ class RiemannianAdam(Solver):
             final = manifold.projx(columns.detach())
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
 
-    def _steps(self, problem: Problem) -> int:
+    def steps_on(self, problem: Problem) -> int:
+        """Return the steps taken, fewer where there are few sequences."""
         if problem.objective.full_batch_is_cheap:
             return self.steps
         enough = self.visits * problem.activations.sequences / self.sequences_per_step
@@ -121,7 +122,8 @@ class RiemannianAdam(Solver):
         )
         return torch.linalg.qr(normal).Q.to(problem.activations.cos)
 
-    def _batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
+    def batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
+        """Return the sample of a step; None for all data."""
         if problem.objective.full_batch_is_cheap:
             return None
         activations = problem.activations

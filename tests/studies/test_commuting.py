@@ -23,6 +23,8 @@ ALWAYS = [
     commuting.TRANSMLA,
     commuting.PAIRS,
     commuting.TUNED,
+    commuting.LAYER,
+    commuting.LAYER_TUNED,
 ]
 
 
@@ -44,13 +46,13 @@ def results(run: Done, out: Path) -> pd.DataFrame:
 
 
 def test_all_caches_take_the_same_bytes(results: pd.DataFrame) -> None:
-    healed = [commuting.UNTUNED, commuting.HEALED]
+    healed = [commuting.UNTUNED, commuting.HEALED, commuting.LAYER_HEALED]
     assert list(dict.fromkeys(results["cache"])) == [*ALWAYS, *healed]
     assert len(results) == 2 * len([*ALWAYS, *healed])
     assert set(results["ratio"]) == {0.5}
     assert set(results["bytes_per_token"]) == {6 * 2 * 2 * 32 * 2 / 2}
     losses = results["added_nll"] + results["uncompressed_nll"]
-    assert losses.groupby(results["text"]).nunique().eq(len(ALWAYS) + 2).all()
+    assert losses.groupby(results["text"]).nunique().eq(len(ALWAYS) + 3).all()
 
 
 def test_the_figure_shows_the_table(run: Done, results: pd.DataFrame, out: Path) -> None:
