@@ -8,7 +8,8 @@ heads, 8 KV heads of 128), over caches filled with random numbers:
     post-R      keys stored after rotation at rank ratio R: nothing is reconstructed
     pre-R       keys stored before rotation: expanded and rotated tile by tile
     post-0.5-4bit   the same as post-0.5 with latents packed into 4 bits
-    …-gN, …-all     N heads, or all, in one basis: the same bytes, N times the arithmetic
+    …-gN, …-all     N heads, or all, in one basis: the same bytes, N times the arithmetic;
+                    bases that commute with the rotation are stored and read as post-…-all
     …-recent        and the newest 64 tokens as they are
 
 All of them take turns within every round, and a ratio is formed within a round, so that other load
