@@ -207,7 +207,8 @@ def summary(results: pd.DataFrame) -> list[str]:
         "sequences, in 16 bits. Bytes of tokens and bases are those that `studies/frontier.py` "
         f"has measured; the first {results['sinks'].max()} tokens of a sequence are held as they "
         f"are by `{BEST}`, beside their latents. The weights of the model, the same for all, are "
-        "left out. Nothing here depends on a seed.",
+        "left out, and so is what a decode step holds while it runs. Nothing here depends on a "
+        "seed.",
         "",
         *common.table(columns, rows),
         "",

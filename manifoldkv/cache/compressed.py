@@ -181,9 +181,9 @@ class _Run:
         self._follow_model()
         self._pass = ForwardPass(type(model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
+        self._depth = plan.prediction_depth
         self._layers_below = [
-            min(plan.layers_below(index), plan.prediction_depth)
-            for index in range(len(plan.layers))
+            min(plan.layers_below(index), self._depth) for index in range(len(plan.layers))
         ]
 
     def _follow_model(self) -> None:
@@ -269,6 +269,7 @@ class _Run:
                 keys = self._unrotated(index, keys, positions[:, -count:])
             below = given[: self._layers_below[index]]
             given = [*self._attentions[index].store(layer, keys, values, below), *below]
+            given = given[: self._depth]
             layer.forget_old()
 
     @property
@@ -411,7 +412,7 @@ class _Run:
                 output, given = self._attentions[index].attend(
                     layer, rotated, keys, values, mask, settings, angles, below
                 )
-                self._pass.given_back = [*given, *below]
+                self._pass.given_back = [*given, *below][: self._depth]  # no more in memory
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
                 output = WithoutGradient.apply(output, *inputs)
