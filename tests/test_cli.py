@@ -322,7 +322,7 @@ def test_another_model_is_calibrated_on_what_it_writes_and_measured_on_what_is_n
     ask = ("compress", short_model, *small, "--out", out, "--work", work, "--report", page)
     code, _, err = run(capsys, monkeypatch, *ask)
     assert code == 0, err
-    assert "writing 2 × 40 tokens to calibrate on" in err
+    assert "writing 2 texts to calibrate on" in err
     assert page.exists()
     known = CompressionPlan.load(out)
     assert known.provenance.text == "own"
@@ -344,7 +344,7 @@ def test_another_model_is_calibrated_on_what_it_writes_and_measured_on_what_is_n
             capsys, monkeypatch, command, short_model, "--plan", out, "--text", "own"
         )
         assert code == 2
-        assert "name another text to measure on" in err
+        assert "own is a text to calibrate on" in err
 
 
 def test_defaults_fit_a_model_of_few_positions(

@@ -222,9 +222,8 @@ class TestRefusedBeforeAnyWork:
     def test_contexts_that_no_plan_can_name(
         self, context: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for part in ("config", "bits"):  # which would read the text
-            module = import_module(f"manifoldkv.pipeline.{part}")
-            monkeypatch.setattr(module, "calibration_tokens", None)
+        module = import_module("manifoldkv.pipeline.prepared")  # which would read the text
+        monkeypatch.setattr(module, "calibration_tokens", None)
         for recipe in ("low-rank", "best"):
             with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):
                 compress(tiny_model("llama"), "docstrings", recipe=recipe, context=context)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -209,7 +208,11 @@ def _check_report(report: Path, config: CompressionConfig) -> None:
 def _own_text(model: PreTrainedModel, request: Request, work: Path | None) -> Tensor:
     """Return the calibration text that a model writes, or has written in an interrupted run."""
     count = request.sequences or OWN_SEQUENCES
-    write = partial(own_text, model, count, request.length)
+
+    def write() -> Tensor:
+        LOG.info("writing %d texts to calibrate on", count)
+        return own_text(model, count, request.length)
+
     if work is None:
         return write()
     settings = {"model": digest_of_model(model), "shape": [count, request.length]}

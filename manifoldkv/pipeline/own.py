@@ -6,7 +6,6 @@ Data-free quantization aware training for large language models, arXiv 2305.1788
 
 from __future__ import annotations
 
-import logging
 from typing import NoReturn
 
 import torch
@@ -22,8 +21,6 @@ from manifoldkv.text.tokens import LENGTH, check_length, positions
 OWN_SEQUENCES = 16
 SEQUENCES_AT_A_TIME = 16
 """Written side by side."""
-
-LOG = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -68,7 +65,6 @@ def own_text(
             f"cannot write {sequences} sequences of {length} tokens: both must be at least 1"
         )
     check_length(model, length)
-    LOG.info("writing %d × %d tokens to calibrate on", sequences, length)
     generator = torch.Generator(model.device).manual_seed(seed)
     counts = [
         min(SEQUENCES_AT_A_TIME, sequences - done)
