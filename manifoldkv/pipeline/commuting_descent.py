@@ -26,7 +26,6 @@ def descended(
     model: PreTrainedModel,
     run: Prepared,
     bases: Sequence[tuple[Basis, Basis]],
-    solver: RiemannianAdam = SOLVER,
 ) -> Iterator[tuple[Basis, Basis]]:
     """Yield the bases of every layer, moved from these to the least loss of `LayerOutput`.
 
@@ -41,8 +40,6 @@ def descended(
         Calibration tokens and seed.
     bases : sequence of tuple of Basis
         Of the keys and the values of every layer.
-    solver : RiemannianAdam
-        How many steps are taken, on what samples.
 
     Raises
     ------
@@ -55,23 +52,23 @@ def descended(
         keys = objective.problem(activations, "key", grouping, "post")
         values = objective.problem(activations, "value", grouping)
         seed = run.config.seed
-        yield _descended(keys, key, solver, seed), _descended(values, value, solver, seed)
+        yield _descended(keys, key, seed), _descended(values, value, seed)
 
 
-def _descended(problem: Problem, basis: Basis, solver: RiemannianAdam, seed: int) -> Basis:
+def _descended(problem: Problem, basis: Basis, seed: int) -> Basis:
     point = moving(basis, None, problem.activations.device)
     points = [*point.parameters()]
     if not points:  # nothing is cut
         return basis
     generator = torch.Generator().manual_seed(seed)
     optimizer = geoopt.optim.RiemannianAdam(
-        points, lr=solver.learning_rate, betas=BETAS, stabilize=10
+        points, lr=SOLVER.learning_rate, betas=BETAS, stabilize=10
     )
-    steps = solver.steps_on(problem)
+    steps = SOLVER.steps_on(problem)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     for step in progress(range(steps), problem):
         now = point().like(problem.activations.cos)
-        loss = problem.loss(now, solver.batch(problem, generator))
+        loss = problem.loss(now, SOLVER.batch(problem, generator))
         checked(loss, problem, step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward(inputs=points)

@@ -33,4 +33,4 @@ class Below:
 
     def forget(self) -> None:
         """Forget all: the layers from here on hold other tokens."""
-        self.given = []
+        self._keys, self.given = None, []
