@@ -56,7 +56,7 @@ from manifoldkv import (
 from manifoldkv.basis import Rotary
 from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.latents import RunningBasis
-from manifoldkv.cache.rotation import Angles, rotate_halves
+from manifoldkv.cache.rotation import Angles, rotate_halves, tokens_last
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import ManifoldKVError
 from manifoldkv.figures import Mark, legend_below
@@ -238,7 +238,8 @@ def layer_steps(
     positions = torch.arange(length + 1, device=device).unsqueeze(0)
     cos, sin = model.model.rotary_emb(keys, positions)
     working = working_dtype(dtype, keys.device)
-    angles = Angles(cos.to(working), sin.to(working), rotate_halves)
+    cos, sin = (tokens_last(x.to(working)) for x in (cos, sin))
+    angles = Angles(cos, sin, rotate_halves)
     steps = []
     for variant in variants:
         if variant.rotary is None:

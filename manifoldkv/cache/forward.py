@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manifoldkv.cache.layers import CompressedCache
 from manifoldkv.cache.prediction import GivenBack
+from manifoldkv.cache.rotation import tokens_last
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 
@@ -109,7 +110,6 @@ class ForwardPass(threading.local):
         if key not in self._angles:
             newest_cos, newest_sin = calls[0].angles(self.cache.positions(tokens))
             dtype = working_dtype(cos.dtype, cos.device)
-            # In memory tokens come last, as in the keys that `RunningBasis.up_project` returns.
-            cos, sin = (x.to(dtype).mT.contiguous().mT for x in (newest_cos, newest_sin))
+            cos, sin = (tokens_last(x.to(dtype)) for x in (newest_cos, newest_sin))
             self._angles[key] = (cos, sin)
         return self._angles[key]

@@ -47,6 +47,14 @@ class Angles:
         return Angles(self.cos / squares, -self.sin / squares, self.rotate)
 
 
+def tokens_last(x: Tensor) -> Tensor:
+    """Return angles (B, n, rotary dimension) that lie in memory with their tokens last.
+
+    So lie the keys that `RunningBasis.up_project` returns: rotation then runs over neighbours.
+    """
+    return x.mT.contiguous().mT
+
+
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first half of the features against the second, as most models do, in few passes.
 
