@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.errors import DivergenceError
 from manifoldkv.export.fold import PROJECTIONS
-from manifoldkv.models.projected import divergence, log_probabilities
+from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.pipeline.tune import (
     BETAS,
@@ -143,10 +143,8 @@ def _batches(sequences: int, at_once: int, steps: int, seed: int) -> list[Tensor
 def _differentiate(original: PreTrainedModel, made: PreTrainedModel, tokens: Tensor) -> float:
     """Return the divergence on tokens (b, n), and leave the gradient in the projections."""
     with torch.no_grad():
-        exact = log_probabilities(original, tokens)
-    loss = divergence(exact, log_probabilities(made, tokens))
-    loss.backward()
-    return loss.item()
+        exact = last_outputs(original, tokens)
+    return differentiate_divergence(original, made, tokens, exact)
 
 
 def _state(optimizer: torch.optim.Adam, losses: list[float]) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import DivergenceError, PlanError
+from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.offloading import resident
-from manifoldkv.models.projected import divergence, log_probabilities, projected
+from manifoldkv.models.projected import projected
 from manifoldkv.models.support import decoder_layers, unwrapped
 from manifoldkv.pipeline.moving import MovingBases
 from manifoldkv.plan.plan import CompressionPlan
@@ -203,12 +204,10 @@ def differentiate(
 ) -> float:
     """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
     with torch.no_grad():
-        exact = log_probabilities(model, tokens)
+        exact = last_outputs(model, tokens)
     seen = projected(model, bases.now(), rotary=plan.rotary, recent=plan.recent, sinks=plan.sinks)
-    with recomputed(model), seen:
-        loss = divergence(exact, log_probabilities(model, tokens))
-        loss.backward()  # inside: layers are run again
-    return loss.item()
+    with recomputed(model), seen:  # until gradients are there: layers are run again for them
+        return differentiate_divergence(model, model, tokens, exact)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.call import call_layer
 from manifoldkv.layers.capture import capture
 from manifoldkv.layers.placement import Placement
-from manifoldkv.models.head import predictions_from
+from manifoldkv.models.head import predictions_from, tokens_at_once
 from manifoldkv.models.interface import attend
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.support import (
@@ -36,9 +36,6 @@ from manifoldkv.text.tokens import checked_tokens
 
 TOKENS_AT_ONCE = 1024
 """Tokens that pass through a layer together with their gradients, one sequence at least."""
-LOGITS_AT_ONCE = 2**24
-"""Elements of predictions that are held at a time, those of one position at least."""
-
 GRADIENT = "fisher-gradient"
 SITES: tuple[Site, ...] = get_args(Site)
 
@@ -268,11 +265,10 @@ def _differentiate_predictions(
     gradient : Tensor
         Where it is written, likewise.
     """
-    at_once = max(1, LOGITS_AT_ONCE // model.get_input_embeddings().num_embeddings)
     generator = torch.Generator().manual_seed(seed)
     for index, text in enumerate(follow(tokens, len(tokens), "predictions")):
         uniform = torch.rand(len(text), generator=generator, dtype=torch.float64)
-        for rows in torch.arange(len(text)).split(at_once):
+        for rows in torch.arange(len(text)).split(tokens_at_once(model)):
             part = states[index, rows].unsqueeze(0).to(text.device).requires_grad_()
             with torch.enable_grad():
                 predicted = predictions_from(model, text[rows].unsqueeze(0), part)
