@@ -36,7 +36,7 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.evaluation.perplexity import Comparison
-from manifoldkv.export.fold import check_foldable, folded
+from manifoldkv.export.fold import check_foldable, check_foldable_model, folded
 from manifoldkv.export.heal import heal
 from manifoldkv.figures import legend_below
 from manifoldkv.figures.palette import colour_at
@@ -91,6 +91,7 @@ class Healing:
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
         self.given = given
         self.model, tokenizer = common.load(given.model)
+        check_foldable_model(self.model)
         texts = given.held_out_texts or [given.text]
 
         def tokens(text: str, count: int, split: Split) -> Tensor:

@@ -47,6 +47,21 @@ def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> None:
         If the plan is of other weights, its keys do not commute with their rotation, it has other
         frequencies in another layer, or it stores more than latents in the dtype of the model.
     """
+    check_foldable_model(model)
+    plan.check_model(model)
+    obstacle = _obstacle_of_plan(plan)
+    if obstacle is not None:
+        raise PlanError(f"the plan cannot be exported: {obstacle}")
+
+
+def check_foldable_model(model: PreTrainedModel) -> None:
+    """Refuse a model that no plan can be multiplied into.
+
+    Raises
+    ------
+    UnsupportedModelError
+        As `check_foldable`.
+    """
     check_supported(model)
     obstacle = _obstacle(model)
     if obstacle is not None:
@@ -54,10 +69,6 @@ def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> None:
             f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be exported: "
             f"{obstacle}"
         )
-    plan.check_model(model)
-    obstacle = _obstacle_of_plan(plan)
-    if obstacle is not None:
-        raise PlanError(f"the plan cannot be exported: {obstacle}")
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:

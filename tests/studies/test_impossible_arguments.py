@@ -20,6 +20,12 @@ IMPOSSIBLE = {
         (("--windows", 0, "--sequences", 1, "--length", 8), "cannot read 0 sequences of 8 tokens"),
         (("--out", ""), "argument --out: the name is empty"),
     ],
+    "healing": [
+        (("--steps", 10, 0), "--steps is 0, must be at least 1"),
+        (("--plan", "{file}"), "{file}"),
+        (("--windows", 0, "--sequences", 1, "--length", 8), "cannot read 0 sequences of 8 tokens"),
+        (("--out", ""), "argument --out: the name is empty"),
+    ],
     "compare_quantization": [
         (("--sequences", 0), "0 sequences of 1024 tokens: both must be at least 1"),
         (("--sequence-length", 0), "sequences of 0 tokens: both must be at least 1"),
