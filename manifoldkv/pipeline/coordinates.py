@@ -128,7 +128,7 @@ def find_coordinates(
         second = _second_moments(moments, centred=centred)
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
-    left = x[_some(x, samples)].double()
+    left = sampled(x, samples).double()
     if given is None and mean is not None:
         left = left - mean
     down = root @ directions
@@ -157,7 +157,7 @@ def weighted_coordinates(
     root, _ = _square_roots(moments.fisher)
     weights = (root @ up).square().sum(dim=0).sqrt()
     mean = moments.mean if centred else None
-    left = x[_some(x, samples)].double()
+    left = sampled(x, samples).double()
     if mean is not None:
         left = left - mean
     second = _second_moments(moments, centred=centred)
@@ -173,9 +173,9 @@ def _second_moments(moments: SiteMoments, *, centred: bool) -> Tensor:
     return moments.covariance + torch.outer(moments.mean, moments.mean)
 
 
-def _some(x: Tensor, samples: int) -> Tensor:
-    """Return the places of so many tokens of x (tokens, D), spread over all."""
-    return torch.linspace(0, len(x) - 1, min(len(x), samples)).long()
+def sampled(x: Tensor, samples: int) -> Tensor:
+    """Return so many tokens of x (tokens, D) at most, spread over all."""
+    return x[torch.linspace(0, len(x) - 1, min(len(x), samples)).long()]
 
 
 def coded(

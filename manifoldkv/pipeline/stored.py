@@ -19,7 +19,7 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates
+from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
 from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step, predicted_cost
@@ -167,24 +167,25 @@ def _sites(
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
             x = by_token(x[:, :, sinks:])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
-            site = find_coordinates(site_moments, x, inputs, samples=SAMPLES, folds=FOLDS)
-            site = replace(site, latents=site.latents.float())  # of all sites at once
-            sites.append(site)
+            site = find_coordinates(site_moments, x, inputs, samples=len(x), folds=FOLDS)
             if run.below is not None and step is not None:
-                x = _given_back(site, step, x, inputs)
+                x = _given_back(site, step, x)
             below.add(x)
+            latents = sampled(site.latents, SAMPLES).float()  # held of all sites at once
+            sites.append(replace(site, latents=latents))
     return sites
 
 
-def _given_back(site: Coordinates, step: float, x: Tensor, inputs: Tensor | None) -> Tensor:
-    """Return what a codec gives back of keys or values (tokens, D)."""
-    assert site.mean is not None
-    expected = site.mean.to(x)
-    if inputs is not None and site.prediction is not None:
-        expected = expected + inputs @ site.prediction.to(x)
-    gains = entropy_coding(site.latents / step).gain.to(x)
-    symbols = ((x - expected) @ (site.down / step).to(x)).round()
-    return (symbols * gains) @ (site.up * step).to(x).mT + expected
+def _given_back(site: Coordinates, step: float, x: Tensor) -> Tensor:
+    """Return what a codec gives back of keys or values (tokens, D) that it was not fitted to.
+
+    The site has latents of all of them, each predicted by a regression on others: where a latent is
+    rounded to 0, the prediction is what comes back.
+    """
+    scaled = (site.latents / step).float()
+    gains = entropy_coding(scaled).gain
+    errors = scaled.round() * gains - scaled
+    return x + (errors @ (site.up * step).float().mT).to(x)
 
 
 def _coded(

@@ -34,7 +34,8 @@ def test_fewer_bytes_lose_more(done: tuple[Path, Done]) -> None:
     # Windows of another domain than any in a few calibration sequences: near what was asked for.
     assert results.loc["1/4", "times_smaller"] == pytest.approx(4, rel=0.2)
     assert results.loc["1/12", "times_smaller"] == pytest.approx(12, rel=0.2)
-    assert abs(results.loc["1/4", "added_nll"]) < results.loc["1/12", "added_nll"]
+    added = results["added_nll"].abs()  # of three windows: which sign it has is chance
+    assert added["1/4"] < added["1/12"]
     assert 0 < results.loc["1/4", "predicted_nats"] < results.loc["1/12", "predicted_nats"]
     assert (results.drop("16-bit cache")["decode_mb_per_second"] > 0).all()
 
