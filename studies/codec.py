@@ -30,6 +30,7 @@ import pandas as pd
 import torch
 import zstandard
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -283,6 +284,7 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     recall.bar(asked["cache"], asked["passkeys"], color=colour_at(0))
     first = results.iloc[0]
     recall.set_ylim(0, first["items"])
+    recall.yaxis.set_major_locator(MaxNLocator(integer=True))
     label_axes(recall, "cache", f"passkeys found, of {first['items']}")
     coded = results[results["encode_mb_per_second"].notna()]
     for place, column in enumerate(("encode", "decode")):

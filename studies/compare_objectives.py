@@ -441,6 +441,7 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
 def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> list[str]:
     held_out = results[results["split"] == "held-out"]
     layers = sorted(set(held_out["layer"]))
+    seeds = len(set(settings.seeds))
     lines = [
         f"# Objectives and solvers on {Path(settings.model).name}",
         "",
@@ -451,7 +452,8 @@ def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> li
         + f"; {settings.sequences} sequences of {settings.sequence_length} tokens in each split, "
         f"sampler `consecutive`. Keys are projected {settings.rotary}-rotation, the other site is "
         f"exact unless the table says both. Seconds are per layer, on "
-        f"{common.counted(settings.threads, 'thread')}.",
+        f"{common.counted(settings.threads, 'thread')}."
+        + (" ± is the standard deviation over seeds, bands are their range." * (seeds > 1)),
     ]
     if settings.quick:
         lines += ["", "**Quick run:** predictor capped at 5 epochs, riemannian-adam at 60 steps."]
