@@ -19,9 +19,12 @@ from manifoldkv import (
     quantize,
     tune,
 )
+from manifoldkv.pipeline.coordinates import find_coordinates
+from manifoldkv.pipeline.stored import _given_back
 from manifoldkv.pipeline.symbols import NARROWEST, entropy_coding, find_step
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
+from tests.test_coordinates import TOKENS, ridge, some_site
 
 
 def latents_like(deviations: list[float], tokens: int = 4000, seed: int = 0) -> Tensor:
@@ -61,6 +64,18 @@ def test_no_step_takes_fewer_bits_than_symbols_that_are_all_0() -> None:
     with pytest.raises(RankError, match="too few even for latents that are all 0"):
         find_step([latents], 1e-4)
     assert find_step([latents], 100) == pytest.approx(2 / 512, rel=0.1)  # the narrowest
+
+
+def test_what_comes_back_of_no_symbols_is_a_prediction_by_others() -> None:
+    moments, x, inputs, _ = some_site()
+    site = find_coordinates(moments, x, inputs, samples=TOKENS, folds=4)
+    found = _given_back(site, 1e6, x).double().numpy()
+    all_x, all_inputs = x.double().numpy(), inputs.double().numpy()
+    for fold in np.array_split(np.arange(TOKENS), 4):
+        others = np.setdiff1d(np.arange(TOKENS), fold)
+        weights, mean = ridge(all_x[others], all_inputs[others])
+        np.testing.assert_allclose(found[fold], mean + all_inputs[fold] @ weights, atol=1e-3)
+    torch.testing.assert_close(_given_back(site, 1e-4, x), x, rtol=0, atol=1e-3)
 
 
 def test_no_latent_is_outside_of_every_table() -> None:
