@@ -65,7 +65,6 @@ from manifoldkv.pipeline.commuting_descent import descended
 from manifoldkv.plan.layer import detached
 from manifoldkv.ranks.fisher import fisher_moments
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.text.docstrings import Split
 
 FREE, FISHER, QUERIES = "free, before rotation", "commuting", "commuting, query weights"
 REAL, TRANSMLA, PAIRS = "real", "real, unweighted (TransMLA)", "whole frequencies (RAP)"
@@ -113,20 +112,18 @@ class Commuting:
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
         self.given, self.out = given, out
         self.model, tokenizer = common.load(given.model)
-        texts = given.held_out_texts or [given.text]
+        text = open_text(given.text)
 
-        def tokens(text: str, count: int, split: Split) -> Tensor:
+        def tokens(count: int) -> Tensor:
             return sample_tokens(
-                open_text(text), tokenizer, sequences=count, length=given.length, split=split
+                text, tokenizer, sequences=count, length=given.length, split="calibration"
             )
 
-        self.calibration = tokens(given.text, given.sequences, "calibration")
+        self.calibration = tokens(given.sequences)
         self.healing = self.calibration
         if given.healing_steps:
-            self.healing = tokens(given.text, given.healing_sequences, "calibration")
-        self.held_out = {
-            common.short(text): tokens(text, given.windows, "held-out") for text in texts
-        }
+            self.healing = tokens(given.healing_sequences)
+        self.held_out = common.held_out_windows(given, tokenizer)
         self.stored = common.stored_in(out, given).keyed(
             model=digest_of_model(self.model),
             calibration=digest_of_tokens(self.calibration),
@@ -290,10 +287,8 @@ class Commuting:
         self, tokens: Tensor, cache: object, measured: Callable[[Tensor], Perplexity]
     ) -> Perplexity:
         """Return what was measured on tokens, from the store if it is there."""
-        stored = self.stored.made_by(perplexity, folded, heal)
-        stored = stored.keyed(held_out=digest_of_tokens(tokens), cache=cache)
-        frame = stored.frame("nll", lambda: pd.DataFrame({"nll": measured(tokens).by_sequence}))
-        return Perplexity(tuple(frame["nll"]), tokens.numel() - len(tokens))
+        stored = self.stored.made_by(perplexity, folded, heal).keyed(cache=cache)
+        return common.stored_perplexity(stored, tokens, measured)
 
 
 class Healed:

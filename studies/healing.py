@@ -42,7 +42,6 @@ from manifoldkv.figures import legend_below
 from manifoldkv.figures.palette import colour_at
 from manifoldkv.figures.style import label_axes, logarithmic, title_above
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.text.docstrings import Split
 
 PRECISIONS = ("highest", "high", "medium")
 
@@ -92,17 +91,14 @@ class Healing:
         self.given = given
         self.model, tokenizer = common.load(given.model)
         check_foldable_model(self.model)
-        texts = given.held_out_texts or [given.text]
-
-        def tokens(text: str, count: int, split: Split) -> Tensor:
-            return sample_tokens(
-                open_text(text), tokenizer, sequences=count, length=given.length, split=split
-            )
-
-        self.tokens = tokens(given.text, given.sequences, "calibration")
-        self.held_out = {
-            common.short(text): tokens(text, given.windows, "held-out") for text in texts
-        }
+        self.tokens = sample_tokens(
+            open_text(given.text),
+            tokenizer,
+            sequences=given.sequences,
+            length=given.length,
+            split="calibration",
+        )
+        self.held_out = common.held_out_windows(given, tokenizer)
         self.stored = common.stored_in(out, given).keyed(
             model=digest_of_model(self.model), threads=given.threads
         )
@@ -173,10 +169,8 @@ class Healing:
         self, tokens: Tensor, cache: object, measured: Callable[[Tensor], Perplexity]
     ) -> Perplexity:
         """Return what was measured on tokens, from the store if it is there."""
-        stored = self.stored.made_by(perplexity, folded, heal)
-        stored = stored.keyed(held_out=digest_of_tokens(tokens), cache=cache)
-        frame = stored.frame("nll", lambda: pd.DataFrame({"nll": measured(tokens).by_sequence}))
-        return Perplexity(tuple(frame["nll"]), tokens.numel() - len(tokens))
+        stored = self.stored.made_by(perplexity, folded, heal).keyed(cache=cache)
+        return common.stored_perplexity(stored, tokens, measured)
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:

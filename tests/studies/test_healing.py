@@ -6,8 +6,11 @@ import healing
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from manifoldkv import compress, load_model, open_text, sample_tokens
+from manifoldkv.export.heal import heal
 from tests.drawings import assert_written
 from tests.studies.running import STUDIES, Done, run_here
 
@@ -15,6 +18,12 @@ FEW = (
     *("--sequences", 4, "--length", 48, "--windows", 2, "--sequences-per-step", 2),
     *("--held-out-texts", "docstrings", "pydoc-topics", "--steps", 40, 2),
 )
+
+
+def some_model_and_tokens() -> tuple[PreTrainedModel, torch.Tensor]:
+    model, tokenizer = load_model(str(STUDIES / "reference_models" / "reference-llama"))
+    text = open_text("docstrings")
+    return model, sample_tokens(text, tokenizer, sequences=4, length=48, split="calibration")
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +34,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plan(out: Path) -> Path:
     """A plan that loses much: an eighth of the cache."""
-    model, tokenizer = load_model(str(STUDIES / "reference_models" / "reference-llama"))
-    tokens = sample_tokens(open_text("docstrings"), tokenizer, sequences=4, length=48)
+    model, tokens = some_model_and_tokens()
     compress(model, tokens, recipe="commuting", ratio=0.125).save(out / "plan")
     return out / "plan"
 
@@ -82,13 +90,24 @@ def test_a_second_run_measures_nothing(
     assert (out / "results.csv").read_bytes() == before
 
 
-def test_a_plan_is_made_where_none_is_given(tmp_path: Path) -> None:
+def test_a_plan_is_made_where_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healed_on = []
+
+    def recorded(original: object, made: object, tokens: torch.Tensor, **options: object) -> float:
+        healed_on.append(tokens)
+        return heal(original, made, tokens, **options)
+
+    monkeypatch.setattr(healing, "heal", recorded)
     done = run_here("healing", *FEW[:-2], 1, "--precision", "medium", "--out", tmp_path)
     assert done.code == 0, done.err
     results = pd.read_csv(tmp_path / "results.csv")
     assert set(results["ratio"]) == {0.5}
     assert set(results["precision"]) == {"medium"}
     assert "float32 matmul precision `medium`" in (tmp_path / "summary.md").read_text()
+    _, expected = some_model_and_tokens()
+    assert torch.equal(healed_on[0], expected)  # nothing of what it is measured on
 
 
 def test_a_model_that_cannot_be_folded_is_refused(tmp_path: Path) -> None:
