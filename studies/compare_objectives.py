@@ -453,7 +453,7 @@ def summary(results: pd.DataFrame, settings: Settings, skipped: list[str]) -> li
         f"sampler `consecutive`. Keys are projected {settings.rotary}-rotation, the other site is "
         f"exact unless the table says both. Seconds are per layer, on "
         f"{common.counted(settings.threads, 'thread')}."
-        + (" ± is the standard deviation over seeds, bands are their range." * (seeds > 1)),
+        + (" ± is the standard deviation over seeds, bands are their range." if seeds > 1 else ""),
     ]
     if settings.quick:
         lines += ["", "**Quick run:** predictor capped at 5 epochs, riemannian-adam at 60 steps."]

@@ -108,9 +108,7 @@ class Healing:
     def found(self) -> CompressionPlan:
         """Return the plan that was given, or one that halves the cache."""
         if self.given.plan is not None:
-            plan = CompressionPlan.load(self.given.plan)
-            plan.check_model(self.model)
-            return plan
+            return CompressionPlan.load(self.given.plan)
         config = CompressionConfig(ratio=0.5, recipe="commuting", seed=self.given.seed)
         return compress(self.model, self.tokens, config)
 
@@ -124,6 +122,7 @@ class Healing:
     def healed(self, steps: int, tokens: Tensor) -> Perplexity:
         """Return how well the checkpoint predicts tokens after so many steps."""
         made = folded(self.model, self.plan)
+        before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(self.given.precision)
         try:
             heal(
@@ -140,7 +139,7 @@ class Healing:
                 ),
             )
         finally:
-            torch.set_float32_matmul_precision("highest")
+            torch.set_float32_matmul_precision(before)
         return perplexity(made, tokens)
 
     def rows(self, steps: int, measured: Callable[[Tensor], Perplexity]) -> list[dict[str, object]]:
@@ -194,7 +193,8 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
         axes.axhline(
             part["added_nll"].iloc[0], color=colour, ls=":", lw=1, label=f"{text}, not healed"
         )
-    axes.set_ylim(bottom=0)
+    lowest = (results["added_nll"] - results["standard_error"]).min()
+    axes.set_ylim(bottom=min(0.0, lowest))
     label_axes(axes, "tokens healed on", "added nats per token, held out")
     logarithmic(axes, x=True)
     legend_below(figure)

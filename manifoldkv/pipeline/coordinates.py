@@ -175,7 +175,9 @@ def _second_moments(moments: SiteMoments, *, centred: bool) -> Tensor:
 
 def sampled(x: Tensor, samples: int) -> Tensor:
     """Return so many tokens of x (tokens, D) at most, spread over all."""
-    return x[torch.linspace(0, len(x) - 1, min(len(x), samples)).long()]
+    if len(x) <= samples:
+        return x
+    return x[torch.linspace(0, len(x) - 1, samples).long()]
 
 
 def coded(

@@ -27,6 +27,7 @@ from manifoldkv.plan.below import Below
 from manifoldkv.plan.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
 from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.ranks.bits import best_gains
 from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
@@ -183,8 +184,8 @@ def _given_back(site: Coordinates, step: float, x: Tensor) -> Tensor:
     rounded to 0, the prediction is what comes back.
     """
     scaled = (site.latents / step).float()
-    gains = entropy_coding(scaled).gain
-    errors = scaled.round() * gains - scaled
+    rounded = scaled.round()
+    errors = rounded * best_gains(scaled, rounded).float() - scaled
     return x + (errors @ (site.up * step).float().mT).to(x)
 
 

@@ -34,8 +34,10 @@ def test_fewer_bytes_lose_more(done: tuple[Path, Done]) -> None:
     # Windows of another domain than any in a few calibration sequences: near what was asked for.
     assert results.loc["1/4", "times_smaller"] == pytest.approx(4, rel=0.2)
     assert results.loc["1/12", "times_smaller"] == pytest.approx(12, rel=0.2)
-    added = results["added_nll"].abs()  # of three windows: which sign it has is chance
-    assert added["1/4"] < added["1/12"]
+    # Which sign a change has is chance on so few tokens; its size is not, in any window.
+    nll = pd.read_csv(done[0] / "windows.csv").pivot_table("nll", "window", "cache")
+    quarter, twelfth = ((nll[name] - nll["16-bit cache"]).abs() for name in ("1/4", "1/12"))
+    assert (quarter < twelfth).all()
     assert 0 < results.loc["1/4", "predicted_nats"] < results.loc["1/12", "predicted_nats"]
     assert (results.drop("16-bit cache")["decode_mb_per_second"] > 0).all()
 
