@@ -42,7 +42,7 @@ from manifoldkv.plan.coding import NORM_BYTES, Coding
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks.bits import allocate, pack_size
-from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
+from manifoldkv.ranks.fisher import LayerMoments, SiteMoments
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 
@@ -74,12 +74,10 @@ def solve_bits(
     Raises
     ------
     OutputError, DivergenceError
-        As `fisher_moments`.
+        As `PreparedCodes.moments`.
     """
-    config, recipe, ids = run.config, run.recipe, run.tokens
-    moments = fisher_moments(
-        model, ids, seed=config.seed, rotary=config.rotary, first=recipe.sinks, folder=folder
-    )
+    recipe = run.recipe
+    moments = run.moments(model, folder)
     bits: Bits | None = None
     for left in reversed(range(run.rounds)):
         sites, costs = zip(*_sites(model, run, moments, bits), strict=True)
@@ -176,8 +174,8 @@ def _sites(
         index = activations.layer
         if index and windows[index] != windows[index - 1]:
             below.forget()
-        keys = activations.keys_in(run.config.rotary)
-        both = (moments[index].key, keys), (moments[index].value, activations.values_of())
+        keys, values = run.keys(model, activations), activations.values_of()
+        both = (moments[index].key, keys), (moments[index].value, values)
         for place, (own, x) in enumerate(both, start=2 * index):
             x = by_token(x[:, :, recipe.sinks :])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.errors import RankError
+from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
@@ -20,6 +22,7 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.recipes import AnyRecipe, BitRecipe, Recipe, StoredRecipe
+from manifoldkv.pipeline.rotated import rotated_keys, rotated_moments
 from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
@@ -28,10 +31,11 @@ from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import check_layout
 from manifoldkv.ranks import Budget
 from manifoldkv.ranks.base import CandidateRanks
+from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
+from manifoldkv.text.tokens import calibration_tokens, positions
 
 ROUNDS = 3
 """In which codes and predictions are found, which depend on each other: first as if all was given
@@ -144,6 +148,48 @@ class PreparedCodes(Prepared):
     def rounds(self) -> int:
         """Return how often the activations of all layers are run through."""
         return 1 if self.below is None else ROUNDS
+
+    def moments(
+        self, model: PreTrainedModel, folder: str | Path | None, prompt: int | None = None
+    ) -> list[LayerMoments]:
+        """Return the moments of all layers, keys rotated by all positions if they are stored so.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            As in `compress`, and unwrapped.
+        folder : str or Path, optional
+            Where they are stored, for a run that goes on.
+        prompt : int, optional
+            As in `fisher_moments`.
+
+        Raises
+        ------
+        OutputError, DivergenceError
+            As `fisher_moments`.
+        """
+        moments = fisher_moments(
+            model,
+            self.tokens,
+            seed=self.config.seed,
+            first=self.recipe.sinks,
+            prompt=prompt,
+            folder=folder,
+        )
+        if self.config.rotary == "pre":
+            return moments
+        return rotated_moments(model, moments, torch.arange(positions(model)))
+
+    def keys(self, model: PreTrainedModel, activations: LayerActivations) -> Tensor:
+        """Return the keys of a layer that codes are fitted to, (S, H_kv, n, d).
+
+        They are stored before rotation, or else stand at random among all positions.
+        """
+        if self.config.rotary == "pre":
+            return activations.keys_in("pre")
+        drawn = torch.Generator().manual_seed(self.config.seed)
+        anywhere = torch.randint(positions(model), self.tokens.shape, generator=drawn)
+        return rotated_keys(model, activations, anywhere)
 
 
 def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:

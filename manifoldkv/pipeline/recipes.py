@@ -97,6 +97,9 @@ class BitRecipe:
     on the bits below and these on what is left, so that both are found three times, first as if
     everything was given back exactly.
 
+    Keys that are stored after rotation have the C and F of all positions that the model reads
+    (`rotated_moments`), so that coordinates commute with all frequencies that turn round there.
+
     What all latents cost together is in the plan's provenance, as ``predicted_nats``: on the
     calibration text predictions were measured to diverge by 1.0 to 1.4 times that, on other text by
     2.3 to 3.8 times (both reference models, 8 × 128 tokens, ratios 1/8 and 1/4): a Fisher matrix of

@@ -28,7 +28,7 @@ from manifoldkv.plan.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
 from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks.bits import best_gains
-from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
+from manifoldkv.ranks.fisher import LayerMoments
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 
@@ -116,20 +116,11 @@ def solve_stored(
     RankError
         If no step takes so few bits.
     OutputError, DivergenceError
-        As `fisher_moments`.
+        As `PreparedCodes.moments`.
     """
-    config, recipe, ids = run.config, run.recipe, run.tokens
-    length = ids.shape[1]
+    recipe, length = run.recipe, run.tokens.shape[1]
     prompt = length // 2
-    moments = fisher_moments(
-        model,
-        ids,
-        seed=config.seed,
-        rotary=config.rotary,
-        first=recipe.sinks,
-        prompt=prompt,
-        folder=folder,
-    )
+    moments = run.moments(model, folder, prompt)
     step = None
     for _ in range(run.rounds):
         sites = _sites(model, run, moments, step)
@@ -159,12 +150,12 @@ def _sites(
     Both are predicted, if at all, from what this step gives back of the sites before; without one,
     from these themselves.
     """
-    rotary, sinks = run.config.rotary, run.recipe.sinks
+    sinks = run.recipe.sinks
     sites: list[Coordinates] = []
     below = Below(run.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, run.tokens), len(moments)):
         of_layer = moments[activations.layer]
-        keys, values = activations.keys_in(rotary), activations.values_of()
+        keys, values = run.keys(model, activations), activations.values_of()
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
             x = by_token(x[:, :, sinks:])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
