@@ -6,11 +6,12 @@
 
 Plans of recipe "stored" are made for every ratio from the same calibration text. A prompt is read
 as it is, its cache is stored and read back, and the text after it is predicted from what comes
-back; passkeys hide in prompts likewise. Bytes are those of the blob, everything in it, against
-those of the cache in 16 bits; speeds are of these too, beside zstd on the 16-bit cache, all in
-turns on the same threads. Written into --out: results.csv (a row for each way to store),
-windows.csv (a row for each window), passkeys.csv, summary.md and a figure. What is measured is
-stored in --out/steps: an interrupted run goes on where it was, a repeated one draws at once.
+back; questions that look back, passkeys if no others are named, are answered likewise. Bytes are
+those of the blob, everything in it, against those of the cache in 16 bits; speeds are of these too,
+beside zstd on the 16-bit cache, all in turns on the same threads. Written into --out: results.csv
+(a row for each way to store), windows.csv (a row for each window), answers.csv, summary.md and a
+figure. What is measured is stored in --out/steps: an interrupted run goes on where it was, a
+repeated one draws at once.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import common
 import pandas as pd
 import torch
 import zstandard
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
@@ -37,7 +40,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from manifoldkv import Codec, CompressionPlan, RankError, compress, open_text, sample_tokens
-from manifoldkv.evaluation.questions import questions
+from manifoldkv.evaluation.questions import TASKS, Question, questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
 from manifoldkv.figures import legend_below, mark_of
 from manifoldkv.figures.palette import colour_at
@@ -64,7 +67,8 @@ def main() -> int:
     add("--prompt", type=int, default=512, help="tokens of a prompt (%(default)s)")
     add("--continuation", type=int, help="tokens after it that are predicted (--prompt)")
     add("--held-out", type=int, default=8, help="prompts measured on (%(default)s)")
-    add("--items", type=int, default=12, help="passkeys (%(default)s)")
+    add("--tasks", nargs="+", default=["passkey"], help=f"of {', '.join(TASKS)} (passkey)")
+    add("--items", type=int, default=12, help="questions of a task (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_threads()
     parser.add_out("figures/codec/<model>")
@@ -82,11 +86,12 @@ def study(given: argparse.Namespace) -> None:
         common.draw(out, draw)
         return
     measured = Measured(given, out)
-    windows, passkeys = measured.windows(), measured.passkeys()
+    windows, answers = measured.windows(), measured.answers()
     known = {"model": name, "prompt": given.prompt, "windows": given.held_out}
-    known |= {"items": given.items, "threads": given.threads, "seed": given.seed}
-    results = summarized(windows, passkeys, measured.plans).assign(**known)
-    for frame, file in ((results, "results"), (windows, "windows"), (passkeys, "passkeys")):
+    known |= {"tasks": " ".join(given.tasks), "items": given.items}
+    known |= {"threads": given.threads, "seed": given.seed}
+    results = summarized(windows, answers, measured.plans).assign(**known)
+    for frame, file in ((results, "results"), (windows, "windows"), (answers, "answers")):
         frame.to_csv(out / f"{file}.csv", index=False)
     common.draw(out, draw)
     common.write_summary(out, summary(results, given, name))
@@ -108,6 +113,17 @@ class Measured:
             length=given.prompt + continuation,
             split="held-out",
         )
+        self.questions = {
+            task: questions(
+                task,
+                self.tokenizer,
+                self.source,
+                length=given.prompt,
+                items=given.items,
+                seed=given.seed,
+            )
+            for task in given.tasks
+        }
         calibration = sample_tokens(
             self.source,
             self.tokenizer,
@@ -168,24 +184,22 @@ class Measured:
         rows.append({"cache": STOCK, "nbytes": len(raw), "nll": loss(self.model, cache, after)})
         return pd.DataFrame(rows).assign(stock_bytes=len(raw))
 
-    def passkeys(self) -> pd.DataFrame:
-        """Return how passkeys are answered, by question and way to store."""
+    def answers(self) -> pd.DataFrame:
+        """Return how questions are answered, by task, question and way to store."""
+        stored = self.stored.keyed(items=self.given.items)
+        return pd.concat(
+            [
+                stored.frame(f"answers-{task}", partial(self.answered, posed))
+                for task, posed in self.questions.items()
+            ],
+            ignore_index=True,
+        )
 
-        def compute() -> pd.DataFrame:
-            posed = questions(
-                "passkey",
-                self.tokenizer,
-                self.source,
-                length=self.given.prompt,
-                items=self.given.items,
-                seed=self.given.seed,
-            )
-            holders: dict[str, Holder] = {STOCK: uncompressed} | {
-                name: through_codec(codec) for name, codec in self.codecs.items()
-            }
-            return retrieval_through(self.model, self.tokenizer, posed, holders, batch_size=1)
-
-        return self.stored.keyed(items=self.given.items).frame("passkeys", compute)
+    def answered(self, posed: Sequence[Question]) -> pd.DataFrame:
+        holders: dict[str, Holder] = {STOCK: uncompressed} | {
+            name: through_codec(codec) for name, codec in self.codecs.items()
+        }
+        return retrieval_through(self.model, self.tokenizer, posed, holders, batch_size=1)
 
 
 def through_codec(codec: Codec) -> Holder:
@@ -234,15 +248,15 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def summarized(
-    windows: pd.DataFrame, passkeys: pd.DataFrame, plans: dict[str, CompressionPlan]
+    windows: pd.DataFrame, answers: pd.DataFrame, plans: dict[str, CompressionPlan]
 ) -> pd.DataFrame:
     """Return a row for each way to store: means over windows and questions, and errors."""
     stock = windows[windows["cache"] == STOCK].set_index("window")["nll"]
+    found = answers.pivot_table("score", "cache", "task", aggfunc="sum")
     rows = []
     for name, own in windows.groupby("cache", sort=False):
         by_window = own.set_index("window")
         added = by_window["nll"] - stock
-        found = passkeys[passkeys["cache"] == name]["score"]
         plan = plans.get(str(name))
         rows.append(
             {
@@ -252,7 +266,7 @@ def summarized(
                 "added_nll": added.mean(),
                 "nll_error": added.sem(),
                 "predicted_nats": None if plan is None else plan.provenance.predicted_nats,
-                "passkeys": found.sum() if len(found) else None,
+                **found.reindex([name]).iloc[0],
                 "encode_mb_per_second": speed(own, "encode_seconds"),
                 "decode_mb_per_second": speed(own, "decode_seconds"),
             }
@@ -266,7 +280,7 @@ def speed(windows: pd.DataFrame, column: str) -> float:
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
-    """Return loss against size, passkeys, and speeds."""
+    """Return loss against size, answers found, and speeds."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     losses, recall, speeds = figure.subplots(1, 3)
     stored = results[results["predicted_nats"].notna()]
@@ -280,18 +294,20 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     )
     reference(losses, 0, STOCK)
     label_axes(losses, "times smaller than in 16 bits", "added nats per token")
-    asked = results[results["passkeys"].notna()]
-    recall.bar(asked["cache"], asked["passkeys"], color=colour_at(0))
     first = results.iloc[0]
+    tasks = first["tasks"].split()
+    asked = results[results[tasks[0]].notna()]
+    for place, task in enumerate(tasks):
+        bars(recall, asked[task], place, len(tasks), color=colour_at(place), label=task)
+    recall.set_xticks(range(len(asked)), list(asked["cache"]))
     recall.set_ylim(0, first["items"])
     recall.yaxis.set_major_locator(MaxNLocator(integer=True))
-    label_axes(recall, "cache", f"passkeys found, of {first['items']}")
+    label_axes(recall, "cache", f"answers found, of {first['items']}")
     coded = results[results["encode_mb_per_second"].notna()]
-    for place, column in enumerate(("encode", "decode")):
-        places = [cache + 0.4 * place - 0.2 for cache in range(len(coded))]
-        height = coded[f"{column}_mb_per_second"]
-        bars = speeds.bar(places, height, 0.4, color=colour_at(place + 1), label=column)
-        speeds.bar_label(bars, fmt="%.0f", fontsize=7)
+    for place, way in enumerate(("encode", "decode")):
+        colour = colour_at(len(tasks) + place)
+        heights = bars(speeds, coded[f"{way}_mb_per_second"], place, 2, color=colour, label=way)
+        speeds.bar_label(heights, fmt="%.0f", fontsize=7)
     speeds.set_xticks(range(len(coded)), list(coded["cache"]))
     label_axes(speeds, "cache", "MB of the 16-bit cache per second")
     legend_below(figure)
@@ -306,6 +322,13 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     return {"stored_caches": figure}
 
 
+def bars(axes: Axes, heights: pd.Series, place: int, kinds: int, **style: Any) -> BarContainer:
+    """Draw a bar for each cache, one of so many kinds beside each other."""
+    width = 0.8 / kinds
+    shift = (place - (kinds - 1) / 2) * width
+    return axes.bar([cache + shift for cache in range(len(heights))], heights, width, **style)
+
+
 def summary(results: pd.DataFrame, given: argparse.Namespace, name: str) -> list[str]:
     """Return the lines of summary.md."""
     continuation = given.prompt if given.continuation is None else given.continuation
@@ -315,7 +338,7 @@ def summary(results: pd.DataFrame, given: argparse.Namespace, name: str) -> list
             f"{row['times_smaller']:.2f}",
             f"{row['nbytes'] / 1e6:.3f}",
             *(["", ""] if row["cache"] in (STOCK, ZSTD) else loss_cells(row)),
-            "" if pd.isna(row["passkeys"]) else f"{row['passkeys']:g}",
+            *("" if pd.isna(row[task]) else f"{row[task]:g}" for task in given.tasks),
             *(
                 "" if pd.isna(row[f"{way}_mb_per_second"]) else f"{row[f'{way}_mb_per_second']:.1f}"
                 for way in ("encode", "decode")
@@ -329,7 +352,8 @@ def summary(results: pd.DataFrame, given: argparse.Namespace, name: str) -> list
         f"Prompts of {given.prompt} held-out tokens of {common.short(given.text)} are read as "
         f"they are, their caches stored by recipe `stored` and read back, and the {continuation} "
         f"tokens after them predicted from what comes back: {given.held_out} windows, standard "
-        f"errors over these. Passkeys of {given.items} prompts as long. Calibrated on "
+        f"errors over these. Answers found are of {given.items} prompts as long for each task. "
+        f"Calibrated on "
         f"{given.sequences} × {given.sequence_length} other tokens of the text, seed "
         f"{given.seed}. Bytes are those of the blob with everything in it; times smaller and "
         f"megabytes per second are of the cache in bfloat16, which zstd (level {LEVEL}) stores "
@@ -343,7 +367,7 @@ def summary(results: pd.DataFrame, given: argparse.Namespace, name: str) -> list
                 "MB",
                 "added nats per token",
                 "predicted",
-                f"passkeys of {given.items}",
+                *(f"{task}, of {given.items}" for task in given.tasks),
                 "MB/s stored",
                 "MB/s read",
             ],

@@ -14,7 +14,7 @@ def run(folder: Path, *arguments: object) -> Done:
         "codec",
         *("--text", "pydoc-topics", "--sequences", 8, "--sequence-length", 128),
         *("--prompt", 200, "--continuation", 60, "--held-out", 3, "--items", 2),
-        *("--times", 4, 12, "--out", folder, *arguments),
+        *("--tasks", "passkey", "copying", "--times", 4, 12, "--out", folder, *arguments),
     )
 
 
@@ -42,7 +42,7 @@ def test_fewer_bytes_lose_more(done: tuple[Path, Done]) -> None:
     assert (results.drop("16-bit cache")["decode_mb_per_second"] > 0).all()
 
 
-def test_every_window_and_passkey_is_kept(done: tuple[Path, Done]) -> None:
+def test_every_window_and_answer_is_kept(done: tuple[Path, Done]) -> None:
     windows = pd.read_csv(done[0] / "windows.csv")
     assert len(windows) == 3 * 4
     assert windows.groupby("cache")["nll"].count().to_dict() == {
@@ -51,12 +51,15 @@ def test_every_window_and_passkey_is_kept(done: tuple[Path, Done]) -> None:
         "1/12": 3,
         "zstd": 0,
     }
-    passkeys = pd.read_csv(done[0] / "passkeys.csv")
-    assert len(passkeys) == 2 * 3
-    stock, quarter = (
-        passkeys[passkeys["cache"] == name]["nll"] for name in ("16-bit cache", "1/4")
-    )
-    assert stock.mean() != quarter.mean()
+    answers = pd.read_csv(done[0] / "answers.csv")
+    assert len(answers) == 2 * 2 * 3
+    nll = answers.pivot_table("nll", "cache", "task")
+    assert (nll.loc["16-bit cache"] != nll.loc["1/4"]).all()
+    found = answers.pivot_table("score", "cache", "task", aggfunc="sum")
+    results = pd.read_csv(done[0] / "results.csv").set_index("cache")
+    for task in ("passkey", "copying"):
+        assert results.loc[found.index, task].tolist() == found[task].tolist()
+        assert pd.isna(results.loc["zstd", task])
 
 
 def test_the_figure_shows_the_table(done: tuple[Path, Done]) -> None:
@@ -66,7 +69,7 @@ def test_the_figure_shows_the_table(done: tuple[Path, Done]) -> None:
     line = losses.containers[0].lines[0].get_xydata()
     assert line[:, 0].tolist() == pytest.approx(results.loc[["1/4", "1/12"], "times_smaller"])
     assert line[:, 1].tolist() == pytest.approx(results.loc[["1/4", "1/12"], "added_nll"])
-    assert len(recall.patches) == 3
+    assert len(recall.patches) == 2 * 3
     assert len(speeds.patches) == 2 * 3
     assert_written(folder / "stored_caches")
 
