@@ -194,9 +194,9 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         return [
             f"## {common.short(title)}",
             "",
-            f"Added NLL, nats per token (standard error), on {first['items']:.0f} held-out windows "
-            f"of {first['window']} tokens through the cache; uncompressed "
-            f"{first['stock_nll']:.3f}.",
+            "Added NLL, nats per token (standard error), on "
+            f"{common.counted(int(first['items']), 'held-out window')} of {first['window']} tokens "
+            f"through the cache; uncompressed {first['stock_nll']:.3f}.",
             "",
         ]
     counted = "" if first["counted"] else " The uncompressed model fails it: not counted."
@@ -225,11 +225,8 @@ def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
         for _, row in line.sort_values("ratio", ascending=False).iterrows():
             cells = [f"`{composition}`", f"{1 / row['ratio']:.2f}", f"{row['bytes_per_token']:.0f}"]
             if kind == "task":
-                cells.append(f"{row['score']:.2f} ({row['score_error']:.2f})")
-            if np.isnan(row["added_nll"]):
-                cells.append("-")
-            else:
-                cells.append(f"{row['added_nll']:.4f} ({row['nll_error']:.4f})")
+                cells.append(_with_error(row["score"], row["score_error"], 2))
+            cells.append(_with_error(row["added_nll"], row["nll_error"], 4))
             place = (composition, row["requested_ratio"])
             for tokens in times.columns:
                 known = place in times.index and not np.isnan(times.loc[place, tokens])
@@ -239,6 +236,13 @@ def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
     steps = [f"step after {tokens:,}" for tokens in times.columns]
     titles = ["composition", "times smaller", "bytes per token", *found, "added", *steps]
     return common.table(titles, rows)
+
+
+def _with_error(mean: float, error: float, digits: int) -> str:
+    """Return a mean and its standard error, which one sequence does not have."""
+    if np.isnan(mean):
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if np.isnan(error) else f" ({error:.{digits}f})")
 
 
 def _cost(results: pd.DataFrame) -> list[str]:
