@@ -26,6 +26,7 @@ from manifoldkv import (
 )
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.evaluation import Comparison, perplexity
+from manifoldkv.pipeline.commuting import of_groups
 from manifoldkv.pipeline.rotated import rotated_moments
 from manifoldkv.plan.coding import EXACT, Coding
 from manifoldkv.plan.layer import LayerPlan
@@ -263,16 +264,9 @@ def test_no_coordinates_are_better_than_those_of_fisher(
 
 def log_variances(basis: Basis, moments: SiteMoments, *, centred: bool) -> Tensor:
     """The sum over all latents of the logarithm of what they vary."""
-    second = moments.covariance
-    if not centred:
-        second = second + torch.outer(moments.mean, moments.mean)
-    size, down = basis.down.shape[1], basis.down.double()
-    of_groups = [
-        second[first : first + size, first : first + size] for first in range(0, len(second), size)
-    ]
-    return torch.stack(
-        [(x.mT @ own @ x).diagonal().log().sum() for own, x in zip(of_groups, down, strict=True)]
-    ).sum()
+    second = of_groups(moments.covariance if centred else moments.second, basis.grouping)
+    down = basis.down.double()
+    return (down.mT @ second @ down).diagonal(dim1=1, dim2=2).log().sum()
 
 
 def test_what_cannot_be_done() -> None:

@@ -8,20 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv import BitRecipe, capture, compress, load_model, open_text, sample_tokens
+from manifoldkv import (
+    BitRecipe,
+    UnsupportedModelError,
+    capture,
+    compress,
+    load_model,
+    open_text,
+    sample_tokens,
+)
 from manifoldkv.commuting import hermitian_parts
 from manifoldkv.evaluation import perplexity
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.pipeline import prepared, rotated
 from manifoldkv.pipeline.rotated import rotated_keys, rotated_moments
-from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, fisher_moments
+from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 
 MODEL = "studies/reference_models/reference-llama"
-
-
-def second_moments(moments: SiteMoments) -> Tensor:
-    return moments.covariance + torch.outer(moments.mean, moments.mean)
 
 
 def check(found: Sequence[LayerMoments], expected: Sequence[LayerMoments]) -> None:
@@ -69,9 +73,9 @@ def test_of_several_positions_they_are_the_mean(
     found = rotated_moments(model, before, torch.tensor(at))
     each = [rotated_moments(model, before, torch.tensor([position])) for position in at]
     for index, layer in enumerate(found):
-        for of in (second_moments, lambda x: x.fisher, lambda x: x.mean):
-            expected = torch.stack([of(one[index].key) for one in each]).mean(dim=0)
-            torch.testing.assert_close(of(layer.key), expected)
+        for name in ("second", "fisher", "mean"):
+            expected = torch.stack([getattr(one[index].key, name) for one in each]).mean(dim=0)
+            torch.testing.assert_close(getattr(layer.key, name), expected)
 
 
 def test_what_all_phases_share_stays_and_nothing_else_after_many_turns() -> None:
@@ -81,13 +85,24 @@ def test_what_all_phases_share_stays_and_nothing_else_after_many_turns() -> None
     found = rotated_moments(model, before, at)
     again = rotated_moments(model, found, torch.tensor([7]))
     for layers in zip(before, found, again, strict=True):
-        for of in (second_moments, lambda x: x.fisher):
-            first, second, third = (of(layer.key)[None] for layer in layers)
+        for name in ("second", "fisher"):
+            first, second, third = (getattr(layer.key, name)[None] for layer in layers)
             parts = hermitian_parts(first, heads)
             torch.testing.assert_close(hermitian_parts(second, heads), parts)
             scale = float(second.abs().max())
             torch.testing.assert_close(third, second, rtol=0, atol=1e-2 * scale)
             assert (first - second).abs().max() > 0.1 * scale
+
+
+@pytest.mark.parametrize("recipe", ["bits", "stored"])
+def test_a_model_without_angles_is_refused_before_any_long_work(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    del model.model.rotary_emb
+    monkeypatch.setattr(prepared, "fisher_moments", None)
+    with pytest.raises(UnsupportedModelError, match="no rotary_emb"):
+        compress(model, tiny_tokens(), recipe=recipe, ratio=0.5, rotary="post")
 
 
 def test_plans_of_short_texts_hold_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:

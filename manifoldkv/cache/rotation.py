@@ -98,8 +98,9 @@ def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
     embedding = getattr(decoder, "rotary_emb", None)
     if not isinstance(embedding, nn.Module):
         raise UnsupportedModelError(
-            f"{type(decoder).__name__} is not supported with keys stored before rotation: it has "
-            "no rotary_emb"
+            f"{type(decoder).__name__} has no rotary_emb, which is asked for the angles of keys: "
+            "it is not supported with keys stored before rotation, nor where codes of rotated keys "
+            "are to be fitted"
         )
     return embedding
 

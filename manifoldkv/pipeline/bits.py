@@ -34,7 +34,7 @@ from manifoldkv.pipeline.coordinates import (
     moments_of,
     weighted_coordinates,
 )
-from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.below import Below
 from manifoldkv.plan.coded import CodedBasis
@@ -133,7 +133,7 @@ def prepare_bits(
     recipe: BitRecipe,
 ) -> PreparedBits:
     """Read the text and return what a run starts from; its errors are raised here."""
-    check_run(model, config)
+    check_codes(model, config)
     kv_heads = model.config.get_text_config().num_key_value_heads
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
     groupings = [HeadGrouping(recipe.grouping(site), kv_heads) for site in SITES]

@@ -218,7 +218,7 @@ def quadratic_forms(
 
 
 def _fisher_forms(moments: SiteMoments, grouping: HeadGrouping) -> Forms:
-    second = moments.covariance + torch.outer(moments.mean, moments.mean)
+    second = moments.second
     ridge = RIDGE * moments.fisher.diagonal().mean()
     weight = moments.fisher + ridge * torch.eye(len(second), dtype=second.dtype)
     return of_groups(second, grouping), of_groups(weight, grouping)

@@ -125,7 +125,7 @@ def find_coordinates(
         x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
         second = (x.mT @ x).double() / len(x)
     else:
-        second = _second_moments(moments, centred=centred)
+        second = moments.covariance if centred else moments.second
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     left = sampled(x, samples).double()
@@ -160,17 +160,11 @@ def weighted_coordinates(
     left = sampled(x, samples).double()
     if mean is not None:
         left = left - mean
-    second = _second_moments(moments, centred=centred)
+    second = moments.covariance if centred else moments.second
     variance = ((down.mT @ second) * down.mT).sum(dim=1) * weights.square()
     order = variance.argsort(descending=True)
     down = (down * weights)[:, order]
     return Coordinates(down, (up / weights)[:, order], mean, None, left @ down)
-
-
-def _second_moments(moments: SiteMoments, *, centred: bool) -> Tensor:
-    if centred:
-        return moments.covariance
-    return moments.covariance + torch.outer(moments.mean, moments.mean)
 
 
 def sampled(x: Tensor, samples: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary, check_rotary
+from manifoldkv.cache.rotation import rotary_embedding_of
 from manifoldkv.errors import RankError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.models.fingerprint import fingerprint
@@ -201,6 +202,13 @@ def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     if config.context is not None:
         check_context(config.context)
     check_supported(model)
+
+
+def check_codes(model: PreTrainedModel, config: CompressionConfig) -> None:
+    """Refuse what no recipe that gives bits can do, before the text is read."""
+    check_run(model, config)
+    if config.rotary == "post":
+        rotary_embedding_of(model.get_decoder())  # has the angles of other positions
 
 
 def read_text(

@@ -127,10 +127,9 @@ class _Rotations:
 
     def of(self, moments: SiteMoments) -> SiteMoments:
         """Return the moments of keys, those before rotation given."""
-        second = moments.covariance + torch.outer(moments.mean, moments.mean)
         by_head = moments.mean.unflatten(0, (-1, self.lift.shape[-1]))
         mean = torch.einsum("ai,aij,hj->hi", self.mean, self.lift, by_head).flatten()
-        covariance = self._form(second, self.products) - torch.outer(mean, mean)
+        covariance = self._form(moments.second, self.products) - torch.outer(mean, mean)
         fisher = self._form(moments.fisher, self.of_inverse)
         return SiteMoments(mean, covariance, fisher, moments.tokens)
 

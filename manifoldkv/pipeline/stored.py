@@ -20,7 +20,7 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
-from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step, predicted_cost
 from manifoldkv.plan.below import Below
@@ -64,7 +64,7 @@ def prepare_stored(
     recipe: StoredRecipe,
 ) -> PreparedStored:
     """Read the text and return what a run starts from; its errors are raised here."""
-    check_run(model, config)
+    check_codes(model, config)
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
             raise PlanError(

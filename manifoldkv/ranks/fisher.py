@@ -64,6 +64,11 @@ class SiteMoments:
     fisher: Tensor
     tokens: int
 
+    @property
+    def second(self) -> Tensor:
+        """Return E[x xᵀ] over all tokens, (D, D)."""
+        return self.covariance + torch.outer(self.mean, self.mean)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SiteMoments):
             return NotImplemented
