@@ -25,9 +25,8 @@ LINEAR_BELOW = 0.01
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Write ``stem.png`` and ``stem.pdf``, without dates, so that equal data give equal files."""
+    """Write ``stem.png`` without a date: equal data give equal files."""
     figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
-    figure.savefig(stem.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
 def title_above(figure: Figure, title: str) -> None:
