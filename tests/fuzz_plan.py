@@ -3,8 +3,8 @@
     pip install atheris
     python tests/fuzz_plan.py -max_total_time=60
 
-The bytes are a description, a zero byte, and tensors whose checksum is made right. Anything but our
-own error ends the run with the input that caused it.
+The bytes are a description, a zero byte, and tensors; the checksums of both are made right.
+Anything but our own error ends the run with the input that caused it.
 """
 
 import json

@@ -248,10 +248,26 @@ def test_blank_documents_do_not_count(tmp_path_factory, texts):
     assert list(source.documents("calibration")) == calibration_part
 
 
-@pytest.mark.parametrize("line", ["{broken", '{"body": "x"}', "[1]", "3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{broken", '{"body": "x"}', "[1]", "3"),
+        pytest.param("[" * 200_000, id="brackets"),
+        pytest.param(f'{{"text": {"1" * 5000}}}', id="digits"),
+    ],
+)
 def test_line_without_text_is_named(tmp_path, line):
     path = write_jsonl(tmp_path / "text.jsonl", ['{"text": "fine"}', line])
     with pytest.raises(TextError, match=r"text\.jsonl, line 2: no JSON with a 'text' field"):
+        list(open_text(str(path)).documents(None))
+
+
+@pytest.mark.parametrize(("half", "named"), [("\\ud800", "ud800"), ("a\\uDFFFb", "udfff")])
+def test_half_a_character_is_named(tmp_path, half, named):
+    path = write_jsonl(tmp_path / "text.jsonl", ['{"text": "fine \\ud83d\\ude00"}'])
+    assert list(open_text(str(path)).documents(None)) == ["fine \U0001f600"]
+    write_jsonl(path, ['{"text": "fine"}', f'{{"text": "{half}"}}'])
+    with pytest.raises(TextError, match=rf"text\.jsonl, line 2: 'text' holds \\{named}, half of"):
         list(open_text(str(path)).documents(None))
 
 

@@ -168,7 +168,7 @@ def test_a_file_that_is_no_cache_of_the_plan_is_left_alone(
 
 @pytest.mark.parametrize(
     "command",
-    [("generate", "--prompt", "Return the sum"), ("evaluate",), ("diagnose",), ("bench",)],
+    [("generate", "--prompt", "Return the sum"), ("evaluate",), ("bench",)],
 )
 def test_nothing_runs_on_a_plan_for_stored_caches(
     command: tuple, stored: Path, capsys, monkeypatch
@@ -376,6 +376,17 @@ def test_diagnose_has_a_row_per_layer(plan: Path, capsys, monkeypatch) -> None:
     assert all(0 < row["layer_output_error"] < 1 for row in rows)
 
 
+@pytest.mark.parametrize("recipe", ["bits", "best", "stored"])
+def test_diagnose_sees_rounding(recipe: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    tokens = torch.randint(1, 4000, (4, 64), generator=torch.Generator().manual_seed(0))
+    model, _ = load_model(MODEL)
+    compress_to_plan(model, tokens, recipe=recipe, ratio=0.25, context=400).save(tmp_path)
+    ask = ("diagnose", MODEL, "--plan", tmp_path, *FEW)
+    rows = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])["layers"]
+    assert [row["layer"] for row in rows] == list(range(6))
+    assert all(1e-3 < row["layer_output_error"] < 1 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("command", "names"),
     [("objectives", OBJECTIVES.names()), ("solvers", SOLVERS.names()), ("recipes", list(RECIPES))],
@@ -466,7 +477,7 @@ def test_bits_from_one_budget(tmp_path: Path, capsys, monkeypatch) -> None:
     assert code == 0
     assert phases(err) == ["loading", "reading", *["fitting"] * 3, "bits"]
     plan = CompressionPlan.load(tmp_path)
-    assert f"loss    {plan.provenance.predicted_nats:.4f} nats per token predicted" in out
+    assert f"loss    {plan.provenance.predicted_nats:.4f} nats per token predicted, on" in out
     lines = out.partition("layer   key rank")[2].splitlines()[1:]
     for line, layer in zip(lines, plan.layers, strict=False):
         bits = [float(x) for x in line.split()[-2:]]

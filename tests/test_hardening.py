@@ -25,7 +25,7 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.pipeline.rounding import quantize
-from manifoldkv.plan.files import DESCRIPTION, TENSORS
+from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
@@ -133,11 +133,11 @@ def test_any_description(plans, kind: str, folder: Path, data: st.DataObject) ->
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(places(description)))
         description = replaced(description, path, data.draw(VALUES))
-    loads_or_refuses(folder, description, payload)
+    loads_or_refuses(folder, signed(description), payload)
 
 
 def with_tensors(description: dict[str, Any], payload: bytes) -> dict[str, Any]:
-    return description | {"sha256": hashlib.sha256(payload).hexdigest()}
+    return signed(description | {"tensors_sha256": hashlib.sha256(payload).hexdigest()})
 
 
 @pytest.mark.parametrize("kind", ["orthonormal", "static"])

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manifoldkv import Basis, CompressionPlan, LayerPlan, OutputError, PlanError, Quantization
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.plan.files import signed
 from manifoldkv.plan.plan import config_hash
 from tests.families import tiny_model
-from tests.plans import random_plan
+from tests.plans import any_basis, random_plan
+from tests.test_hardening import places, replaced
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,7 +67,15 @@ class TestDamagedFiles:
     def rewritten(self, folder: Path, **changes: Any) -> Path:
         self.saved(folder, "static")
         path = folder / "plan.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        path.write_text(json.dumps(signed(json.loads(path.read_text()) | changes)))
+        return folder
+
+    def with_tensors(self, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+        save_file(tensors, folder / "plan.safetensors")
+        digest = hashlib.sha256((folder / "plan.safetensors").read_bytes()).hexdigest()
+        path = folder / "plan.json"
+        changed = json.loads(path.read_text()) | {"tensors_sha256": digest}
+        path.write_text(json.dumps(signed(changed)))
         return folder
 
     def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
@@ -164,11 +175,8 @@ class TestDamagedFiles:
             CompressionPlan.load(self.rewritten(tmp_path, provenance=provenance))
 
     def test_extra_tensors_are_refused(self, tmp_path: Path) -> None:
-        path = self.saved(tmp_path) / "plan.safetensors"
-        save_file(load_file(path) | {"more": torch.zeros(1)}, path)
-        description = json.loads((tmp_path / "plan.json").read_text())
-        description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        (tmp_path / "plan.json").write_text(json.dumps(description))
+        tensors = load_file(self.saved(tmp_path) / "plan.safetensors")
+        self.with_tensors(tmp_path, tensors | {"more": torch.zeros(1)})
         with pytest.raises(PlanError, match="holds more, which nothing refers to"):
             CompressionPlan.load(tmp_path)
 
@@ -185,20 +193,109 @@ class TestDamagedFiles:
     def test_a_fingerprint_that_is_none_is_refused(
         self, fingerprint: torch.Tensor | None, tmp_path: Path
     ) -> None:
-        path = self.saved(tmp_path) / "plan.safetensors"
-        tensors = load_file(path)
+        tensors = load_file(self.saved(tmp_path) / "plan.safetensors")
         del tensors["fingerprint"]
-        save_file(tensors if fingerprint is None else tensors | {"fingerprint": fingerprint}, path)
-        description = json.loads((tmp_path / "plan.json").read_text())
-        description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-        (tmp_path / "plan.json").write_text(json.dumps(description))
+        given = {} if fingerprint is None else {"fingerprint": fingerprint}
+        self.with_tensors(tmp_path, tensors | given)
         with pytest.raises(PlanError, match="fingerprint"):
             CompressionPlan.load(tmp_path)
 
-    def test_a_deeply_nested_description_is_refused(self, tmp_path: Path) -> None:
-        (self.saved(tmp_path) / "plan.json").write_text("[" * 100_000)
+    def test_the_checksum_is_that_of_all_else_in_canonical_json(self, tmp_path: Path) -> None:
+        self.saved(tmp_path)
+        description = json.loads((tmp_path / "plan.json").read_text())
+        stated = description.pop("sha256")
+        canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
+        assert stated == hashlib.sha256(canonical.encode()).hexdigest()
+        tensors = (tmp_path / "plan.safetensors").read_bytes()
+        assert description["tensors_sha256"] == hashlib.sha256(tensors).hexdigest()
+
+    @pytest.mark.parametrize("name", ["windows", "static"])
+    def test_no_edit_of_a_description_passes(self, name: str, tmp_path: Path) -> None:
+        path = self.saved(tmp_path, name) / "plan.json"
+        description = json.loads(path.read_text())
+        edits = [place for place in places(description) if place != ("format",)]
+        assert len(edits) > 50
+        for place in edits:
+            path.write_text(json.dumps(replaced(description, place, 12345)))
+            with pytest.raises(PlanError, match=r"plan\.json was changed after it was saved"):
+                CompressionPlan.load(tmp_path)
+
+    def test_another_layout_of_the_same_description_passes(self, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / "plan.json"
+        description = json.loads(path.read_text())
+        path.write_bytes(json.dumps(dict(reversed(description.items()))).encode() + b"\r\n")
+        assert CompressionPlan.load(tmp_path) == plan_named("plain")
+
+    @pytest.mark.parametrize("line", ['"sinks": 0,', '"window": null'])
+    def test_a_key_that_stands_twice_is_refused(self, line: str, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / "plan.json"
+        content = path.read_text()
+        assert line in content
+        path.write_text(content.replace(line, f"{line.rstrip(',')}, {line}", 1))
+        key = line.split('"')[1]
+        with pytest.raises(PlanError, match=f"plan.json is damaged: key '{key}' appears twice"):
+            CompressionPlan.load(tmp_path)
+
+    def test_the_format_of_an_earlier_version_is_refused(self, tmp_path: Path) -> None:
+        path = self.saved(tmp_path) / "plan.json"
+        path.write_text(path.read_text().replace('"format": 5', '"format": 4'))
+        with pytest.raises(
+            PlanError,
+            match=r"plan\.json has format 4, this version of manifoldkv reads format 5: make the "
+            "plan again",
+        ):
+            CompressionPlan.load(tmp_path)
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5_000, '{"format": ' + "1" * 5_000])
+    def test_what_json_cannot_hold_is_refused(self, text: str, tmp_path: Path) -> None:
+        (self.saved(tmp_path) / "plan.json").write_text(text)
         with pytest.raises(PlanError, match="is damaged"):
             CompressionPlan.load(tmp_path)
+
+
+class TestPlansThatDoNotFitTheModel:
+    """Whose configuration and weights are the right ones."""
+
+    def refused(self, said: str, family: str = "llama", **changes: Any) -> None:
+        model = tiny_model(family)
+        plan = replace(random_plan(model), **changes)
+        for check in (plan.check_model, plan.transferred_to):
+            with pytest.raises(PlanError, match=said):
+                check(model)
+
+    def with_layer(self, family: str, index: int, **changes: Any) -> tuple[LayerPlan, ...]:
+        layers = list(random_plan(tiny_model(family)).layers)
+        layers[index] = replace(layers[index], **changes)
+        return tuple(layers)
+
+    @pytest.mark.parametrize(
+        ("family", "index", "window", "said"),
+        [
+            ("llama", 1, 3, "layer 1 has a window of 3 tokens in the plan, None in the model"),
+            ("gemma2", 0, 6, "layer 0 has a window of 6 tokens in the plan, 5 in the model"),
+            ("gemma2", 0, None, "layer 0 has a window of None tokens in the plan, 5 in the model"),
+            ("mistral", 2, 4, "layer 2 has a window of 4 tokens in the plan, 5 in the model"),
+        ],
+    )
+    def test_another_window(self, family: str, index: int, window: int | None, said: str) -> None:
+        self.refused(said, family, layers=self.with_layer(family, index, window=window))
+
+    @pytest.mark.parametrize(
+        ("heads", "head_dim", "said"), [(4, 8, "4 KV heads of 8"), (2, 16, "2 KV heads of 16")]
+    )
+    def test_other_sizes(self, heads: int, head_dim: int, said: str) -> None:
+        """A shared basis fits any number of heads."""
+        grouping = HeadGrouping("shared", heads)
+        key = any_basis(head_dim, 4, grouping, oblique=False, seed=0)
+        layers = self.with_layer("llama", 2, key=key, value=key)
+        self.refused(f"layer 2 has {said} in the plan, 2 of 8 in the model", layers=layers)
+
+    def test_more_sinks_than_positions(self) -> None:
+        self.refused(
+            "sinks must be at most 64, the positions of the model, got 1048576", sinks=1 << 20
+        )
+        model = tiny_model("llama")
+        random_plan(model, sinks=64).check_model(model)
 
 
 class TestImpossiblePlans:

@@ -16,6 +16,7 @@ import torch
 from matplotlib.colors import to_rgb
 
 from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
+from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.evaluation.continuation import continuation
 from manifoldkv.reports.charts import KEY_COLOUR, VALUE_COLOUR
 from manifoldkv.reports.plan import model_name, write_report
@@ -100,6 +101,19 @@ def test_every_section_and_chart_is_there(report: Path) -> None:
     assert_whole(report.read_text(encoding="utf-8"), plan_of(tiny_model("llama")))
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+def test_errors_of_layers_are_those_of_a_diagnosis(rounded: bool, tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
+    plan = replace(plan_of(model, key_rank=4, value_rank=6), sinks=2)
+    if rounded:
+        plan = quantize(plan, model, tokens, Quantization(2))
+    write_report(tmp_path / "r.html", model, plan, tokens)
+    [bars] = charts_of((tmp_path / "r.html").read_text(encoding="utf-8"))["errors"]["data"]
+    drawn = np.frombuffer(base64.b64decode(bars["y"]["bdata"]), dtype=bars["y"]["dtype"])
+    expected = diagnose_plan(model, plan, tokens)["layer_output_error"]
+    np.testing.assert_array_equal(drawn, expected)
+
+
 def test_the_library_may_lie_beside_it(tmp_path: Path) -> None:
     model = tiny_model("llama")
     plan = plan_of(model)
@@ -168,7 +182,7 @@ def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) ->
     plan = bits_plan(model, tokens, ratio=0.4, sinks=1)
     write_report(tmp_path / "r.html", model, plan, tokens)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert f"{plan.provenance.predicted_nats:.4f} nats per token, from the calibration" in page
+    assert f"{plan.provenance.predicted_nats:.4f} nats per token, on" in page
     full = 3 * 2 * 2 * 8 * 2 * 12
     stored = plan.nbytes(12)
     assert f"{100 * stored / full:.1f} % of the uncompressed one: {stored:,} of {full:,}" in page

@@ -55,21 +55,24 @@ class _Seen:
         Keys and values of those seen as they are, (B, H_kv, t, d) each; keys are rotated.
     mask : Tensor or None
         (B or 1, 1, m, `latents` and all t), True where a query sees a token.
+    rebuilt : tuple of Tensor or None
+        Keys before rotation and values of the tokens seen as latents, (B, H_kv, `latents`, d) both,
+        where latents are predicted.
     """
 
     offset: int
     latents: int
     exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
+    rebuilt: tuple[Tensor, Tensor] | None = None
 
-    def with_given_back(self, given: GivenBack, grouping: HeadGrouping, angles: Angles) -> _Seen:
-        """Return the same with what latents stand for in their place."""
+    def with_rebuilt(self, found: GivenBack, grouping: HeadGrouping) -> _Seen:
+        """Return the same with reconstructed keys and values of the tokens seen as latents."""
         if not self.latents:
             return self
         seen = slice(self.offset, self.offset + self.latents)
-        keys, values = (grouping.merge(x[..., seen].mT.unsqueeze(1)) for x in given)
-        keys = angles.tile(keys, 0, self.latents)
-        return replace(self, latents=0, exact=[(keys, values), *self.exact])
+        keys, values = (grouping.merge(x[..., seen].mT.unsqueeze(1)) for x in found)
+        return replace(self, rebuilt=(keys, values))
 
 
 class CachedAttention:
@@ -175,8 +178,8 @@ class CachedAttention:
                 blocks = _blocks(new, scores, SCORES_AT_A_TIME)
             for rows in blocks:
                 seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
-                if given and angles is not None:
-                    seen = seen.with_given_back(given[0], self._key.grouping, angles)
+                if given:
+                    seen = seen.with_rebuilt(given[0], self._key.grouping)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )
@@ -251,18 +254,19 @@ class CachedAttention:
         if self._reconstructs(rows, settings):
             output = self._attend_reconstructed(layer, queries, rows, seen, angles)
             return output.reshape(batch, heads, rows, -1)
-        scores = list(self._scores(layer.key_store, queries, angles, seen))
+        scores = list(self._scores(layer, queries, angles, seen))
         scores += [scores_of(queries, keys) for keys, _ in seen.exact]
         by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
         by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
         weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
-        output = self._mix(layer.value_store, weights, seen)
+        output = self._mix(layer, weights, seen)
         start = seen.latents
         for _, values in seen.exact:
             stop = start + values.shape[2]
             output = output + product(weights[..., start:stop].to(values.dtype), values)
             start = stop
-        return output.reshape(batch, heads, rows, -1)
+        # Reconstructed values are in float32 on a CPU, and so is a sum with them.
+        return output.to(queries.dtype).reshape(batch, heads, rows, -1)
 
     def _kernel_fits(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
         """Return whether torch's attention kernel can run on the latents of both sites."""
@@ -304,11 +308,13 @@ class CachedAttention:
         Queries are scaled, (B, H_kv, R, d) with `rows` for every query head; so is the output.
         """
         keys, values = [], []
-        for start, stop, latents in _tiles(layer.key_store, seen, _tile_tokens(queries)):
-            x = self._key.up_project(latents)
+        for start, stop, x in self._rebuilt_keys(layer, seen, _tile_tokens(queries)):
             keys.append(x if angles is None else angles.tile(x, start, stop))
-        for _, _, latents in _tiles(layer.value_store, seen, _tile_tokens(queries)):
-            values.append(self._value.up_project(latents))
+        if seen.rebuilt is not None:
+            values.append(seen.rebuilt[1])
+        else:
+            for _, _, latents in _tiles(layer.value_store, seen, _tile_tokens(queries)):
+                values.append(self._value.up_project(latents))
         for exact_keys, exact_values in seen.exact:
             keys.append(exact_keys)
             values.append(exact_values)
@@ -328,24 +334,36 @@ class CachedAttention:
         return output.to(queries.dtype)
 
     def _scores(
-        self, store: Store, queries: Tensor, angles: Angles | None, seen: _Seen
+        self, layer: CompressedLayer, queries: Tensor, angles: Angles | None, seen: _Seen
     ) -> Iterator[Tensor]:
         """Yield the scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
         if angles is None:
             queries = self._key.queries(queries)
-        size = _tile_tokens(queries)
-        for start, stop, latents in _tiles(store, seen, size):
-            if angles is None:
+            for _, _, latents in _tiles(layer.key_store, seen, _tile_tokens(queries)):
                 yield self._key.scores(queries, latents)
-                continue
-            for first, last in split_tiles(start, stop, size):
-                keys = self._key.up_project(latents[:, :, first - start : last - start])
-                yield scores_of(queries, angles.tile(keys, first, last))
+            return
+        for start, stop, keys in self._rebuilt_keys(layer, seen, _tile_tokens(queries)):
+            yield scores_of(queries, angles.tile(keys.to(angles.cos.dtype), start, stop))
 
-    def _mix(self, store: Store, weights: Tensor, seen: _Seen) -> Tensor:
+    def _rebuilt_keys(
+        self, layer: CompressedLayer, seen: _Seen, size: int
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield reconstructed keys of the tokens seen as latents, (B, H_kv, t, d), by tile."""
+        if seen.rebuilt is not None:
+            for start, stop in split_tiles(0, seen.latents, size):
+                yield start, stop, seen.rebuilt[0][:, :, start:stop]
+            return
+        for start, stop, latents in _tiles(layer.key_store, seen, size):
+            for first, last in split_tiles(start, stop, size):
+                yield first, last, self._key.up_project(latents[:, :, first - start : last - start])
+
+    def _mix(self, layer: CompressedLayer, weights: Tensor, seen: _Seen) -> Tensor:
         """Return values mixed by weights: (B, H_kv, R, d), or w·r features if W_O up-projects."""
+        if seen.rebuilt is not None:
+            values = seen.rebuilt[1]
+            return product(weights[..., : seen.latents].to(values.dtype), values)
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
-        for start, stop, latents in _tiles(store, seen, _tile_tokens(mixed)):
+        for start, stop, latents in _tiles(layer.value_store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
         return self._value.finish(mixed, self._up_project_values, weights[..., : seen.latents])
 

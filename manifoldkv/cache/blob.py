@@ -16,8 +16,12 @@ and each block is ::
 
     uint32    bytes of the payload
     uint32    tokens
-    8 bytes   BLAKE2b of these tokens' place, their count and the payload, keyed by both digests
+    8 bytes   BLAKE2b, keyed by both digests, of: dtype, sequences, place and count of these tokens
+              (uint32 each), this number of the block before (0 for the first), and the payload
     payload
+
+A block of another cache does not fit behind the blocks of this one. The number of all tokens plays
+no part in these checksums: blocks stay what they are when others are appended.
 
 A payload is padded to a `LARGEST_EXPANSION`-th of the bytes that it is read as: a blob cannot ask
 for more memory than so many times its own size.
@@ -29,6 +33,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -36,14 +41,17 @@ from manifoldkv.errors import CodecError
 from manifoldkv.plan.entropy import BLOCK_BYTES, BLOCK_TOKENS, HEADER_BYTES
 
 MAGIC = b"mkvcache"
-VERSION = 1
+VERSION = 2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGEST_EXPANSION = 1024
 """A stock cache takes at most so many times the bytes of its blob."""
+EMPTY_NAME = "the name of the stored cache's file is empty"
 
 _HEADER = struct.Struct("<8sIIII32s32s8x")
 _BLOCK = struct.Struct("<II8s")
 _CHECK_BYTES = HEADER_BYTES - _HEADER.size
+_FIRST = bytes(8)
+"""What stands for the checksum of the block before the first one."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,22 @@ class Block:
     payload: bytes | memoryview
 
 
+def read_blob(path: str | Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises
+    ------
+    CodecError
+        If it cannot be read.
+    """
+    if not str(path):
+        raise CodecError(EMPTY_NAME)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CodecError(f"cannot read {path}: {error.strerror}") from error
+
+
 def write_blob(header: Header, blocks: list[Block]) -> bytes:
     """Return the bytes of a blob of these blocks, which follow each other from token 0."""
     fixed = _HEADER.pack(
@@ -95,11 +119,11 @@ def write_blob(header: Header, blocks: list[Block]) -> bytes:
         header.plan,
         header.model,
     )
-    parts = [fixed, _check(fixed, _CHECK_BYTES)]
+    parts, check = [fixed, _check(fixed, _CHECK_BYTES)], _FIRST
     for block in blocks:
+        check = _block_check(header, block, check)
         count = block.stop - block.start
-        checked = _block_check(header, block.start, count, block.payload)
-        parts += [_BLOCK.pack(len(block.payload), count, checked), bytes(block.payload)]
+        parts += [_BLOCK.pack(len(block.payload), count, check), bytes(block.payload)]
     return b"".join(parts)
 
 
@@ -121,7 +145,10 @@ def read_header(blob: bytes) -> Header:
     fixed = blob[: _HEADER.size]
     _, version, dtype, sequences, tokens, plan, model = _HEADER.unpack(fixed)
     if version != VERSION:
-        raise CodecError(f"a stored cache of version {version}; this one reads {VERSION}")
+        raise CodecError(
+            f"the stored cache is of version {version}, and this manifoldkv reads {VERSION}: "
+            "encode the cache again"
+        )
     if blob[_HEADER.size : HEADER_BYTES] != _check(fixed, _CHECK_BYTES):
         raise CodecError("the header of the stored cache is damaged")
     if dtype >= len(DTYPES) or not sequences or not tokens:
@@ -164,13 +191,17 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
         place, start = place + size, start + count
     if place != len(blob):
         raise CodecError(f"{len(blob) - place} bytes follow the stored cache")
+    before = _FIRST
     for start, count, place, size, check in found:
         if start >= stop:
             return
-        payload = view[place : place + size]
-        if check != _block_check(header, start, count, payload):
-            raise CodecError(f"the block at token {start} of the stored cache is damaged")
-        yield Block(start, start + count, payload)
+        block = Block(start, start + count, view[place : place + size])
+        if check != _block_check(header, block, before):
+            raise CodecError(
+                f"the block at token {start} of the stored cache is damaged, or of another one"
+            )
+        before = check
+        yield block
 
 
 def least_payload(stock_bytes: int) -> int:
@@ -182,8 +213,12 @@ def _check(content: bytes, size: int) -> bytes:
     return hashlib.blake2b(content, digest_size=size).digest()
 
 
-def _block_check(header: Header, start: int, count: int, payload: bytes | memoryview) -> bytes:
-    place = struct.pack("<III", header.sequences, start, count)
+def _block_check(header: Header, block: Block, before: bytes) -> bytes:
+    """Return the checksum of a block, given that of the block before."""
+    count = block.stop - block.start
+    dtype = DTYPES.index(header.dtype)
+    place = struct.pack("<IIII", dtype, header.sequences, block.start, count)
     hashed = hashlib.blake2b(place, digest_size=8, key=header.plan[:32] + header.model[:32])
-    hashed.update(payload)
+    hashed.update(before)
+    hashed.update(block.payload)
     return hashed.digest()

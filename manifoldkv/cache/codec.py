@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,19 +14,21 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.cache.blob import (
+    EMPTY_NAME,
     Block,
     Header,
     extended,
     least_payload,
+    read_blob,
     read_blocks,
     read_header,
     write_blob,
 )
-from manifoldkv.cache.payload import LENGTHS, PayloadReader
+from manifoldkv.cache.payload import LENGTHS, PayloadReader, exact_bytes
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.cache.stock import check_stock
 from manifoldkv.cache.symbols import SiteCodec
-from manifoldkv.errors import CodecError, PlanError
+from manifoldkv.errors import CodecError, OutputError, PlanError
 from manifoldkv.models.offloading import device_of
 from manifoldkv.models.support import check_supported, decoder_layers, unwrapped
 from manifoldkv.plan.below import Below
@@ -207,10 +210,12 @@ class Codec:
         Raises
         ------
         OutputError
-            If the file cannot be written.
+            If the name is empty, or the file cannot be written.
         CacheError, CodecError
             As `encode`.
         """
+        if not str(path):
+            raise OutputError(EMPTY_NAME)
         write_whole(Path(path), self.encode(cache, input_ids))
 
     def load(self, path: str | Path, tokens: int | None = None) -> DynamicCache:
@@ -243,9 +248,13 @@ class Codec:
     def _stop(self, header: Header, tokens: int | None) -> int:
         if tokens is None:
             return header.tokens
-        if not 0 < tokens <= header.tokens:
-            raise CodecError(f"the stored cache has 1 to {header.tokens} tokens, not {tokens}")
-        return tokens
+        whole = isinstance(tokens, Integral) and not isinstance(tokens, bool)
+        if not whole or not 0 < tokens <= header.tokens:
+            raise CodecError(
+                f"tokens must be an integer: the stored cache has 1 to {header.tokens} tokens, not "
+                f"{tokens!r}"
+            )
+        return int(tokens)
 
     def _check(self, cache: DynamicCache) -> int:
         """Refuse what is no filled cache of the model; return its tokens."""
@@ -322,7 +331,7 @@ class Codec:
                 (layer.keys, layer.values), coders, (turn, None), strict=True
             ):
                 x = x[:, :, start:stop].cpu()
-                kept.append(_raw(x[:, :, :exact]))
+                kept.append(exact_bytes(x[:, :, :exact]))
                 rest = x[:, :, exact:].float()
                 if rotation is not None:
                     rest = rotation.tile(rest, 0, rest.shape[2])
@@ -372,24 +381,6 @@ class Codec:
             x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
             made.append(x.to(self._model.dtype))
         return list(zip(made[::2], made[1::2], strict=True))
-
-
-def read_blob(path: str | Path) -> bytes:
-    """Return the bytes of a file.
-
-    Raises
-    ------
-    CodecError
-        If it cannot be read.
-    """
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise CodecError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _raw(x: Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
 def _on_threads(work: Callable[[int], T], count: int) -> list[T]:

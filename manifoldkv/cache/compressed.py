@@ -38,12 +38,11 @@ from manifoldkv.cache.hooks import (
     replace_attribute,
     replace_output_weight,
 )
-from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.prediction import GivenBack, PredictedSites
+from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
+from manifoldkv.cache.running import running_attention
 from manifoldkv.cache.stock import check_stock, checked_positions, unpadded
-from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, UnsupportedModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -64,7 +63,6 @@ from manifoldkv.models.support import (
     uncompiled,
     unwrapped,
 )
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
 NAME = "manifoldkv-cache"
@@ -192,30 +190,16 @@ class _Run:
         places = [(dtype, device_of(layer)) for layer in self._layers]
         if places != self._places:
             self._attentions = [
-                self._attention(planned, *place)
+                running_attention(
+                    self._plan,
+                    planned,
+                    *place,
+                    exact_prefill=self._exact_prefill,
+                    up_project_values=not self._fold_values,
+                )
                 for planned, place in zip(self._plan.layers, places, strict=True)
             ]
             self._places = places
-
-    def _attention(
-        self, planned: LayerPlan, dtype: torch.dtype, device: torch.device
-    ) -> CachedAttention:
-        codings = [planned.codings.get(site) for site, _ in planned.sites]
-        key, value = (
-            RunningBasis(basis, dtype, device, None if coding is None else coding.mean)
-            for (_, basis), coding in zip(planned.sites, codings, strict=True)
-        )
-        predicted = None
-        if self._plan.predicted:
-            working = working_dtype(dtype, device)
-            weights = (
-                coding.prediction.to(device, working)
-                if coding is not None and coding.prediction is not None
-                else None
-                for coding in codings
-            )
-            predicted = PredictedSites(key, value, *weights)
-        return CachedAttention(key, value, self._exact_prefill, not self._fold_values, predicted)
 
     def new_cache(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.cache.storage import working_dtype
+from manifoldkv.cache.storage import constant_dtype, working_dtype
 
 
 class RunningBasis:
@@ -38,8 +36,9 @@ class RunningBasis:
         self._basis = basis
         self._stored = dtype
         self.working = working_dtype(dtype, device)
-        self._down = basis.down.to(device, self.working)  # (groups, w·d, w·r)
-        self._up = self._down if basis.orthonormal else basis.up.to(device, self.working)
+        held = constant_dtype(dtype)
+        self._held_down = basis.down.to(device, held)  # (groups, w·d, w·r)
+        self._held_up = self._held_down if basis.orthonormal else basis.up.to(device, held)
         self._mean = None if mean is None else mean.to(device, self.working).unsqueeze(1)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
@@ -49,9 +48,17 @@ class RunningBasis:
     @property
     def features(self) -> int:
         """Return the elements stored per head group and token."""
-        return self._down.shape[2]
+        return self._held_down.shape[2]
 
-    @cached_property
+    @property
+    def _down(self) -> Tensor:
+        return self._held_down.to(self.working)
+
+    @property
+    def _up(self) -> Tensor:
+        return self._held_up.to(self.working)
+
+    @property
     def up_by_head(self) -> Tensor:
         """Return the up-projection of every head, (H_kv or 1, d, w·r)."""
         return self._up.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)

@@ -57,7 +57,8 @@ class MixedWidthStore(Store):
             self._exact.append(latents[:, :, : coded.start])
         x = latents[:, :, coded].float()
         if self._deviation is not None:
-            norms = (x / self._deviation).square().mean(dim=2, keepdim=True).sqrt().half()
+            norms = (x / self._deviation).square().mean(dim=2, keepdim=True).sqrt()
+            norms = norms.clamp(max=torch.finfo(torch.float16).max).half()
             self._norms.append(norms)
             x = x / norms.float().clamp(min=torch.finfo(torch.float16).tiny)
         codes = (x / self._step).floor() + self._half

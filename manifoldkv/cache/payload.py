@@ -17,6 +17,19 @@ LENGTHS = struct.Struct("<II")
 """Two numbers: whether there are token ids, or how many words of symbols and beside them."""
 
 
+def exact_bytes(x: Tensor) -> bytes:
+    """Return first tokens, which are stored as they are, as bytes.
+
+    Raises
+    ------
+    CodecError
+        If an element is not finite.
+    """
+    if not bool(x.isfinite().all()):
+        raise CodecError("the first tokens of the cache hold keys or values that are not finite")
+    return x.contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
 class PayloadReader:
     """Reads the payload of a block from its beginning on.
 

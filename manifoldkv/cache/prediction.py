@@ -75,7 +75,7 @@ def _stored(
         # One product after the other: side by side, the inputs would have to be copied.
         for given, weight in of_inputs:
             inputs = given[..., given.shape[2] - x.shape[2] :]
-            x.baddbmm_(weight.mT.expand(len(x), -1, -1), inputs, alpha=sign)
+            x.baddbmm_(weight.to(x.dtype).mT.expand(len(x), -1, -1), inputs, alpha=sign)
         return x
 
     new = basis.grouping.split(x)[:, 0].mT.to(basis.working, copy=True)

@@ -25,6 +25,15 @@ def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
+def constant_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the constants of a plan are held for a model in `dtype`.
+
+    Of the 16-bit ones bfloat16, whose range is that of float32: coordinates in nats are scaled by
+    many orders of magnitude.
+    """
+    return torch.bfloat16 if dtype.itemsize == 2 else dtype
+
+
 class GrowingTensor:
     """A tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
 

@@ -537,9 +537,9 @@ def diagnose(
     other_weights: OtherWeightsOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure every layer by itself, on held-out text.
+    """Measure the error of every layer on held-out text.
 
-    Newest tokens that a plan keeps exact count as projected here.
+    Each layer has the inputs of the uncompressed model and attends to its compressed cache.
     """
     from manifoldkv.cli import measuring
 

@@ -15,7 +15,7 @@ from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measu
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.errors import TextError
 from manifoldkv.evaluation.continuation import beginning, continuation
-from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity
+from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
@@ -117,7 +117,6 @@ def _table(found: dict[str, Any]) -> list[str]:
     def row(name: str, *cells: str) -> str:
         return f"{name:24}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)
 
-    spread = found["sequences"] > 1
     return [
         row("", "uncompressed", *(plan["plan"][1 - COLUMN :] for plan in plans)),
         row(f"ratio at {length} tokens", "1", *(f"{plan['ratio']:.4g}" for plan in plans)),
@@ -131,10 +130,7 @@ def _table(found: dict[str, Any]) -> list[str]:
         row(
             "added nats per token",
             "",
-            *(
-                f"{plan['added_nll']:.4f}" + (f" ± {plan['standard_error']:.4f}" if spread else "")
-                for plan in plans
-            ),
+            *(with_error(plan["added_nll"], plan["standard_error"]) for plan in plans),
         ),
         f"on {found['sequences']} × {length} held-out tokens",
     ]

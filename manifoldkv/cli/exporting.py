@@ -9,6 +9,7 @@ from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
 from manifoldkv.cli.planning import resumable
+from manifoldkv.evaluation.perplexity import with_error
 from manifoldkv.export import Exported, export_checkpoint
 from manifoldkv.export.checkpoint import check_replaceable
 from manifoldkv.export.fold import check_foldable
@@ -62,7 +63,6 @@ def export(
 def _answer(found: Exported, steps: int) -> Answer:
     measured = found.measured
     assert measured is not None  # there were held-out tokens
-    error = f" ± {measured.standard_error:.4f}" if len(measured.compressed.by_sequence) > 1 else ""
     facts = {
         "checkpoint": str(found.folder),
         "bytes_per_token": found.bytes_per_token,
@@ -79,7 +79,7 @@ def _answer(found: Exported, steps: int) -> Answer:
         f"perplexity  {measured.compressed.perplexity:.3f}, "
         f"{measured.uncompressed.perplexity:.3f} before, on {measured.compressed.predicted} "
         "held-out tokens",
-        f"added       {measured.added_nll:.4f}{error} nats per token",
+        f"added       {with_error(measured.added_nll, measured.standard_error)} nats per token",
         f"checkpoint: {found.folder}",
     ]
     return Answer(facts, lines)

@@ -16,13 +16,12 @@ from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
 from manifoldkv.cli.storing import cache_of_prompt
-from manifoldkv.diagnostics import diagnose as measure_layers
+from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.errors import CodecError, TextError
-from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import retrieval, summarize
-from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.layers.capture import capture
+from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length, checked_tokens, positions
 
@@ -128,12 +127,11 @@ def evaluate(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
         "ratio": known.ratio_at(length),
         "cache_bytes": known.nbytes(length, dtype=loaded.dtype),
     }
-    error = f" ± {found.standard_error:.4f}" if len(tokens) > 1 else ""
     lines = [
         f"perplexity of {len(tokens)} × {length} held-out tokens",
         f"  uncompressed  {found.uncompressed.perplexity:.3f}",
         f"  compressed    {found.compressed.perplexity:.3f}  (ratio {facts['ratio']:.3f})",
-        f"  added         {found.added_nll:.4f}{error} nats per token",
+        f"  added         {with_error(found.added_nll, found.standard_error)} nats per token",
     ]
     return Answer(facts, lines)
 
@@ -187,22 +185,30 @@ def bench(
         f"  compressed  {1e3 * found.compressed_seconds:8.2f} ms  {size(found.compressed_bytes)}",
         f"  compressed / stock: {found.time_ratio:.2f} of the time, "
         f"{found.compressed_bytes / found.stock_bytes:.3f} of the bytes",
+        f"  bases and predictions, held once: {size(found.constant_bytes)}",
+        *_working_memory(found),
     ]
     return Answer(asdict(found), lines)
 
 
+def _working_memory(found: DecodeSpeed) -> list[str]:
+    """Return the lines on working memory, none where it cannot be measured."""
+    if found.stock_working_bytes is None or found.compressed_working_bytes is None:
+        return []
+    return [
+        "  peak memory of one step beside all that (resident): stock "
+        f"{size(found.stock_working_bytes)}, compressed {size(found.compressed_working_bytes)}"
+    ]
+
+
 def diagnose(model: GivenModel, plan: GivenPlan, text: GivenText) -> Answer:
-    """Measure what the bases do to every layer by itself."""
+    """Measure what the cache does to every layer by itself."""
     source = text_to_measure(text.name, model.name)
     loaded, tokenizer = load(model)
-    known = plan_for(plan, loaded)
-    bases = {index: (layer.key, layer.value) for index, layer in enumerate(known.layers)}
+    known = plan_for(plan, loaded, attended=False)
     tokens = held_out_tokens(source, text, loaded, tokenizer)
     LOG.info("measuring %d layers on %d × %d tokens", len(known.layers), *tokens.shape)
-    layers = capture(loaded, tokens)
-    table = measure_layers(layers, bases, rotary=known.rotary)
-    table.insert(1, "key_rank", [layer.key.rank for layer in known.layers])
-    table.insert(2, "value_rank", [layer.value.rank for layer in known.layers])
+    table = diagnose_plan(loaded, known, tokens)
     rows = table.to_dict("records")
     lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
     return Answer({"layers": rows}, lines)

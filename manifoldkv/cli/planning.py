@@ -308,9 +308,13 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
     exact += f"the first {plan.sinks} tokens as they are, " if plan.sinks else ""
     rounding = plan.quantization
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
-    predicted = provenance.predicted_nats
     keys = f"{first.key.grouping.name}{' (commuting)' if first.key.commuting else ''}"
-    foretold = [] if predicted is None else [f"loss    {predicted:.4f} nats per token predicted"]
+    predicted = []
+    if provenance.predicted_nats is not None:
+        predicted = [
+            f"loss    {provenance.predicted_nats:.4f} nats per token predicted, on "
+            f"{provenance.predicted_tokens:,} held-out tokens of the calibration text"
+        ]
     return [
         f"model   {provenance.model}",
         f"bases   {provenance.origin}, {provenance.threads} threads, "
@@ -318,7 +322,7 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
         f"        {exact}keys {plan.rotary}-rotation",
-        *foretold,
+        *predicted,
         f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"

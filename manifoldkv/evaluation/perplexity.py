@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from manifoldkv.text.tokens import checked_tokens
 LOG = logging.getLogger(__name__)
 
 SEQUENCES_PER_FORWARD = 8
+FEWEST = 4
+"""Fewest values of whose mean a standard error is given."""
 LARGEST_NLL = math.log(sys.float_info.max)
 
 
@@ -47,17 +50,26 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of `nll` over sequences; NaN if there is only one."""
-        count = len(self.by_sequence)
-        if count < 2:
-            return math.nan
-        # Not statistics.stdev, which fails on losses that are not finite.
-        return float(torch.tensor(self.by_sequence, dtype=torch.float64).std()) / math.sqrt(count)
+        """Return the standard error of `nll` over sequences, as `standard_error` does."""
+        return standard_error(self.by_sequence)
 
     @property
     def perplexity(self) -> float:
         """Return ``exp(nll)``, infinite where that overflows."""
         return math.inf if self.nll > LARGEST_NLL else math.exp(self.nll)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean; NaN of fewer than `FEWEST` values, which say nothing."""
+    if len(values) < FEWEST:
+        return math.nan
+    # Not statistics.stdev, which fails on losses that are not finite.
+    return float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(len(values))
+
+
+def with_error(mean: float, error: float, digits: int = 4) -> str:
+    """Return a mean as printed, followed by its standard error if there is one."""
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 @torch.no_grad()
@@ -113,7 +125,7 @@ class Comparison:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of `added_nll` over sequences; NaN if there is only one."""
+        """Return the standard error of `added_nll` over sequences, as `standard_error` does."""
         pairs = zip(self.compressed.by_sequence, self.uncompressed.by_sequence, strict=True)
         differences = tuple(after - before for after, before in pairs)
         return Perplexity(differences, self.compressed.predicted).standard_error

@@ -31,6 +31,7 @@ from transformers import (
 from manifoldkv.cache import compressed
 from manifoldkv.cache.compressed import Prefill
 from manifoldkv.errors import TextError
+from manifoldkv.evaluation.perplexity import standard_error
 from manifoldkv.evaluation.questions import Question
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
@@ -222,10 +223,10 @@ def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
             "items": len(part),
             "stock_score": part["stock_score"].mean(),
             "score": part["score"].mean(),
-            "score_error": part["score"].sem(),
+            "score_error": standard_error(part["score"].tolist()),
             "stock_nll": part["stock_nll"].mean(),
             "added_nll": part["added_nll"].mean(),
-            "nll_error": part["added_nll"].sem(),
+            "nll_error": standard_error(part["added_nll"].tolist()),
             "counted": bool(part["stock_score"].mean() >= UNANSWERED),
         }
         for task, part in both.groupby("task", sort=False)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache import compressed
 from manifoldkv.errors import TextError
+from manifoldkv.evaluation.memory import peak_bytes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
@@ -41,6 +42,10 @@ class DecodeSpeed:
         Compressed over stock, formed within rounds.
     stock_bytes, compressed_bytes : int
         Of keys and values, or of what stands for them, at the end.
+    constant_bytes : int
+        Of the plan's bases and predictions, held once for any number of caches.
+    stock_working_bytes, compressed_working_bytes : int or None
+        Peak memory of one more step beyond what was held before it (`peak_bytes`).
     """
 
     tokens: int
@@ -49,6 +54,9 @@ class DecodeSpeed:
     time_ratio: float
     stock_bytes: int
     compressed_bytes: int
+    constant_bytes: int
+    stock_working_bytes: int | None
+    compressed_working_bytes: int | None
 
 
 @torch.no_grad()
@@ -102,13 +110,21 @@ def decode_speed(
         with compressed(model, plan) as new_cache:
             compressed_cache = new_cache(filled)
             small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
+    stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    compressed_bytes = compressed_cache.nbytes()
+    stock_working = _working_bytes(model, cache)
+    with compressed(model, plan):
+        compressed_working = _working_bytes(model, compressed_cache)
     return DecodeSpeed(
         tokens,
         stock_seconds=median(stock),
         compressed_seconds=median(small),
         time_ratio=median(after / before for before, after in zip(stock, small, strict=True)),
-        stock_bytes=sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values)),
-        compressed_bytes=compressed_cache.nbytes(),
+        stock_bytes=stock_bytes,
+        compressed_bytes=compressed_bytes,
+        constant_bytes=plan.basis_nbytes(model.dtype),
+        stock_working_bytes=stock_working,
+        compressed_working_bytes=compressed_working,
     )
 
 
@@ -122,6 +138,12 @@ def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count
         logits = model(input_ids=token, past_key_values=cache).logits
     _synchronize(model.device)
     return (time.perf_counter() - start) / count
+
+
+def _working_bytes(model: PreTrainedModel, cache: Any) -> int | None:
+    """Return the peak memory of decoding one more token."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    return peak_bytes(lambda: model(input_ids=token, past_key_values=cache), model.device)
 
 
 def _synchronize(device: torch.device) -> None:

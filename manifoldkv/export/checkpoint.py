@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.errors import OutputError, TextError
-from manifoldkv.evaluation.perplexity import Comparison, perplexity
+from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
 from manifoldkv.export.gguf import check_writable_as_gguf, write_gguf
 from manifoldkv.export.heal import heal
@@ -296,9 +296,8 @@ def _lost(measured: Comparison | None) -> str:
     if measured is None:
         return "It was not measured when the checkpoint was written."
     before, after = measured.uncompressed, measured.compressed
-    error = f" ± {measured.standard_error:.4f}" if len(before.by_sequence) > 1 else ""
     return (
         f"On {len(before.by_sequence)} windows of held-out text, {before.predicted} tokens: "
-        f"{after.nll:.4f} nats per token instead of {before.nll:.4f}, {measured.added_nll:.4f}"
-        f"{error} more."
+        f"{after.nll:.4f} nats per token instead of {before.nll:.4f}, "
+        f"{with_error(measured.added_nll, measured.standard_error)} more."
     )

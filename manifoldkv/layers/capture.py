@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError, UnsupportedModelError
 from manifoldkv.layers.activations import SEQUENCES_PER_FORWARD, LayerActivations
 from manifoldkv.layers.call import StopForward, call_layer
 from manifoldkv.layers.placement import Placement
@@ -70,6 +70,8 @@ def capture(
     ------
     UnsupportedModelError
         Before any forward pass, if the model's attention cannot be handled, or dropout is on.
+    ModelError
+        If the output of a layer is not finite.
     TextError
         If the tokens are not ids and lengths that the model takes.
     ValueError
@@ -163,6 +165,11 @@ def _check_output(activations: LayerActivations, stock: tuple[Tensor, Tensor] | 
     A family that does something between rotation and attention (HunYuan's norms, say) would
     otherwise be captured wrongly without an error.
     """
+    if not activations.outputs[:1, -CHECKED_ROWS:].isfinite().all():
+        raise ModelError(
+            f"the output of layer {activations.layer} is not finite in {activations.outputs.dtype}"
+            ": load weights that are finite, in bfloat16 or float32"
+        )
     if stock is not None:
         drift, difference = (
             _difference(x[:1, -CHECKED_ROWS:].to(activations.dtype), own)
@@ -178,7 +185,8 @@ def _check_output(activations: LayerActivations, stock: tuple[Tensor, Tensor] | 
 
 def _difference(found: Tensor, stock: Tensor) -> float:
     residual = found - stock.to(found)
-    return float(torch.linalg.vector_norm(residual) / torch.linalg.vector_norm(found))
+    size = torch.linalg.vector_norm(found).clamp(min=torch.finfo(found.dtype).tiny)
+    return float(torch.linalg.vector_norm(residual) / size)
 
 
 def _embeddings(

@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
+from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormal_basis
 
 RELATIVE_FLOOR = 1e-10
 """Eigenvalues of a weight below this share of the largest count as this share."""
+HELD_TOLERANCE = ORTHONORMAL_TOLERANCE / 2
+"""Of the largest entry of ``upᵀ down - I`` in float32."""
+NEGLIGIBLE = 1e-9
+"""A column that saves less than this share of what the first one does saves nothing."""
+LARGEST_NORM = 16.0
+"""Of a column of down and of up, beside which float32 holds the identity."""
 
 
 def gram_by_group(x: Tensor, grouping: HeadGrouping) -> Tensor:
@@ -36,11 +42,16 @@ def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.
     return orthonormal_basis(columns.to(dtype), grouping)
 
 
+@torch.no_grad()
 def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the pair of `count` columns each that minimises ``||G^½ (I - down upᵀ) W^½||``.
 
     By Eckart–Young the best approximation of G^½ W^½ of that rank is its truncated SVD U S Vᵀ =
     G^½ W^½ V Vᵀ, which is attained by down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
+
+    Few tokens leave directions without variance or weight, in which W^-½ is so large that float32
+    does not hold the identity. There, columns that save nothing are replaced by the directions of
+    most variance that the others leave, and all are scaled to equal norms in down and up.
 
     Parameters
     ----------
@@ -53,8 +64,49 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     tuple of Tensor
         down and up, (groups, p, count).
     """
-    _, down, up = weighted_directions(gram, weight)
-    return down[..., :count], up[..., :count]
+    gains, down, up = weighted_directions(gram, weight)
+    pairs = [
+        _representable(*group)
+        for group in zip(gram, gains, down[..., :count], up[..., :count], strict=True)
+    ]
+    return torch.stack([down for down, _ in pairs]), torch.stack([up for _, up in pairs])
+
+
+def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return down and up of a group, (p, count), such that float32 holds their identity."""
+    down, up = same_size(down, up)
+    product = up.mT.float().double() @ down.float().double()
+    if float((product - torch.eye(len(product)).to(product)).abs().max()) <= HELD_TOLERANCE:
+        return down, up
+    count = down.shape[1]
+    down, up = _balanced(down, up)
+    useful = gains[:count] > NEGLIGIBLE * gains[0]
+    kept = int((useful & (down.norm(dim=0) <= LARGEST_NORM)).cumprod(dim=0).sum())
+    down, up = down[:, :kept], up[:, :kept]
+    left = torch.eye(len(gram)).to(gram) - down @ up.mT  # an oblique projector, (p, p)
+    free = torch.linalg.svd(left).U[:, : len(gram) - kept]
+    free = free @ leading_eigenvectors(free.mT @ gram @ free, count - kept)
+    free, its_up = _balanced(free, left.mT @ free)
+    return torch.cat([down, free], dim=1), torch.cat([up, its_up], dim=1)
+
+
+def same_size(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return down and up (…, p, count) multiplied by a number so that both are equally large.
+
+    Latents keep their sizes relative to each other, in which errors count alike, and 16-bit numbers
+    hold them.
+    """
+    norms = torch.linalg.vector_norm(up, dim=(-2, -1)) / torch.linalg.vector_norm(
+        down, dim=(-2, -1)
+    )
+    scale = norms.sqrt()[..., None, None]
+    return down * scale, up / scale
+
+
+def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns of equal norms in down and up."""
+    scale = (up.norm(dim=0) / down.norm(dim=0)).sqrt()
+    return down * scale, up / scale
 
 
 def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +123,9 @@ def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, T
         The squared error that a column saves, (…, p), falling; down and up, (…, p, p).
     """
     values, vectors = torch.linalg.eigh(weight)
-    values = torch.maximum(values, RELATIVE_FLOOR * values[..., -1:])
+    largest = values[..., -1:]
+    # Where nothing has weight, every direction counts alike.
+    values = torch.where(largest > 0, values.clamp(min=RELATIVE_FLOOR * largest), 1.0)
     root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mH
     inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mH
     gains, right = torch.linalg.eigh(root @ gram @ root)

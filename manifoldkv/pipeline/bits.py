@@ -34,6 +34,7 @@ from manifoldkv.pipeline.coordinates import (
     moments_of,
     weighted_coordinates,
 )
+from manifoldkv.pipeline.held_out import with_predicted_loss
 from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.below import Below
@@ -76,8 +77,7 @@ def solve_bits(
     OutputError, DivergenceError
         As `PreparedCodes.moments`.
     """
-    recipe = run.recipe
-    moments = run.moments(model, folder)
+    moments = run.moments(model, run.fitted, folder)
     bits: Bits | None = None
     for left in reversed(range(run.rounds)):
         sites, costs = zip(*_sites(model, run, moments, bits), strict=True)
@@ -88,18 +88,14 @@ def solve_bits(
         _coded(groups, chosen, run, SITES[place % 2])
         for place, (groups, chosen) in enumerate(zip(sites, bits, strict=True))
     ]
-    predicted = sum(
-        float(own[np.arange(len(chosen)), np.searchsorted(recipe.widths, chosen)].sum())
-        for own, chosen in zip(costs, bits, strict=True)
-    )
-    LOG.info("bits for %d sites; predicted: %.4f nats per token", len(sites), predicted)
+    LOG.info("bits for %d sites", len(sites))
     layers = [
         LayerPlan(key, value, window, key_coding=key_coding, value_coding=value_coding)
         for (key, key_coding), (value, value_coding), window in zip(
             codes[::2], codes[1::2], run.windows, strict=True
         )
     ]
-    return run.plan(model, layers, sinks=recipe.sinks, predicted_nats=predicted)
+    return with_predicted_loss(model, run.plan(model, layers, sinks=run.recipe.sinks), run)
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,9 @@ def prepare_bits(
     norms = sum(grouping.groups for grouping in groupings) if recipe.norms else 0
     features = kv_heads * head_dim
     budget = _latent_bytes(config.ratio, context, windows, features, norms, recipe.sinks)
-    return PreparedBits(config, recipe, name, ids, context, windows, kv_heads, budget)
+    run = PreparedBits(config, recipe, name, ids, context, windows, kv_heads, budget)
+    run.warn_if_short(features)
+    return run
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
@@ -170,14 +168,14 @@ def _sites(
     LOG.info("fitting quantisers of %d layers%s", len(moments), given_back)
     windows, recipe = run.windows, run.recipe
     below = Below(run.below)  # of tensors (tokens, D)
-    for activations in follow(capture(model, run.tokens), len(moments)):
+    for activations in follow(capture(model, run.fitted), len(moments)):
         index = activations.layer
         if index and windows[index] != windows[index - 1]:
             below.forget()
         keys, values = run.keys(model, activations), activations.values_of()
         both = (moments[index].key, keys), (moments[index].value, values)
         for place, (own, x) in enumerate(both, start=2 * index):
-            x = by_token(x[:, :, recipe.sinks :])  # (S·n, D)
+            x = by_token(x[:, :, run.first :])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
             site = SITES[place % 2]
             groups = _by_group(run, site, activations, own, x, inputs)

@@ -29,7 +29,11 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.objectives import KQSVD
-from manifoldkv.objectives.linear_algebra import weighted_closed_form, weighted_directions
+from manifoldkv.objectives.linear_algebra import (
+    same_size,
+    weighted_closed_form,
+    weighted_directions,
+)
 from manifoldkv.pipeline.commuting_descent import descended
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import RIDGE
@@ -189,7 +193,8 @@ def closed_form(
     for _, down, up in directions:
         # Two indices that stand apart put their axis first: (pairs, G, g).
         of_down, of_up = (
-            detached(x[:, at, :, column].movedim(0, -1).to(torch.complex64)) for x in (down, up)
+            detached(x.to(torch.complex64))
+            for x in same_size(*(x[:, at, :, column].movedim(0, -1) for x in (down, up)))
         )
         frequencies, head_dim = tuple(at.tolist()), 2 * saved.shape[0]
         found.append(commuting_basis(of_down, of_up, frequencies, grouping, head_dim))
@@ -236,7 +241,8 @@ def _relative(gram: Tensor, weight: Tensor | None) -> Forms:
     if weight is None:
         raise PlanError("the objective of a commuting basis has weights")
     gram, weight = gram.cpu(), weight.cpu()
-    return gram, weight / (gram * weight).sum()
+    total = (gram * weight).sum()
+    return gram, weight / total if total > 0 else weight  # a layer of zeros loses nothing
 
 
 def plan_of(

@@ -86,6 +86,8 @@ def compress(
     ------
     UnsupportedModelError
         If the attention of the model cannot be handled.
+    ModelError
+        If a weight of the model is not finite, or what a layer computes is not.
     RankError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
         given to a recipe other than a `Recipe`, or packs of latents do not fit the features of a

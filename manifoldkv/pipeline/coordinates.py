@@ -14,9 +14,12 @@ from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.layer import detached
 from manifoldkv.ranks.bits import (
+    FLOOR,
+    TINY,
     best_gains,
     coherent_costs,
     fit_quantizers,
+    floored,
     pack_size,
     quantized,
 )
@@ -26,6 +29,8 @@ RIDGE = 1e-2
 """Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
 PREDICTION_RIDGE = 3e-3
 """Of the power of every number that predicts, added to it."""
+ROUNDING_ERROR = 1e-6
+"""Of float32 activations, relative."""
 SAMPLES = 4096
 """Tokens that quantisers are fitted to, of each site."""
 
@@ -44,7 +49,7 @@ class Coordinates:
     prediction : Tensor or None
         (inputs, D), float64.
     latents : Tensor
-        Of some tokens, (samples, D), float64.
+        Of some tokens, (samples, D), float64; 0 in directions without variance.
     """
 
     down: Tensor
@@ -53,8 +58,18 @@ class Coordinates:
     prediction: Tensor | None
     latents: Tensor
 
+    @property
+    def varying(self) -> Tensor:
+        """Return which latents have variance, bool (D,).
+
+        The others are directions that the calibration text does not span.
+        """
+        return self.latents.any(dim=0)
+
     def costs(self, widths: tuple[int, ...], *, norms: bool) -> NDArray[np.float64]:
         """Return the nats that a token's errors cost by pack and width, (packs, widths).
+
+        Latents without variance cost nothing at any width, so that they get no bits.
 
         Parameters
         ----------
@@ -63,8 +78,10 @@ class Coordinates:
         norms : bool
             Whether latents are divided by the norm of their token.
         """
-        fitted = fit_quantizers(self.latents, widths, _norms(self.latents) if norms else None)
-        costs = coherent_costs(fitted.distortion) / 2
+        varying = self.varying
+        norm = _norms(self.latents[:, varying]) if norms else None
+        fitted = fit_quantizers(self.latents, widths, norm)
+        costs = coherent_costs(fitted.distortion) / 2 * varying.unsqueeze(1)
         return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
 
 
@@ -119,6 +136,7 @@ def find_coordinates(
         others: what is left on other text is then not underestimated. 1 is one regression on all.
     """
     prediction, mean = None, moments.mean if centred else None
+    keys_or_values = x
     if given is not None:
         fit = _Regression.of(x, given, folds)
         mean, prediction = fit.on_all()
@@ -128,11 +146,13 @@ def find_coordinates(
         second = moments.covariance if centred else moments.second
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
+    down = root @ directions
+    size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
     left = sampled(x, samples).double()
     if given is None and mean is not None:
         left = left - mean
-    down = root @ directions
-    return Coordinates(down, inverse @ directions, mean, prediction, left @ down)
+    latents = without_noise(left @ down, size)
+    return Coordinates(down, inverse @ directions, mean, prediction, latents)
 
 
 def weighted_coordinates(
@@ -164,7 +184,24 @@ def weighted_coordinates(
     variance = ((down.mT @ second) * down.mT).sum(dim=1) * weights.square()
     order = variance.argsort(descending=True)
     down = (down * weights)[:, order]
-    return Coordinates(down, (up / weights)[:, order], mean, None, left @ down)
+    size = float(_deviations(sampled(x, samples).double() @ down).max())
+    latents = without_noise(left @ down, size)
+    return Coordinates(down, (up / weights)[:, order], mean, None, latents)
+
+
+def without_noise(latents: Tensor, size: float) -> Tensor:
+    """Return latents with zeros where a direction has no variance but that of rounding errors.
+
+    Parameters
+    ----------
+    latents : Tensor
+        (tokens, D)
+    size : float
+        Largest root mean square of keys or values in these coordinates, their mean included.
+    """
+    deviations = _deviations(latents)
+    floor = max(FLOOR * float(deviations.max()), ROUNDING_ERROR * size)
+    return latents * (deviations > floor)
 
 
 def sampled(x: Tensor, samples: int) -> Tensor:
@@ -187,6 +224,7 @@ def coded(
     `bits` are those of the latents of each pack, (packs,), the same ones in every group.
     """
     of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths))
+    of_latents = of_latents * torch.stack([group.varying for group in groups]).any(dim=0)
     order = of_latents.argsort(descending=True, stable=True)
     stored = int((of_latents > 0).sum())
     # Every head has as many latents: some of 0 bits may be among them.
@@ -225,7 +263,7 @@ def _quantizers(
     if not norms:
         return steps.float(), gains.float(), None
     deviation = torch.ones(columns, dtype=torch.float64)
-    deviation[:stored] = _deviations(latents)
+    deviation[:stored] = floored(_deviations(latents))
     return steps.float(), gains.float(), deviation.float()
 
 
@@ -272,11 +310,17 @@ class _Regression:
 
     def on_all(self) -> tuple[Tensor, Tensor]:
         """Return mean and weights, (D,) and (inputs, D), float64."""
-        weights = _ridge(*self._sums())
+        gram, crossed = self._sums()
+        weights = _ridge(gram, crossed, self._smallest_power)
         return self.means[0] - self.means[1] @ weights, weights
 
     def _sums(self) -> tuple[Tensor, Tensor]:
         return torch.stack(self.grams).sum(dim=0), torch.stack(self.crossed).sum(dim=0)
+
+    @property
+    def _smallest_power(self) -> float:
+        """Return the root of the least power that an input is scaled by: others carry nothing."""
+        return FLOOR * float(self._sums()[0].diagonal().max()) ** 0.5 + TINY
 
     def left_by_others(self) -> Tensor:
         """Return what is left of every fold by a regression on all others, (tokens, D)."""
@@ -289,19 +333,19 @@ class _Regression:
         left = []
         for fold, (of_x, of_given, count) in enumerate(sums):
             # All tokens together have means of 0, so that the others' are those of this fold.
-            x_mean, given_mean = (-total / (tokens - count) for total in (of_x, of_given))
-            others = tokens - count
+            others = max(1, tokens - count)  # of one token nothing is known
+            x_mean, given_mean = (-total / others for total in (of_x, of_given))
             own_gram = gram - self.grams[fold] - others * torch.outer(given_mean, given_mean)
             own_crossed = crossed - self.crossed[fold] - others * torch.outer(given_mean, x_mean)
-            weights = _ridge(own_gram, own_crossed)
+            weights = _ridge(own_gram, own_crossed, self._smallest_power)
             expected = x_mean - given_mean @ weights + self.given[fold].double() @ weights
             left.append(self.x[fold] - expected.to(self.x[fold]))
         return torch.cat(left)
 
 
-def _ridge(gram: Tensor, crossed: Tensor) -> Tensor:
+def _ridge(gram: Tensor, crossed: Tensor, smallest_power: float) -> Tensor:
     """Return the weights of a ridge regression, (inputs, D)."""
-    powers = gram.diagonal().clamp(min=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    powers = gram.diagonal().clamp(min=0).sqrt().clamp(min=smallest_power)
     scaled = gram / powers / powers.unsqueeze(1)
     scaled += PREDICTION_RIDGE * torch.eye(len(gram), dtype=gram.dtype)
     return torch.linalg.solve(scaled, crossed / powers.unsqueeze(1)) / powers.unsqueeze(1)
@@ -316,10 +360,13 @@ def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norms(latents: Tensor) -> Tensor:
-    """Return the norm of every token in whitened coordinates, (tokens, 1)."""
-    whitened = latents / _deviations(latents)
-    return whitened.square().mean(dim=1, keepdim=True).sqrt()
+    """Return the norm of every token in whitened coordinates, (tokens, 1), positive."""
+    if not latents.shape[1]:
+        return latents.new_ones(len(latents), 1)
+    whitened = latents / floored(_deviations(latents))
+    smallest = torch.finfo(torch.float16).tiny  # as it is stored
+    return whitened.square().mean(dim=1, keepdim=True).sqrt().clamp(min=smallest)
 
 
 def _deviations(latents: Tensor) -> Tensor:
-    return latents.square().mean(dim=0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    return latents.square().mean(dim=0).sqrt()

@@ -13,8 +13,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ModelError, TextError
 from manifoldkv.models.support import unwrapped
+from manifoldkv.models.weights import check_finite
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import LENGTH, check_length, positions
 
@@ -55,6 +56,8 @@ def own_text(
         If a count is not positive, or a text is longer than the model takes.
     SeedError
         If the seed is none.
+    ModelError
+        If a weight of the model is not finite, or its predictions are not.
     """
     model = unwrapped(model)
     check_seed(seed)
@@ -65,6 +68,7 @@ def own_text(
             f"cannot write {sequences} sequences of {length} tokens: both must be at least 1"
         )
     check_length(model, length)
+    check_finite(model)
     generator = torch.Generator(model.device).manual_seed(seed)
     counts = [
         min(SEQUENCES_AT_A_TIME, sequences - done)
@@ -86,8 +90,14 @@ def _written(
     cache = DynamicCache(config=model.config)
     bar.update()
     while len(ids) < length:
-        logits = model(input_ids=ids[-1], past_key_values=cache).logits[:, -1]
-        ids.append(logits.float().softmax(dim=-1).multinomial(1, generator=generator))
+        logits = model(input_ids=ids[-1], past_key_values=cache).logits[:, -1].float()
+        probabilities = logits.softmax(dim=-1)
+        if not probabilities.isfinite().all():
+            raise ModelError(
+                f"the predictions of the model are not finite in {model.dtype}: load it in "
+                "bfloat16 or float32"
+            )
+        ids.append(probabilities.multinomial(1, generator=generator))
         bar.update()
     return torch.cat(ids, dim=1).cpu()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
+from manifoldkv.models.weights import check_finite
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.recipes import AnyRecipe, BitRecipe, Recipe, StoredRecipe
 from manifoldkv.pipeline.rotated import rotated_keys, rotated_moments
@@ -37,6 +39,10 @@ from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens, positions
+
+HELD_OUT = 8
+"""One of so many sequences is held out, to predict the loss on."""
+LOG = logging.getLogger(__name__)
 
 ROUNDS = 3
 """In which codes and predictions are found, which depend on each other: first as if all was given
@@ -146,12 +152,58 @@ class PreparedCodes(Prepared):
         return self.recipe.below if self.config.rotary == "pre" else None
 
     @property
+    def prompt(self) -> int | None:
+        """Return the tokens of every sequence whose cache is stored before others are read.
+
+        None if the cache is attended to while it is filled.
+        """
+        return None
+
+    @property
+    def first(self) -> int:
+        """Return how many tokens at the beginning of every sequence nothing is fitted to.
+
+        They are those that the cache keeps uncompressed; of a shorter sequence all but one.
+        """
+        return min(self.recipe.sinks, (self.prompt or self.tokens.shape[1]) - 1)
+
+    @property
+    def fitted(self) -> Tensor:
+        """Return the sequences that codes are fitted to, all but the last eighth."""
+        return self.tokens[: len(self.tokens) - len(self.held_out)]
+
+    @property
+    def held_out(self) -> Tensor:
+        """Return the sequences that the loss is predicted on; none of fewer than eight."""
+        return self.tokens[len(self.tokens) - len(self.tokens) // HELD_OUT :]
+
+    def warn_if_short(self, features: int) -> None:
+        """Warn of a text that cannot span the features of a layer, all KV heads together."""
+        fitted = self.fitted[:, self.first : self.prompt]
+        distinct = len(fitted.unique())
+        if fitted.numel() <= features:
+            LOG.warning(
+                "the calibration text has %d tokens, and a layer %d features: directions that the "
+                "text does not span are not stored. Use more or longer sequences",
+                fitted.numel(),
+                features,
+            )
+        elif distinct <= features:
+            LOG.warning(
+                "the calibration text has %d distinct tokens, and the first layer, whose keys "
+                "depend on the token alone, %d features: directions that the text does not span "
+                "are not stored. Use more text",
+                distinct,
+                features,
+            )
+
+    @property
     def rounds(self) -> int:
         """Return how often the activations of all layers are run through."""
         return 1 if self.below is None else ROUNDS
 
     def moments(
-        self, model: PreTrainedModel, folder: str | Path | None, prompt: int | None = None
+        self, model: PreTrainedModel, tokens: Tensor, folder: str | Path | None
     ) -> list[LayerMoments]:
         """Return the moments of all layers, keys rotated by all positions if they are stored so.
 
@@ -159,10 +211,10 @@ class PreparedCodes(Prepared):
         ----------
         model : PreTrainedModel
             As in `compress`, and unwrapped.
+        tokens : Tensor
+            Some of the sequences, (S, n), int64.
         folder : str or Path, optional
             Where they are stored, for a run that goes on.
-        prompt : int, optional
-            As in `fisher_moments`.
 
         Raises
         ------
@@ -171,10 +223,10 @@ class PreparedCodes(Prepared):
         """
         moments = fisher_moments(
             model,
-            self.tokens,
+            tokens,
             seed=self.config.seed,
-            first=self.recipe.sinks,
-            prompt=prompt,
+            first=self.first,
+            prompt=self.prompt,
             folder=folder,
         )
         if self.config.rotary == "pre":
@@ -189,7 +241,8 @@ class PreparedCodes(Prepared):
         if self.config.rotary == "pre":
             return activations.keys_in("pre")
         drawn = torch.Generator().manual_seed(self.config.seed)
-        anywhere = torch.randint(positions(model), self.tokens.shape, generator=drawn)
+        shape = (activations.sequences, activations.length)
+        anywhere = torch.randint(positions(model), shape, generator=drawn)
         return rotated_keys(model, activations, anywhere)
 
 
@@ -202,6 +255,7 @@ def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     if config.context is not None:
         check_context(config.context)
     check_supported(model)
+    check_finite(model)
 
 
 def check_codes(model: PreTrainedModel, config: CompressionConfig) -> None:

@@ -20,9 +20,10 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
+from manifoldkv.pipeline.held_out import with_predicted_loss
 from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
-from manifoldkv.pipeline.symbols import entropy_coding, find_step, predicted_cost
+from manifoldkv.pipeline.symbols import entropy_coding, find_step
 from manifoldkv.plan.below import Below
 from manifoldkv.plan.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
 from manifoldkv.plan.layer import LayerPlan, detached
@@ -56,6 +57,10 @@ class PreparedStored(PreparedCodes):
     grouping: HeadGrouping
     bits: float
 
+    @property
+    def prompt(self) -> int:
+        return self.tokens.shape[1] // 2
+
 
 def prepare_stored(
     model: PreTrainedModel,
@@ -75,7 +80,9 @@ def prepare_stored(
     features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
     name, ids, context = read_text(model, tokens, config)
     bits = _symbol_bits(model, config.ratio, context, features, recipe.sinks)
-    return PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+    run.warn_if_short(features)
+    return run
 
 
 def _symbol_bits(
@@ -118,9 +125,7 @@ def solve_stored(
     OutputError, DivergenceError
         As `PreparedCodes.moments`.
     """
-    recipe, length = run.recipe, run.tokens.shape[1]
-    prompt = length // 2
-    moments = run.moments(model, folder, prompt)
+    moments = run.moments(model, run.fitted, folder)
     step = None
     for _ in range(run.rounds):
         sites = _sites(model, run, moments, step)
@@ -128,18 +133,11 @@ def solve_stored(
         step = find_step([site.latents for site in sites], run.bits)
     assert step is not None
     coded = [_coded(site, step, run.grouping) for site in sites]
-    cost = sum(
-        predicted_cost(site.latents[:, order] / step, coding)
-        for site, (_, coding, order) in zip(sites, coded, strict=True)
-    )
-    # A token's errors cost all tokens after the prompt, these together what all its tokens do.
-    predicted = step**2 / 2 * cost * (prompt - recipe.sinks) / (length - prompt)
-    LOG.info("predicted: %.4f nats per token", predicted)
     layers = [
         LayerPlan(key, value, key_coding=of_keys, value_coding=of_values)
-        for (key, of_keys, _), (value, of_values, _) in zip(coded[::2], coded[1::2], strict=True)
+        for (key, of_keys), (value, of_values) in zip(coded[::2], coded[1::2], strict=True)
     ]
-    return run.plan(model, layers, sinks=recipe.sinks, predicted_nats=predicted)
+    return with_predicted_loss(model, run.plan(model, layers, sinks=run.recipe.sinks), run)
 
 
 def _sites(
@@ -150,14 +148,13 @@ def _sites(
     Both are predicted, if at all, from what this step gives back of the sites before; without one,
     from these themselves.
     """
-    sinks = run.recipe.sinks
     sites: list[Coordinates] = []
     below = Below(run.below)  # of tensors (tokens, D)
-    for activations in follow(capture(model, run.tokens), len(moments)):
+    for activations in follow(capture(model, run.fitted), len(moments)):
         of_layer = moments[activations.layer]
         keys, values = run.keys(model, activations), activations.values_of()
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
-            x = by_token(x[:, :, sinks:])  # (S·n, D)
+            x = by_token(x[:, :, run.first :])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
             site = find_coordinates(site_moments, x, inputs, samples=len(x), folds=FOLDS)
             if run.below is not None and step is not None:
@@ -180,10 +177,8 @@ def _given_back(site: Coordinates, step: float, x: Tensor) -> Tensor:
     return x + (errors @ (site.up * step).float().mT).to(x)
 
 
-def _coded(
-    site: Coordinates, step: float, grouping: HeadGrouping
-) -> tuple[Basis, EntropyCoding, Tensor]:
-    """Return basis and tables of the latents that are not always 0, and which they are."""
+def _coded(site: Coordinates, step: float, grouping: HeadGrouping) -> tuple[Basis, EntropyCoding]:
+    """Return basis and tables of the latents that are not always 0."""
     used = (site.latents / step).round().abs().amax(dim=0) > 0
     order = used.int().argsort(descending=True, stable=True)
     # Every head has as many latents: some that are always 0 may be among them.
@@ -192,4 +187,4 @@ def _coded(
     down, up = (
         detached(x[:, order].float().unsqueeze(0)) for x in (site.down / step, site.up * step)
     )
-    return Basis(down, up, grouping), coding, order
+    return Basis(down, up, grouping), coding

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manifoldkv.errors import RankError
 from manifoldkv.plan.entropy import FARTHEST, FREQUENT, EntropyCoding
-from manifoldkv.ranks.bits import COHERENCE, TINY, best_gains
+from manifoldkv.ranks.bits import TINY, best_gains
 
 TABLE_SUM = 1 << 20
 """About the sum of the frequencies of a table."""
@@ -48,6 +48,8 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
         If no step takes so few.
     """
     deviations = torch.cat([latents.square().mean(dim=0).sqrt() for latents in sites]).double()
+    if not bool(deviations.any()):
+        return 1.0  # nothing varies
     deviations = deviations.clamp(min=TINY)
 
     @cache
@@ -124,15 +126,3 @@ def entropy_coding(
         tables.int(),
         None if prediction is None else prediction.float().contiguous(),
     )
-
-
-def predicted_cost(scaled: Tensor, coding: EntropyCoding) -> float:
-    """Return the sum of the squared errors of a token, in steps.
-
-    What shrinks all tokens alike counts `COHERENCE` times.
-    """
-    given_back = scaled.round() * coding.gain
-    power = scaled.square().mean(dim=0).clamp(min=TINY)
-    kept = (scaled * given_back).mean(dim=0) / power
-    noise = given_back.square().mean(dim=0) - power * kept.square()
-    return float((COHERENCE * power * (1 - kept).square() + noise.clamp(min=0)).sum())

@@ -84,8 +84,9 @@ class CodedBasis:
         if coding.deviation is not None:
             deviation = coding.deviation[:, places].to(latents).unsqueeze(1)
             norms = (latents / deviation).square().mean(dim=-1, keepdim=True).sqrt()
-            scale = _straight_through(norms, norms.half().to(norms))
-            scale = scale.clamp(min=torch.finfo(torch.float16).tiny)
+            held = torch.finfo(torch.float16)
+            norms = norms.clamp(max=held.max)
+            scale = _straight_through(norms, norms.half().to(norms)).clamp(min=held.tiny)
         within = (latents / scale / step).clamp(min=-half, max=half)
         codes = within.floor().clamp(max=half - 1)
         found = _straight_through(within, codes + 0.5) * step * scale

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,13 +29,21 @@ from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.layer import LayerPlan, check_basis, parts
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization
-from manifoldkv.runs.files import write_whole
+from manifoldkv.runs.files import write_together
 
-FORMAT = 4
+FORMAT = 5
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 LARGEST_INTEGER = 1 << 20
 """No number of heads, of tokens or of features in a plan's description is larger."""
+READS, PAUSE = 5, 0.05
+"""How often files that do not belong together are read, and seconds between two readings."""
+WRITES = 10
+"""How often both files are written while other plans are written to the same folder."""
+
+
+class _MixedError(PlanError):
+    """The two files of a plan do not belong together."""
 
 
 class PlanContents(NamedTuple):
@@ -95,34 +104,64 @@ def write(folder: str | Path, contents: PlanContents, summary: dict[str, Any]) -
     if not str(folder):
         raise OutputError("the name of the plan's folder is empty")
     payload = payload_of(contents)
-    described = summary | _description(contents, payload)
+    described = signed(summary | _description(contents, payload))
     description = json.dumps(described, indent=2, sort_keys=True) + "\n"
-    folder = Path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / TENSORS, payload)
-        write_whole(folder / DESCRIPTION, description.encode())
+        _write_both(Path(folder), payload, description.encode())
     except OSError as error:
         raise OutputError(f"cannot write plan to {folder}: {error.strerror}") from error
+
+
+def signed(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a plan with the SHA-256 of all its other fields."""
+    fields = {name: value for name, value in description.items() if name != "sha256"}
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return fields | {"sha256": hashlib.sha256(canonical.encode()).hexdigest()}
+
+
+def _write_both(folder: Path, payload: bytes, description: bytes) -> None:
+    """Write both files so that the last of several writers leaves two that belong together.
+
+    Every writer replaces the tensors first. If those of another one are there when the own
+    description is, the two would stay a mixture, and both are written again.
+    """
+    tensors, described = folder / TENSORS, folder / DESCRIPTION
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(WRITES):
+        write_together({tensors: payload, described: description})
+        if tensors.read_bytes() == payload or described.read_bytes() != description:
+            return
+    raise OutputError(f"cannot write plan to {folder}: others are written there at the same time")
 
 
 def read(folder: str | Path) -> PlanContents:
     """Return what `write` wrote. Nothing in the files is executed.
 
+    Files that do not belong together are read again, in case they are being replaced.
+
     Raises
     ------
     PlanError
-        If a file is missing, truncated or damaged, or describes something impossible.
+        If a file is missing, truncated, damaged or edited, has the format of another version, or
+        describes something impossible.
     """
     if not str(folder):
         raise PlanError("the name of the plan's folder is empty")
-    folder = Path(folder)
+    for _ in range(READS - 1):
+        with suppress(_MixedError):
+            return _read_both(Path(folder))
+        time.sleep(PAUSE)
+    return _read_both(Path(folder))
+
+
+def _read_both(folder: Path) -> PlanContents:
     payload = _read(folder / TENSORS)
     try:
-        description = json.loads(_read(folder / DESCRIPTION))
-        tensors = load_tensors(payload)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        description = json.loads(_read(folder / DESCRIPTION), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{folder / DESCRIPTION} is damaged: {error}") from error
+    try:
+        tensors = load_tensors(payload)
     except SafetensorError as error:
         raise PlanError(f"{folder / TENSORS} is damaged: {error}") from error
     with named(folder):
@@ -136,8 +175,11 @@ def named(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(f"plan {folder}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, ManifoldKVError) as error:
+        raise type(error)(f"plan {folder}: {error}") from error
+    except (
+        *(KeyError, TypeError, ValueError, AttributeError, RecursionError),
+        ManifoldKVError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}"
         raise PlanError(f"{folder / DESCRIPTION} is damaged: {reason}") from error
 
@@ -146,7 +188,7 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
     quantization = contents.quantization
     return {
         "format": FORMAT,
-        "sha256": hashlib.sha256(payload).hexdigest(),
+        "tensors_sha256": hashlib.sha256(payload).hexdigest(),
         "config_hash": contents.config_hash,
         "rotary": contents.rotary,
         "recent": contents.recent,
@@ -180,10 +222,19 @@ def _contents(
 ) -> PlanContents:
     if description["format"] != FORMAT:
         raise PlanError(
-            f"format {description['format']!r} is not known; this version reads {FORMAT}"
+            f"{DESCRIPTION} has format {description['format']!r}, this version of manifoldkv reads "
+            f"format {FORMAT}: make the plan again"
         )
-    if hashlib.sha256(payload).hexdigest() != description["sha256"]:
-        raise PlanError(f"{TENSORS} is not the file that {DESCRIPTION} describes")
+    if description["sha256"] != signed(description)["sha256"]:
+        raise PlanError(
+            f"{DESCRIPTION} was changed after it was saved: restore the file, or make the plan "
+            "again"
+        )
+    if hashlib.sha256(payload).hexdigest() != description["tensors_sha256"]:
+        raise _MixedError(
+            f"{TENSORS} is not the file that {DESCRIPTION} describes: restore the file, or make "
+            "the plan again"
+        )
     if not isinstance(description["config_hash"], str):
         raise PlanError("config_hash is not a string")
     of_weights = tensors.pop("fingerprint")
@@ -213,7 +264,7 @@ def _contents(
 
 
 def _provenance(fields: dict[str, Any]) -> Provenance:
-    integers = ("sequences", "length", "context", "threads", "tuning_steps")
+    integers = ("sequences", "length", "context", "threads", "tuning_steps", "predicted_tokens")
     found = Provenance(**fields | {name: _integer(fields, name) for name in integers})
     for part in ("objective", "solver", "ranks"):
         found.method(part)
@@ -266,6 +317,16 @@ def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | Entr
     names = ("mean", "deviation", "gain", "prediction")
     optional = (tensors.pop(f"{name}.{part}", None) for part in names)
     return Coding(bits, step, *optional)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, refused if a key appears twice: readers differ in which one counts."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"key {name!r} appears twice")
+        found[name] = value
+    return found
 
 
 def _read(path: Path) -> bytes:

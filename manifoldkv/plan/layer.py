@@ -8,19 +8,23 @@ from math import ceil
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from manifoldkv.basis import (
     ORTHONORMAL_TOLERANCE,
     Basis,
-    Projection,
     Site,
     equal,
     orthonormality_error,
 )
 from manifoldkv.commuting import check_commuting
 from manifoldkv.errors import PlanError
-from manifoldkv.models.support import cached_tokens
-from manifoldkv.plan.coded import CodedBasis
+from manifoldkv.models.support import (
+    attention_of,
+    cached_tokens,
+    decoder_layers,
+    sliding_windows,
+)
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
@@ -99,40 +103,6 @@ class LayerPlan:
         if site in self.entropy_codings:
             return self.entropy_codings[site].token_bits
         return 16.0 * basis.down.shape[2]
-
-    def projections(self) -> tuple[Projection, Projection]:
-        """Return what keys and values become in the cache, coding included."""
-        key, value = (
-            CodedBasis(basis, self.codings[site]) if site in self.codings else basis
-            for site, basis in self.sites
-        )
-        return key, value
-
-    def given_back(
-        self, keys: Tensor, values: Tensor, below: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the cache gives back of a layer's tokens, as if they were added now.
-
-        Parameters
-        ----------
-        keys, values : Tensor
-            (B, H_kv, n, d); keys before rotation.
-        below : sequence of Tensor
-            What is given back of the same tokens by the layers below: keys and values of the
-            nearest, then of the one below that, and so on.
-        """
-        found: list[Tensor] = []
-        for (site, basis), x in zip(self.sites, (keys, values), strict=True):
-            coding = self.codings.get(site)
-            if coding is None:
-                found.append(basis.project(x))
-                continue
-            given = None
-            if coding.prediction is not None:
-                sites = [basis.grouping.split(y) for y in (*found, *below)]
-                given = torch.cat(sites, dim=-1)[..., : len(coding.prediction)]
-            found.append(CodedBasis(basis, coding).project(x, given))
-        return found[0], found[1]
 
     def cached_tokens(self, tokens: int) -> int:
         """Return how many of `tokens` tokens seen the layer caches."""
@@ -254,3 +224,22 @@ def check_basis(name: str, basis: Basis) -> None:
         law = "PᵀP" if basis.orthonormal else "upᵀ down"
         raise PlanError(f"{name}: {law} is not the identity, largest difference {error:.1e}")
     check_commuting(name, basis)
+
+
+def check_layers(layers: Sequence[LayerPlan], model: PreTrainedModel) -> None:
+    """Raise `PlanError` unless layers have the windows and sizes of those of a model."""
+    heads = model.config.get_text_config().num_key_value_heads
+    of_model = zip(sliding_windows(model.config), decoder_layers(model), strict=True)
+    for index, (layer, (window, module)) in enumerate(zip(layers, of_model, strict=True)):
+        if layer.window != window:
+            raise PlanError(
+                f"layer {index} has a window of {layer.window} tokens in the plan, {window} in the "
+                "model: make the plan again for this model"
+            )
+        found = layer.key.grouping.heads, layer.key.head_dim
+        expected = heads, attention_of(module).head_dim
+        if found != expected:
+            raise PlanError(
+                f"layer {index} has {found[0]} KV heads of {found[1]} in the plan, {expected[0]} "
+                f"of {expected[1]} in the model: make the plan again for this model"
+            )

@@ -29,11 +29,13 @@ from manifoldkv.plan.layer import (
     check_coding,
     check_elements,
     check_entropy_coding,
+    check_layers,
     parts,
     site_nbytes,
 )
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization, check_layout
+from manifoldkv.text.tokens import positions
 
 _ARCHITECTURE = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
@@ -338,9 +340,13 @@ class CompressionPlan(OnHub):
         return hashlib.sha256(self.config_hash.encode() + weights).digest()
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is."""
+        """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is.
+
+        Windows, KV heads and head sizes are compared layer by layer; sinks are at most the
+        positions of the model.
+        """
         model = unwrapped(model)
-        self._check_architecture(model.config)
+        self._check_architecture(model)
         if not agree(fingerprint(model), self.fingerprint):
             raise PlanError(
                 f"the plan was made for other weights ({self.provenance.model}): if these are a "
@@ -357,23 +363,32 @@ class CompressionPlan(OnHub):
             If the model has another shape.
         """
         model = unwrapped(model)
-        self._check_architecture(model.config)
+        self._check_architecture(model)
         return replace(self, fingerprint=fingerprint(model))
 
-    def _check_architecture(self, config: PretrainedConfig) -> None:
-        text_config = config.get_text_config()
-        if text_config.num_hidden_layers != len(self.layers):
+    def _check_architecture(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config()
+        if config.num_hidden_layers != len(self.layers):
             raise PlanError(
-                f"the plan has {len(self.layers)} layers, the model {text_config.num_hidden_layers}"
+                f"the plan has {len(self.layers)} layers, the model {config.num_hidden_layers}"
             )
         if config_hash(config) != self.config_hash:
             raise PlanError(
                 f"the plan was made for another model ({self.provenance.model}): its configuration "
                 f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
             )
+        check_layers(self.layers, model)
+        if self.sinks > positions(model):
+            raise PlanError(
+                f"sinks must be at most {positions(model)}, the positions of the model, got "
+                f"{self.sinks}"
+            )
 
     def save(self, folder: str | Path) -> None:
         """Write ``plan.safetensors`` and ``plan.json`` into a folder, made if need be.
+
+        Both have a SHA-256 in ``plan.json``. To change a field, use `dataclasses.replace` and save
+        again: `load` refuses files that were edited.
 
         Raises
         ------
@@ -390,7 +405,8 @@ class CompressionPlan(OnHub):
         Raises
         ------
         PlanError
-            If a file is missing, truncated or damaged, or describes something impossible.
+            If a file is missing, truncated, damaged or edited, has the format of another version,
+            or describes something impossible.
         """
         contents = files.read(folder)
         with files.named(folder):

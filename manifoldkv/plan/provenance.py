@@ -34,7 +34,10 @@ class Provenance:
     tuning_steps : int
         Taken by `tune` since.
     predicted_nats : float or None
-        Divergence of the predictions per token that a `BitRecipe` expects; not that after tuning.
+        Predicted loss in nats per token, to second order in the errors, of calibration sequences
+        that nothing was fitted to; not that after tuning.
+    predicted_tokens : int
+        Tokens of these sequences, on which the prediction rests.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Provenance:
     threads: int
     tuning_steps: int = 0
     predicted_nats: float | None = None
+    predicted_tokens: int = 0
 
     @property
     def origin(self) -> str:

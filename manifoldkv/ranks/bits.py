@@ -43,6 +43,9 @@ ROUNDING = 1e-12
 """Of costs, relative to that at 0 bits."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale of a coordinate, which a step must be larger than."""
+FLOOR = 1e-5
+"""Deviation of a coordinate, relative to the largest of its site, up to which it has no variance:
+it is rounding error of float32 activations that do not span the coordinate."""
 FACTORS = torch.linspace(0.6, 3.0, 13, dtype=torch.float64)
 """Of these steps, that are tried: heavy tails want wider ones."""
 
@@ -107,7 +110,7 @@ def fit_quantizers(
     samples = samples.double()
     norms = torch.ones(1, 1, dtype=torch.float64) if norms is None else norms.double()
     divided = samples / norms
-    scale = divided.square().mean(dim=0).sqrt().clamp(min=TINY)
+    scale = floored(divided.square().mean(dim=0).sqrt())
     steps = torch.zeros(samples.shape[1], len(widths), dtype=torch.float64)
     distortion = samples.square().mean(dim=0).unsqueeze(1).repeat(1, len(widths))
     weights = norms.square() / norms.square().mean()
@@ -129,6 +132,18 @@ def fit_quantizers(
         steps[:, place] = previous
         distortion[:, place] = best.values
     return FittedQuantizers(widths, steps, distortion)
+
+
+def floored(deviations: Tensor) -> Tensor:
+    """Return deviations of coordinates, those without variance raised to the floor, positive.
+
+    Parameters
+    ----------
+    deviations : Tensor
+        Root mean squares, (coordinates,).
+    """
+    largest = max(deviations.tolist(), default=0.0)
+    return deviations.clamp(min=max(TINY, FLOOR * largest))
 
 
 def coherent_costs(distortion: Tensor, coherence: float = COHERENCE) -> Tensor:

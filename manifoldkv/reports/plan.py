@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.diagnostics import layer_errors
+from manifoldkv.diagnostics import plan_errors
 from manifoldkv.errors import OutputError
 from manifoldkv.evaluation.continuation import beginning, continuation
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
 from manifoldkv.objectives import EigenAttention
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -105,6 +104,7 @@ def write_report(
         quantization=None if plan.quantization is None else asdict(plan.quantization),
         folder=str(folder),
         predicted=plan.provenance.predicted_nats,
+        predicted_tokens=plan.provenance.predicted_tokens,
         layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),
         charts={
             "errors": drawing.errors(layers),
@@ -174,41 +174,14 @@ def _measure_layers(
     model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
 ) -> tuple[pd.DataFrame, list[ErrorSurface]]:
     rows, surfaces = [], []
-    for part in tokens.split(1) if plan.predicted else [tokens]:
-        below: list[Tensor] = []
-        for activations in capture(model, part):
-            layer = plan.layers[activations.layer]
-            projections = layer.projections()
-            if plan.predicted:
-                own = activations.keys_in("pre"), activations.values_of()
-                below = below[: 2 * plan.layers_below(activations.layer)]
-                given = layer.given_back(*own, below)
-                below = [*given, *below]
-                projections = _GivenBack(given[0]), _GivenBack(given[1])
-            errors = layer_errors(activations, *projections, rotary=plan.rotary)
-            rows.append({"layer": activations.layer, "error": errors.layer_output_error})
-            rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
-            rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
-            if not plan.coded:  # ranks are not what a coded plan chooses
-                surfaces.append(_surface(activations, layer, plan))
-    return pd.DataFrame(rows).groupby("layer", as_index=False).mean(), surfaces
-
-
-@dataclass(frozen=True)
-class _GivenBack:
-    """What the cache gives back of all keys or values of some activations, (B, H_kv, n, d)."""
-
-    x: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    def like(self, x: Tensor) -> _GivenBack:
-        return _GivenBack(self.x.to(x))
-
-    def project(self, x: Tensor) -> Tensor:
-        return self.x
+    for activations, errors in plan_errors(model, plan, tokens):
+        layer = plan.layers[activations.layer]
+        rows.append({"layer": activations.layer, "error": errors.layer_output_error})
+        rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
+        rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
+        if not plan.coded:  # ranks are not what a coded plan chooses
+            surfaces.append(_surface(activations, layer, plan))
+    return pd.DataFrame(rows), surfaces
 
 
 def _surface(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
@@ -36,22 +37,59 @@ def check_writable(folder: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write all of a file or nothing: a reader never sees a part, not even after a crash.
 
+    Of several writers of one path, the last one counts.
+
     Raises
     ------
     OutputError
         If it cannot be written; what was there before is still there.
     """
-    partial = path.with_name(path.name + ".partial")
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write several files, each as `write_whole` does, and replace them right after each other.
+
+    Raises
+    ------
+    OutputError
+        If one cannot be written.
+    """
+    # Names of this call alone: another writer of the same path has other ones.
+    partials = {path: path.parent / f".{uuid4().hex}.partial" for path in contents}
     try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            for path, content in contents.items():
+                _write_new(partials[path], content)
+            for path, partial in partials.items():
+                os.replace(partial, path)
+        finally:
+            for partial in partials.values():
+                with suppress(OSError):  # it was renamed, or never made
+                    partial.unlink()
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        named = " and ".join(map(str, contents))
+        raise OutputError(f"cannot write {named}: {error.strerror}") from error
+    for folder in {path.parent for path in contents}:
+        _sync_folder(folder)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, and wait until it is on disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder are on disk, on systems that can be asked to."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

@@ -133,10 +133,18 @@ def _read_jsonl(path: Path) -> Iterator[str]:
 def _text_field(path: Path, number: int, line: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    # Not JSON, or JSON with too long a number, too many brackets, or no such field.
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise TextError(f"{path}, line {number}: no JSON with a 'text' field") from error
     if not isinstance(text, str):
         raise TextError(f"{path}, line {number}: 'text' is not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TextError(
+            f"{path}, line {number}: 'text' holds \\u{ord(text[error.start]):04x}, half of a "
+            "character: write both halves, or none"
+        ) from error
     return text
 
 

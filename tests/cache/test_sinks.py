@@ -56,7 +56,7 @@ def in_pieces(
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("sinks", [1, 4, 100])
+@pytest.mark.parametrize("sinks", [1, 4, 64])
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_first_tokens_are_seen_as_they_are(family: str, rotary: str, sinks: int) -> None:

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from manifoldkv.basis import HeadGrouping, Site
+from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import RankError, UnsolvableError
 from manifoldkv.layers.placement import Placement
 from manifoldkv.objectives import OBJECTIVES
@@ -14,6 +16,7 @@ from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
+from manifoldkv.plan.layer import check_basis
 from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 
 RANK = 3
@@ -138,6 +141,33 @@ def test_weighted_closed_form_survives_a_singular_weight():
     residual = (torch.eye(6, dtype=torch.float64) - down @ up.mT) @ weight.sqrt()
     assert torch.isfinite(down).all()
     assert torch.linalg.vector_norm(data @ residual) < 1e-3 * torch.linalg.vector_norm(data)
+
+
+@given(
+    seed=st.integers(0, 999),
+    keys=st.integers(1, 12),
+    queries=st.integers(0, 12),
+    decay=st.floats(0.0, 3.0),
+)
+def test_a_weighted_closed_form_of_few_tokens_is_a_basis_and_optimal(
+    seed: int, keys: int, queries: int, decay: float
+) -> None:
+    """However few tokens there are, in float32, at every rank; without queries nothing counts."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** -(decay * torch.arange(8, dtype=torch.float64) / 2)
+    x, y = (
+        torch.randn(2, count, 8, generator=generator, dtype=torch.float64) * scales
+        for count in (keys, queries)
+    )
+    gram, weight = x.mT @ x, y.mT @ y
+    singular = torch.linalg.svdvals(x @ y.mT) if queries else torch.zeros(2, 8)
+    for rank in range(1, 9):
+        down, up = weighted_closed_form(gram, weight, rank)
+        basis = Basis(down.float(), up.float(), HeadGrouping(1, 2))
+        check_basis("the closed form", basis)
+        lost = torch.linalg.vector_norm(x @ (torch.eye(8) - down @ up.mT) @ y.mT, dim=(1, 2))
+        least = torch.linalg.vector_norm(singular[:, rank:], dim=1)
+        assert (lost <= least + 1e-4 * singular[:, 0] + 1e-12).all()
 
 
 def test_kq_svd_of_a_shared_basis_says_why_it_has_no_closed_form():

@@ -1,0 +1,70 @@
+"""Working memory: what a step takes beside what is held before and after it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+MMAP_THRESHOLD = -3
+"""Name of the parameter for glibc's mallopt."""
+SMALLEST_MAPPING = 1 << 16
+LARGEST_THRESHOLD = 32 << 20
+"""Up to which glibc raises the threshold as a process runs."""
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
+    """Return the peak of the memory that a step takes beyond what is held before it, in bytes.
+
+    On a GPU that is what torch has allocated. On a CPU it is the resident memory of the process:
+    the kernel is asked for its high-water mark (``VmHWM``), which is reset before the step, and the
+    C library to give freed memory back at once.
+
+    Parameters
+    ----------
+    step : callable
+        Called once, without arguments.
+    device : torch.device
+        Where it computes.
+
+    Returns
+    -------
+    int or None
+        None on a CPU where the operating system is not Linux with glibc.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "mallopt"):
+        return None
+    with _freed_at_once(libc):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = _resident("VmRSS")
+        step()
+        return max(0, _resident("VmHWM") - before)
+
+
+@contextmanager
+def _freed_at_once(libc: ctypes.CDLL) -> Iterator[None]:
+    """Let freed memory leave the process inside the block."""
+    libc.mallopt(MMAP_THRESHOLD, SMALLEST_MAPPING)
+    libc.malloc_trim(0)
+    try:
+        yield
+    finally:
+        libc.mallopt(MMAP_THRESHOLD, LARGEST_THRESHOLD)
+
+
+def _resident(name: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
