@@ -13,15 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 
 from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
 from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.evaluation.continuation import continuation
-from manifoldkv.reports.charts import KEY_COLOUR, VALUE_COLOUR
 from manifoldkv.reports.plan import model_name, write_report
-from manifoldkv.reports.study import write_study_report
-from tests.drawings import colours_of_pdf
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
 
@@ -277,22 +273,6 @@ def test_a_phone_scrolls_in_one_direction(opened) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_is_read_on_a_phone(browser, tmp_path: Path) -> None:
-    """Its text is as wide as the screen; wide tables and figures scroll by themselves."""
-    study = Path(__file__).parents[1] / "figures" / "frontier" / "smollm2"
-    write_study_report(study, tmp_path / "r.html")
-    metrics = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get((tmp_path / "r.html").as_uri())
-    wait_for(browser, "return [...document.images].every(x => x.complete)")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
-    widths = "return [...document.querySelectorAll('%s')].map(x => x.getBoundingClientRect().width)"
-    assert all(width <= 375 for width in browser.execute_script(widths % "p, h2"))
-    assert min(browser.execute_script(widths % "img")) >= 600
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.slow
 def test_the_library_beside_it_draws_too(browser, tmp_path: Path) -> None:
     model = tiny_model("llama")
     write_report(
@@ -301,11 +281,3 @@ def test_the_library_beside_it_draws_too(browser, tmp_path: Path) -> None:
     browser.get((tmp_path / "r.html").as_uri())
     wait_for(browser, "return document.querySelectorAll('.main-svg').length >= 6")
     assert browser.get_log("browser") == []
-
-
-@pytest.mark.slow
-def test_it_prints_on_paper(opened) -> None:
-    printed = opened.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
-    found = colours_of_pdf(base64.b64decode(printed["data"]))
-    for colour in (KEY_COLOUR, VALUE_COLOUR):  # of the charts
-        assert any(np.allclose(to_rgb(colour), other, atol=0.01) for other in found)

@@ -548,25 +548,6 @@ def diagnose(
 
 
 @app.command()
-def report(
-    study: Annotated[
-        Path,
-        typer.Argument(
-            **FOLDER | {"metavar": "STUDY"}, help="The folder that a study has written."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(**FILE, help="The page is written here.")] = Path(
-        "report.html"
-    ),
-) -> None:
-    """Put what a study wrote into one HTML file."""
-    from manifoldkv.reports.study import write_study_report
-
-    write_study_report(study, out)
-    print(f"report: {out}")
-
-
-@app.command()
 def objectives(as_json: JsonOption = False) -> None:
     """List the registered objectives."""
     from manifoldkv.cli import listing

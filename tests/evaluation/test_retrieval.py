@@ -136,16 +136,22 @@ def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> 
 
 def test_a_summary_is_beside_the_uncompressed_model() -> None:
     stock = pd.DataFrame(
-        {"task": ["a", "a", "b", "b"], "score": [1.0, 0.5, 0.0, 0.5], "nll": [1.0, 2.0, 3.0, 4.0]}
+        {
+            "task": [*"aaaabb"],
+            "score": [1.0, 0.5, 1.0, 0.5, 0.0, 0.5],
+            "nll": [1.0, 2.0, 1.0, 2.0, 3.0, 4.0],
+        }
     )
-    found = stock.assign(score=[1.0, 0.0, 0.0, 0.0], nll=[1.5, 3.5, 3.0, 4.0])
+    found = stock.assign(score=[1.0, 0.0, 1.0, 0.0, 0.0, 0.0], nll=[1.5, 3.5, 1.5, 3.5, 3.0, 4.0])
     first, second = summarize(found, stock).to_dict("records")
     assert (first["task"], first["items"], first["stock_score"], first["score"]) == (
-        *("a", 2, 0.75, 0.5),
+        *("a", 4, 0.75, 0.5),
     )
     assert first["added_nll"] == pytest.approx(1.0)
-    assert first["nll_error"] == pytest.approx(0.5)  # of 0.5 and 1.5: 0.7071 / sqrt(2)
-    assert first["score_error"] == pytest.approx(math.sqrt(0.5) / math.sqrt(2))
+    # Of 0.5 and 1.5, twice: their standard deviation 1 / sqrt(3), over the root of 4.
+    assert first["nll_error"] == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert first["score_error"] == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert math.isnan(second["nll_error"])  # of two items
     assert first["counted"]
     assert not second["counted"]
 

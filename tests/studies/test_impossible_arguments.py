@@ -15,31 +15,6 @@ IMPOSSIBLE = {
         (("--text", ""), "the name of the text is empty"),
         (("--out", ""), "argument --out: the name is empty"),
     ],
-    "commuting": [
-        (("--ratio", 2, "--sequences", 1, "--length", 8), "ratio 2 is not in (0, 1]"),
-        (("--windows", 0, "--sequences", 1, "--length", 8), "cannot read 0 sequences of 8 tokens"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
-    "healing": [
-        (("--steps", 10, 0), "--steps is 0, must be at least 1"),
-        (("--plan", "{file}"), "{file}"),
-        (("--windows", 0, "--sequences", 1, "--length", 8), "cannot read 0 sequences of 8 tokens"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
-    "compare_quantization": [
-        (("--sequences", 0), "0 sequences of 1024 tokens: both must be at least 1"),
-        (("--sequence-length", 0), "sequences of 0 tokens: both must be at least 1"),
-        (("--sequence-length", 2000, "--sequences", 1), "2,000 tokens are longer than the 1,024"),
-        (("--ratio", "nan", "--sequences", 1, "--sequence-length", 8), "ratio nan is not in"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
-    "decode_speed": [
-        (("--threads", 0), "cannot compute on 0 threads"),
-        (("--threads", 10**6), "cannot compute on 1000000 threads"),
-        (("--device", "meta"), "cannot use device 'meta'"),
-        (("--rounds", -1), "rounds must be at least 1"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
     "frontier": [
         (("--threads", 0), "cannot compute on 0 threads"),
         (("--seed", 10**20), f"seed {10**20} is not an integer"),
@@ -54,18 +29,6 @@ IMPOSSIBLE = {
     "reproduce_paper": [
         (("--device", "meta"), "cannot use device 'meta'"),
         (("--model", ""), "the name of the model is empty"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
-    "scale": [
-        (("--work", "{file}/below"), "cannot write to {file}/below"),
-        (("--work", ""), "argument --work: the name is empty"),
-        (("--out", ""), "argument --out: the name is empty"),
-    ],
-    "serving": [
-        (("--rounds", 0), "--windows and --contexts must be at least 1"),
-        (("--exported", "{file}/nowhere"), "no model at {file}/nowhere"),
-        (("--stored-plan", "{file}/nowhere"), "cannot read {file}/nowhere/plan"),
-        (("--contexts", 1020), "tokens are longer than the 1,024"),
         (("--out", ""), "argument --out: the name is empty"),
     ],
     "solver_efficiency": [
