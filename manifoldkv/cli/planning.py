@@ -282,7 +282,6 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
         "bytes_per_token": plan.bytes_per_token(),
         "basis_bytes": plan.basis_nbytes(),
         "rotary": plan.rotary,
-        "recent": plan.recent,
         "sinks": plan.sinks,
         "quantization": None if plan.quantization is None else asdict(plan.quantization),
         "provenance": asdict(plan.provenance),
@@ -304,8 +303,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
 
 def _plan_lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
-    exact = f"the newest {plan.recent} tokens as they are, " if plan.recent else ""
-    exact += f"the first {plan.sinks} tokens as they are, " if plan.sinks else ""
+    exact = f"first {plan.sinks} tokens uncompressed, " if plan.sinks else ""
     rounding = plan.quantization
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
     keys = f"{first.key.grouping.name}{' (commuting)' if first.key.commuting else ''}"

@@ -80,7 +80,7 @@ def prepare_commuting(
     check_run(model, config)
     check_turns_halves(model)
     for index, window in enumerate(sliding_windows(model.config)):
-        check_layout(config.quantization, index, window, recent=False)
+        check_layout(config.quantization, index, window)
     heads = model.config.get_text_config().num_key_value_heads
     grouping = HeadGrouping(recipe.grouping, heads)
     latents = _latents(config.ratio, attention_of(decoder_layers(model)[0]).head_dim, grouping)

@@ -115,9 +115,7 @@ def compress(
     if isinstance(recipe, StoredRecipe):
         return solve_stored(model, prepare_stored(model, tokens, config, recipe), folder)
     if isinstance(recipe, BitRecipe):
-        to_bits = prepare_bits(model, tokens, config, recipe)
-        plan = solve_bits(model, to_bits, folder)
-        return _finished(model, plan, to_bits.tokens, config, recipe.tuning_steps, folder)
+        return solve_bits(model, prepare_bits(model, tokens, config, recipe), folder)
     if isinstance(recipe, CommutingRecipe):
         commuting = prepare_commuting(model, tokens, config, recipe)
         plan = solve_commuting(model, commuting, folder)
@@ -216,7 +214,7 @@ def _plan(
         LayerPlan(of_layer.keys[key], of_layer.values[value], window)
         for of_layer, (key, value), window in zip(bases, ranks, run.budget.windows, strict=True)
     ]
-    return run.plan(model, layers, recent=run.budget.recent)
+    return run.plan(model, layers)
 
 
 def ratio_from_bytes(

@@ -75,7 +75,7 @@ def quantize(
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     for index, layer in enumerate(plan.layers):
-        check_layout(quantization, index, layer.window, recent=plan.recent > 0)
+        check_layout(quantization, index, layer.window)
     _, tokens = calibration_tokens(model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:

@@ -21,7 +21,7 @@ from manifoldkv.models.support import (
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
 from manifoldkv.pipeline.held_out import with_predicted_loss
-from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step
 from manifoldkv.plan.below import Below
@@ -69,7 +69,7 @@ def prepare_stored(
     recipe: StoredRecipe,
 ) -> PreparedStored:
     """Read the text and return what a run starts from; its errors are raised here."""
-    check_codes(model, config)
+    check_run(model, config)
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
             raise PlanError(
@@ -149,15 +149,15 @@ def _sites(
     from these themselves.
     """
     sites: list[Coordinates] = []
-    below = Below(run.below)  # of tensors (tokens, D)
+    below = Below(run.recipe.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, run.fitted), len(moments)):
         of_layer = moments[activations.layer]
-        keys, values = run.keys(model, activations), activations.values_of()
+        keys, values = activations.keys_in("pre"), activations.values_of()
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
             x = by_token(x[:, :, run.first :])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
             site = find_coordinates(site_moments, x, inputs, samples=len(x), folds=FOLDS)
-            if run.below is not None and step is not None:
+            if run.recipe.below is not None and step is not None:
                 x = _given_back(site, step, x)
             below.add(x)
             latents = sampled(site.latents, SAMPLES).float()  # held of all sites at once

@@ -87,7 +87,7 @@ def write_report(
     length = tokens.shape[1]
     # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
     dtype = torch.bfloat16 if plan.coded else model.dtype
-    full = sum(layer.elements(length, recent=length) for layer in plan.layers)
+    full = sum(layer.full_elements(length) for layer in plan.layers)
     html = page.render(
         name=model_name(plan.provenance),
         packed=packed_library() if self_contained else None,
