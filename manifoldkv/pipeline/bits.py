@@ -35,7 +35,7 @@ from manifoldkv.pipeline.coordinates import (
     weighted_coordinates,
 )
 from manifoldkv.pipeline.held_out import with_predicted_loss
-from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, context_of, read_text
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.below import Below
 from manifoldkv.plan.coded import CodedBasis
@@ -129,20 +129,37 @@ def prepare_bits(
     recipe: BitRecipe,
 ) -> PreparedBits:
     """Read the text and return what a run starts from; its errors are raised here."""
+    context, budget = check_bits(model, tokens, config, recipe)
+    name, ids = read_text(model, tokens, config)
+    windows = sliding_windows(model.config)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    run = PreparedBits(config, recipe, name, ids, context, windows, kv_heads, budget)
+    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
+    return run
+
+
+def check_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: BitRecipe,
+) -> tuple[int, int]:
+    """Return the context of a run by a `BitRecipe` and the bytes of its latents.
+
+    No text is read. All errors of `prepare_bits` are raised here, except those of the text.
+    """
     check_codes(model, config)
     kv_heads = model.config.get_text_config().num_key_value_heads
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
     groupings = [HeadGrouping(recipe.grouping(site), kv_heads) for site in SITES]
     for grouping in groupings:
         _check_packs(grouping.width * head_dim, recipe.widths)
-    name, ids, context = read_text(model, tokens, config)
+    context = context_of(model, tokens, config)
     windows = sliding_windows(model.config)
     norms = sum(grouping.groups for grouping in groupings) if recipe.norms else 0
     features = kv_heads * head_dim
     budget = _latent_bytes(config.ratio, context, windows, features, norms, recipe.sinks)
-    run = PreparedBits(config, recipe, name, ids, context, windows, kv_heads, budget)
-    run.warn_if_short(features)
-    return run
+    return context, budget
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
