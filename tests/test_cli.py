@@ -875,7 +875,7 @@ def test_help_names_every_command(capsys, monkeypatch) -> None:
     assert code == 0
     assert run(capsys, monkeypatch, "-h")[1] == out
     commands = (
-        "compress generate evaluate export compare inspect bench diagnose report objectives "
+        "compress generate evaluate export compare inspect bench diagnose objectives "
         "solvers recipes"
     )
     assert list(COMMANDS) == commands.split()

@@ -51,7 +51,7 @@ def check_writable_as_gguf(model: PreTrainedModel, key: Basis) -> None:
         Naming what llama.cpp lacks.
     """
     if find_spec("gguf") is None:
-        raise ModelError('cannot write a GGUF file: pip install -c constraints.txt -e ".[gguf]"')
+        raise ModelError("cannot write a GGUF file: pip install manifoldkv[gguf]")
     obstacle = _obstacle(model, key)
     if obstacle is not None:
         raise UnsupportedModelError(
