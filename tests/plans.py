@@ -112,8 +112,7 @@ def bits_plan(
     **settings: Any,
 ) -> CompressionPlan:
     """Rank and bits from one budget, nothing predicted unless it is asked for."""
-    recipe = BitRecipe(widths, sinks, below)
-    return compress(model, tokens, recipe=recipe, **settings)
+    return compress(model, tokens, recipe=BitRecipe(widths, sinks, below), **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:
@@ -173,9 +172,12 @@ def _behind_sinks(x: Tensor, basis: Basis, layer: LayerPlan, plan: CompressionPl
 def _hooks(attention: nn.Module, layer: LayerPlan, plan: CompressionPlan) -> list[Any]:
     heads, head_dim, rotary = layer.key.grouping.heads, layer.key.head_dim, plan.rotary
 
+    def project(x: Tensor, basis: Basis) -> Tensor:
+        return _behind_sinks(x, basis, layer, plan)
+
     def by_head(x: Tensor, basis: Basis) -> Tensor:
         split = x.reshape(*x.shape[:2], heads, head_dim).transpose(1, 2)
-        return _behind_sinks(split, basis, layer, plan).transpose(1, 2).reshape(x.shape)
+        return project(split, basis).transpose(1, 2).reshape(x.shape)
 
     def on_keys(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return by_head(output, layer.key)

@@ -616,7 +616,29 @@ class TestWhatIsInTheWay:
         ask = ("compress", MODEL, "--sequences", 4, "--length", 200, *report)
         code, _, err = run(capsys, monkeypatch, *ask, "--out", tmp_path / "plan")
         assert code == 2
-        assert "too few for 8 sequences of 200" in err
+        assert "sequences of 200 tokens" in err
+        assert "not 8: ask for fewer" in err
+        assert not (tmp_path / "plan").exists()
+
+    def test_a_run_that_fails_leaves_no_folder(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        (tmp_path / "t.txt").write_text("one two three four\n" * 30)
+        text, out = ("--text", tmp_path / "t.txt"), tmp_path / "new" / "plan"
+        assert run(capsys, monkeypatch, *self.ASK, *text, "--out", out)[0] == 2
+        (tmp_path / "old").mkdir()
+        old = tmp_path / "old" / "plan"
+        monkeypatch.setattr(planning, "find_plan", TestInterruption.interrupt)
+        assert run(capsys, monkeypatch, *self.ASK, "--out", old)[0] == 130
+        assert {path.name for path in tmp_path.rglob("*")} == {"t.txt", "old"}
+
+    @pytest.mark.parametrize(
+        "more", [("--ratio", 1e-4), ("--length", 100_000)], ids=["ratio", "length"]
+    )
+    def test_a_model_writes_nothing_for_a_run_that_is_refused(
+        self, more: tuple, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(planning, "own_text", None)
+        ask = ("compress", MODEL, "--text", "own", *more, "--out", tmp_path / "plan")
+        assert run(capsys, monkeypatch, *ask)[0] == 2
 
 
 def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -678,7 +700,7 @@ class TestInterruption:
             "from there\n"
         )
         assert len(list(work.glob("layer-*"))) == 108  # bases at all ranks
-        assert not (tmp_path / "plan" / "plan.json").exists()
+        assert not (tmp_path / "plan").exists()
 
 
 class TestStandardOutput:
@@ -852,7 +874,7 @@ def test_help_names_every_command(capsys, monkeypatch) -> None:
     assert code == 0
     assert run(capsys, monkeypatch, "-h")[1] == out
     commands = (
-        "compress generate evaluate export compare inspect bench diagnose report objectives "
+        "compress generate evaluate export compare inspect bench diagnose objectives "
         "solvers recipes"
     )
     assert list(COMMANDS) == commands.split()

@@ -232,7 +232,7 @@ def test_what_is_neither_folder_nor_repository(tmp_path: Path) -> None:
 
 
 def test_a_card_tells_tokens_that_are_kept(plan: CompressionPlan) -> None:
-    assert "uncompressed" not in plan.card(REPO)
+    assert "tokens uncompressed" not in plan.card(REPO)
     card = replace(plan, sinks=4).card(REPO)
     assert ", the first 4 tokens uncompressed;" in card
 

@@ -353,9 +353,9 @@ def evaluate(
             metavar="NAME,…",
             show_default="none, perplexity is measured",
             help="Questions are asked instead that look back: passkey, copying, key-value, and of "
-            "RULER (pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
-            "ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt (1024, or half of "
-            "what the model takes).",
+            'RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, niah_multikey_2, '
+            "niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt "
+            "(1024, or half of what the model takes).",
         ),
     ] = None,
     items: Annotated[int, typer.Option(min=1, help="Each task has so many questions.")] = 20,

@@ -20,6 +20,7 @@ from manifoldkv.cli.inputs import REFERENCE_TEXT, held_out_tokens, is_reference,
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
 from manifoldkv.cli.parts import Parts
 from manifoldkv.errors import ExecutorError, OutputError, PlanError, RankError
+from manifoldkv.pipeline.compress import check as check_before_text
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
@@ -146,6 +147,8 @@ def compress(
     if request.executor == "ray":
         executor = RayExecutor(request.ray_address)
     check_writable(out)
+    if source is None or report is not None:  # texts are written or read before that of `find_plan`
+        check_before_text(model, name, config)
     if report is not None:
         check_writable(report.path.parent)
         held_out = (
@@ -165,6 +168,7 @@ def compress(
     plan.save(out)
     lines = [*_plan_lines(plan), f"plan: {out}"]
     if report is not None:
+        report.path.parent.mkdir(parents=True, exist_ok=True)
         write_report(
             report.path,
             model,

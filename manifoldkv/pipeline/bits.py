@@ -30,7 +30,7 @@ from manifoldkv.pipeline.coordinates import (
     find_coordinates,
 )
 from manifoldkv.pipeline.held_out import with_predicted_loss
-from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, context_of, read_text
 from manifoldkv.pipeline.recipes import BitRecipe
 from manifoldkv.plan.below import Below
 from manifoldkv.plan.coded import reconstructed
@@ -117,18 +117,34 @@ def prepare_bits(
     recipe: BitRecipe,
 ) -> PreparedBits:
     """Read the text and return what a run starts from; its errors are raised here."""
+    context, budget = check_bits(model, tokens, config, recipe)
+    name, ids = read_text(model, tokens, config)
+    windows = sliding_windows(model.config)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    grouping = HeadGrouping("all", kv_heads)
+    run = PreparedBits(config, recipe, name, ids, context, windows, grouping, budget)
+    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
+    return run
+
+
+def check_bits(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: BitRecipe,
+) -> tuple[int, int]:
+    """Return the context of a run by a `BitRecipe` and the bytes of its latents.
+
+    No text is read. All errors of `prepare_bits` are raised here, except those of the text.
+    """
     check_run(model, config)
     kv_heads = model.config.get_text_config().num_key_value_heads
     head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
     features = kv_heads * head_dim
     _check_packs(features, recipe.widths)
-    name, ids, context = read_text(model, tokens, config)
+    context = context_of(model, tokens, config)
     windows = sliding_windows(model.config)
-    budget = _latent_bytes(config.ratio, context, windows, features, recipe.sinks)
-    grouping = HeadGrouping("all", kv_heads)
-    run = PreparedBits(config, recipe, name, ids, context, windows, grouping, budget)
-    run.warn_if_short(features)
-    return run
+    return context, _latent_bytes(config.ratio, context, windows, features, recipe.sinks)
 
 
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:

@@ -35,7 +35,7 @@ from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
+from manifoldkv.text.tokens import calibration_length, calibration_tokens
 
 HELD_OUT = 8
 """One of so many sequences is held out, to predict the loss on."""
@@ -230,12 +230,43 @@ def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     check_finite(model)
 
 
+def context_of(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+) -> int:
+    """Return the tokens that the ratio holds for, and refuse sequences too long for the model.
+
+    No text is read.
+    """
+    length = calibration_length(model, tokens, config.length)
+    return length if config.context is None else config.context
+
+
 def read_text(
     model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
-) -> tuple[str, Tensor, int]:
-    """Return the name of the calibration text, its token ids and the context of the ratio."""
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    return name, ids, ids.shape[1] if config.context is None else config.context
+) -> tuple[str, Tensor]:
+    """Return the name of the calibration text and its token ids."""
+    return calibration_tokens(model, tokens, config.sequences, config.length)
+
+
+def check_ranks(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: Recipe,
+) -> tuple[Budget, list[CandidateRanks]]:
+    """Return the budget of a run by a `Recipe` and the ranks to find bases at.
+
+    No text is read. All errors of `prepare_ranks` are raised here, except those of the text.
+    """
+    check_run(model, config)
+    windows = sliding_windows(model.config)
+    for index, window in enumerate(windows):
+        check_layout(config.quantization, index, window)
+    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    context = context_of(model, tokens, config)
+    budget = Budget(config.ratio, head_dim, windows, context)
+    return budget, recipe.ranks.candidate_ranks(budget)
 
 
 def prepare_ranks(
@@ -248,13 +279,6 @@ def prepare_ranks(
 
     Nothing here takes long. The recipe is the complete one of the run.
     """
-    check_run(model, config)
-    windows = sliding_windows(model.config)
-    for index, window in enumerate(windows):
-        check_layout(config.quantization, index, window)
-    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    text, ids, context = read_text(model, tokens, config)
-    budget = Budget(config.ratio, head_dim, windows, context)
-    candidates = recipe.ranks.candidate_ranks(budget)
-    return PreparedRanks(config, recipe, text, ids, context, budget, candidates)
+    budget, candidates = check_ranks(model, tokens, config, recipe)
+    text, ids = read_text(model, tokens, config)
+    return PreparedRanks(config, recipe, text, ids, budget.context, budget, candidates)

@@ -21,7 +21,7 @@ from manifoldkv.models.support import (
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
 from manifoldkv.pipeline.held_out import with_predicted_loss
-from manifoldkv.pipeline.prepared import PreparedCodes, check_run, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, context_of, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step
 from manifoldkv.plan.below import Below
@@ -69,6 +69,24 @@ def prepare_stored(
     recipe: StoredRecipe,
 ) -> PreparedStored:
     """Read the text and return what a run starts from; its errors are raised here."""
+    context, bits = check_stored(model, tokens, config, recipe)
+    name, ids = read_text(model, tokens, config)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
+    return run
+
+
+def check_stored(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: StoredRecipe,
+) -> tuple[int, float]:
+    """Return the context of a run by a `StoredRecipe` and the bits of a token's symbols.
+
+    No text is read. All errors of `prepare_stored` are raised here, except those of the text.
+    """
     check_run(model, config)
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
@@ -78,11 +96,8 @@ def prepare_stored(
             )
     kv_heads = model.config.get_text_config().num_key_value_heads
     features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    name, ids, context = read_text(model, tokens, config)
-    bits = _symbol_bits(model, config.ratio, context, features, recipe.sinks)
-    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
-    run.warn_if_short(features)
-    return run
+    context = context_of(model, tokens, config)
+    return context, _symbol_bits(model, config.ratio, context, features, recipe.sinks)
 
 
 def _symbol_bits(

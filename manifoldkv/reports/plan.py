@@ -52,7 +52,7 @@ def write_report(
 ) -> None:
     """Measure a plan and write what came out.
 
-    Needs ``pip install manifoldkv[report]``.
+    Needs ``pip install -c constraints.txt -e ".[report]"``.
 
     Parameters
     ----------
@@ -132,7 +132,9 @@ def template(name: str) -> Any:
         import markdown_it  # noqa: F401
         import plotly  # noqa: F401
     except ImportError as error:
-        raise OutputError(f"a report needs {error.name}: pip install manifoldkv[report]") from error
+        raise OutputError(
+            f'a report needs {error.name}: pip install -c constraints.txt -e ".[report]"'
+        ) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )
