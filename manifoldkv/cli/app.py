@@ -100,80 +100,18 @@ def compress(
     ] = None,
     recipe: Annotated[
         str,
-        typer.Option(help="The plan is made this way; `manifoldkv recipes` lists what there is."),
+        typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes."),
     ] = "best",
-    objective: Annotated[
-        str | None,
+    settings: Annotated[
+        list[str] | None,
         typer.Option(
-            show_default="the recipe's",
-            help="The bases keep what this objective says; `manifoldkv objectives` lists them.",
-        ),
-    ] = None,
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            show_default="the recipe's",
-            help="The bases are found by this solver; `manifoldkv solvers` lists them.",
-        ),
-    ] = None,
-    key_grouping: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HEADS",
-            show_default="the recipe's",
-            help="So many heads have their keys in one basis: a number, all, or shared (one basis "
-            "that every head uses by itself).",
-        ),
-    ] = None,
-    value_grouping: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HEADS",
-            show_default="the recipe's",
-            help="So many heads have their values in one basis.",
-        ),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            show_default="the recipe's",
-            help="The ranks are chosen by this rule: uniform, sequential, threshold, optimal, or "
-            "one of your own.",
-        ),
-    ] = None,
-    rank_multiple: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            show_default="the recipe's",
-            help="The ranks are multiples of it, or full: 8 or 16 suit GPU kernels.",
-        ),
-    ] = None,
-    sinks: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            show_default="the recipe's",
-            help="So many first tokens of every text stay as they are.",
-        ),
-    ] = None,
-    tuning_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            show_default="the recipe's",
-            help="All bases together are tuned for so many steps at the end.",
-        ),
-    ] = None,
-    rotary: Annotated[
-        Literal["pre", "post"],
-        typer.Option(help="The keys are stored before rotation (better) or after it (faster)."),
-    ] = "pre",
-    bits: Annotated[
-        int | None,
-        typer.Option(
-            show_default="no rounding",
-            help="The latents are also rounded to integers of so many bits: 8, 4, 3 or 2.",
+            "--set",
+            metavar="NAME=VALUE",
+            show_default="the recipe's fields",
+            help="A field of the recipe (sinks=8, objective=kq-svd, ranks=optimal, "
+            "ranks.multiple=8, tuning_steps=0) or of the run (seed=1; rotary=post: keys after "
+            "rotation, faster; bits=4: latents rounded to integers of 8, 4, 3 or 2 bits). "
+            "Repeatable.",
         ),
     ] = None,
     sequences: Annotated[
@@ -183,15 +121,6 @@ def compress(
         ),
     ] = None,
     length: LengthOption = None,
-    seed: Annotated[int, typer.Option(help="Everything random depends on it alone.")] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            show_default="torch's",
-            help="Torch computes on so many threads; on as many, the same seed gives the same "
-            "plan.",
-        ),
-    ] = None,
     out: Annotated[Path, typer.Option(**FOLDER, help="The plan is saved in this folder.")] = Path(
         "plan"
     ),
@@ -206,33 +135,9 @@ def compress(
             help="Checkpoints are kept in this folder, from which a killed run goes on.",
         ),
     ] = None,
-    executor: Annotated[
-        Literal["local", "ray"],
-        typer.Option(help="The bases are found in this process, or by the workers of Ray."),
-    ] = "local",
-    ray_address: Annotated[
-        str | None,
-        typer.Option(show_default="a new cluster", help="The Ray cluster that runs there is used."),
-    ] = None,
     offload: OffloadOption = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            **FILE,
-            show_default="no report",
-            help="An HTML report with measurements is also written here.",
-        ),
-    ] = None,
-    self_contained: Annotated[
-        bool,
-        typer.Option(
-            "--self-contained/--no-self-contained",
-            help="The library that draws is in the report, which is then one file of 2 MB, or in a "
-            "file plotly.min.js beside it.",
-        ),
-    ] = True,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only estimate time, memory and bytes; save nothing."),
@@ -241,18 +146,7 @@ def compress(
 ) -> None:
     """Find a plan for a model and save it."""
     from manifoldkv.cli import planning
-    from manifoldkv.cli.parts import Parts
 
-    parts = Parts(
-        objective=objective,
-        solver=solver,
-        key_grouping=key_grouping,
-        value_grouping=value_grouping,
-        ranks=ranks,
-        rank_multiple=rank_multiple,
-        sinks=sinks,
-        tuning_steps=tuning_steps,
-    )
     request = planning.Request(
         model=GivenModel(model, dtype, device, offload),
         text=text,
@@ -260,21 +154,14 @@ def compress(
         nbytes=nbytes,
         context=context,
         recipe=recipe,
-        parts=parts,
-        rotary=rotary,
-        bits=bits,
+        settings=tuple(settings or ()),
         sequences=sequences,
         length=length,
-        seed=seed,
-        threads=threads,
-        executor=executor,
-        ray_address=ray_address,
     )
     if dry_run:
         show(planning.estimate(request), as_json)
     else:
-        reported = None if report is None else planning.ReportFile(report, self_contained)
-        show(planning.compress(request, out, work, reported, force=force), as_json)
+        show(planning.compress(request, out, work, force=force), as_json)
 
 
 @app.command()
@@ -518,24 +405,37 @@ def diagnose(
 
 
 @app.command()
-def objectives(as_json: JsonOption = False) -> None:
-    """List the registered objectives."""
+def report(
+    model: ModelArgument,
+    plan: PlanOption,
+    out: Annotated[Path, typer.Option(**FILE, help="HTML file to write.")] = Path("report.html"),
+    text: TextOption = None,
+    sequences: SequencesOption = 8,
+    length: LengthOption = None,
+    self_contained: Annotated[
+        bool,
+        typer.Option(
+            "--self-contained/--no-self-contained",
+            help="Embed plotly in the report (one file of 2 MB), or write plotly.min.js beside it.",
+        ),
+    ] = True,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = "float32",
+    offload: OffloadOption = False,
+    other_weights: OtherWeightsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an HTML report of a plan, measured on held-out text."""
+    from manifoldkv.cli import measuring
+
+    given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
+    source = GivenText(text, sequences, length)
+    show(measuring.report(given, known, source, out, self_contained=self_contained), as_json)
+
+
+@app.command("list")
+def list_registered(as_json: JsonOption = False) -> None:
+    """List recipes with their fields, objectives, solvers and rank rules."""
     from manifoldkv.cli import listing
 
-    show(listing.objectives(), as_json)
-
-
-@app.command()
-def solvers(as_json: JsonOption = False) -> None:
-    """List the registered solvers."""
-    from manifoldkv.cli import listing
-
-    show(listing.solvers(), as_json)
-
-
-@app.command()
-def recipes(as_json: JsonOption = False) -> None:
-    """List the recipes and what they are made of."""
-    from manifoldkv.cli import listing
-
-    show(listing.recipes(), as_json)
+    show(listing.listed(), as_json)

@@ -1,4 +1,4 @@
-"""Commands that list what is registered."""
+"""The command that lists what is registered."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ from typing import Any
 from manifoldkv.cli.answers import Answer
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.pipeline.recipes import RECIPES
+from manifoldkv.ranks import RANK_RULES
 from manifoldkv.registry import Registry
 from manifoldkv.solvers import SOLVERS
 
 
-def objectives() -> Answer:
-    """Return the registered objectives with their first lines."""
-    return _described(OBJECTIVES)
-
-
-def solvers() -> Answer:
-    """Return the registered solvers with their first lines."""
-    return _described(SOLVERS)
-
-
-def recipes() -> Answer:
-    """Return the recipes and what they are made of."""
-    facts = {name: recipe.describe() for name, recipe in RECIPES.items()}
-    lines = []
-    for name, parts in facts.items():
-        lines += [name, *(f"  {part:15} {_part(value)}" for part, value in parts.items())]
+def listed() -> Answer:
+    """Return recipes with their fields; objectives, solvers and rank rules with first lines."""
+    facts: dict[str, Any] = {
+        "recipes": {name: recipe.describe() for name, recipe in RECIPES.items()}
+    }
+    lines = ["recipes"]
+    for name, parts in facts["recipes"].items():
+        lines += [f"  {name}", *(f"    {part:15} {_part(value)}" for part, value in parts.items())]
+    registries: dict[str, Registry[Any]] = {
+        "objectives": OBJECTIVES,
+        "solvers": SOLVERS,
+        "rank rules": RANK_RULES,
+    }
+    for kind, registry in registries.items():
+        facts[kind] = _first_lines(registry)
+        width = max(map(len, facts[kind]))
+        lines += ["", kind, *(f"  {name:{width}}  {line}" for name, line in facts[kind].items())]
     return Answer(facts, lines)
 
 
-def _described(registry: Registry[Any]) -> Answer:
-    named = {}
+def _first_lines(registry: Registry[Any]) -> dict[str, str]:
+    """Return the first line of the docstring of every registered class."""
+    found = {}
     for name in registry.names():
         lines = (registry.get(name).__doc__ or "").strip().splitlines()
-        named[name] = lines[0] if lines else ""
-    width = max(map(len, named))
-    return Answer(named, [f"{name:{width}}  {line}" for name, line in named.items()])
+        found[name] = lines[0] if lines else ""
+    return found
 
 
 def _part(value: Any) -> str:

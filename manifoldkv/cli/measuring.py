@@ -1,4 +1,4 @@
-"""Commands that run a model: generate, evaluate, bench, diagnose."""
+"""Commands that run a model: generate, evaluate, bench, diagnose, report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measu
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
 from manifoldkv.cli.storing import cache_of_prompt
 from manifoldkv.diagnostics import diagnose_plan
-from manifoldkv.errors import CodecError, TextError
+from manifoldkv.errors import CodecError, OutputError, TextError
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import retrieval, summarize
 from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed
+from manifoldkv.reports.plan import template, write_report
+from manifoldkv.runs.files import check_writable
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.tokens import check_length, checked_tokens, positions
 
@@ -237,3 +239,28 @@ def _new_tokens(model: Any, prompt: torch.Tensor, wanted: int | None) -> int:
             f"{positions(model)} positions of the model"
         )
     return min(NEW_TOKENS, room) if wanted is None else wanted
+
+
+def report(
+    model: GivenModel, plan: GivenPlan, text: GivenText, out: Path, *, self_contained: bool
+) -> Answer:
+    """Write an HTML report of a plan."""
+    if out.suffix != ".html" or out.is_dir():
+        raise OutputError(f"--out {out} is no file that ends in .html")
+    template("plan.html")  # an absent library is named before the model is loaded
+    check_writable(out.parent)
+    source = text_to_measure(text.name, model.name)
+    loaded, tokenizer = load(model)
+    known = plan_for(plan, loaded)
+    held_out = held_out_tokens(source, text, loaded, tokenizer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_report(
+        out,
+        loaded,
+        known,
+        held_out,
+        folder=plan.folder,
+        tokenizer=tokenizer,
+        self_contained=self_contained,
+    )
+    return Answer({"report": str(out)}, [f"report: {out}"])

@@ -8,18 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Rotary
 from manifoldkv.cli.answers import Answer, duration, size
-from manifoldkv.cli.inputs import REFERENCE_TEXT, held_out_tokens, is_reference, load
-from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
-from manifoldkv.cli.parts import Parts
-from manifoldkv.errors import ExecutorError, OutputError, PlanError, RankError
+from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
+from manifoldkv.cli.options import GivenModel, Interrupted
+from manifoldkv.cli.settings import configured
+from manifoldkv.errors import OutputError, RankError
 from manifoldkv.pipeline.compress import check as check_before_text
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.compress import ratio_from_bytes
@@ -27,35 +26,20 @@ from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.estimate import Estimate
 from manifoldkv.pipeline.estimate import estimate as estimate_run
 from manifoldkv.pipeline.own import OWN_SEQUENCES, own_text
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES, StoredRecipe
+from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.plan.quantization import Quantization
-from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
-from manifoldkv.runs.executors import Executor, RayExecutor, set_threads
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import OWN, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH, positions
 
 LOG = logging.getLogger(__name__)
 
-HELD_OUT_SEED = 1
-"""Of a model's own text that a report is measured on."""
-REPORT_SEQUENCES = 8
-"""Of held-out text, on which a report is measured."""
-
 REHEARSED_TOKENS = 8
 """Of its own text that a model writes to estimate what all of it takes."""
 LONG_SECONDS = 600.0
 """A run that takes longer says so before it begins."""
-
-
-class ReportFile(NamedTuple):
-    """A report as a command is asked for it; `self_contained` says where its library goes."""
-
-    path: Path
-    self_contained: bool
 
 
 @dataclass(frozen=True)
@@ -68,15 +52,9 @@ class Request:
     nbytes: int | None
     context: int | None
     recipe: str
-    parts: Parts
-    rotary: Rotary
-    bits: int | None
+    settings: tuple[str, ...]
     sequences: int | None
     length: int | None
-    seed: int
-    threads: int | None
-    executor: Literal["local", "ray"]
-    ray_address: str | None
 
     @property
     def named_text(self) -> str:
@@ -87,11 +65,8 @@ class Request:
 
     def config(self) -> CompressionConfig:
         """Return the settings of the run, of which a budget in bytes is not yet one."""
-        config = CompressionConfig(
-            recipe=self.parts.put_into(self.recipe),
-            rotary=self.rotary,
-            quantization=None if self.bits is None else Quantization(self.bits),
-            seed=self.seed,
+        config = replace(
+            configured(self.recipe, self.settings),
             sequences=self.sequences,
             length=self.length,
             context=self.context,
@@ -106,11 +81,7 @@ class Request:
         return replace(config, ratio=ratio)
 
     def check(self) -> None:
-        """Refuse what goes wrong whatever the model, and set the number of threads."""
-        if self.threads is not None:
-            set_threads(self.threads)
-        if self.ray_address is not None and self.executor != "ray":
-            raise ExecutorError(f"--ray-address {self.ray_address} goes with --executor ray")
+        """Refuse a budget that contradicts itself."""
         if self.nbytes is not None and self.ratio is not None:
             raise RankError("--ratio and --bytes both say how much the cache takes: give one")
         if self.nbytes is not None and self.context is None:
@@ -130,56 +101,27 @@ def estimate(request: Request) -> Answer:
     return Answer(asdict(found), _estimate_lines(found))
 
 
-def compress(
-    request: Request, out: Path, work: Path | None, report: ReportFile | None, *, force: bool
-) -> Answer:
-    """Find a plan, save it, and write a report if one is asked for."""
+def compress(request: Request, out: Path, work: Path | None, *, force: bool) -> Answer:
+    """Find a plan and save it."""
     request.check()
     config = request.config()
-    if report is not None:
-        _check_report(report.path, config)
     _check_overwrites(out, work, force)
     name = request.named_text
     source = None if name == OWN else open_text(name)
-    model, tokenizer = load(request.model)
+    model, _ = load(request.model)
     config = request.within_bytes(config, model)
-    executor: Executor | str = request.executor
-    if request.executor == "ray":
-        executor = RayExecutor(request.ray_address)
     check_writable(out)
-    if source is None or report is not None:  # texts are written or read before that of `find_plan`
+    if source is None:  # the text is written before `find_plan` checks the rest
         check_before_text(model, name, config)
-    if report is not None:
-        check_writable(report.path.parent)
-        held_out = (
-            own_text(model, REPORT_SEQUENCES, request.length, seed=HELD_OUT_SEED)
-            if source is None
-            else held_out_tokens(
-                source, GivenText(name, REPORT_SEQUENCES, request.length), model, tokenizer
-            )
-        )
-    if request.executor == "local" and config.recipe != RECIPES[DEFAULT_RECIPE]:
+    if config.recipe != RECIPES[DEFAULT_RECIPE]:
         _warn_of_long_work(_estimated(model, source, request, config), request.recipe)
     with resumable(work):
         tokens = _own_text(model, request, work) if source is None else source
-        plan = find_plan(model, tokens, config, folder=work, executor=executor)
+        plan = find_plan(model, tokens, config, folder=work)
     if source is None:
         plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
     plan.save(out)
-    lines = [*_plan_lines(plan), f"plan: {out}"]
-    if report is not None:
-        report.path.parent.mkdir(parents=True, exist_ok=True)
-        write_report(
-            report.path,
-            model,
-            plan,
-            held_out,
-            folder=out,
-            tokenizer=tokenizer,
-            self_contained=report.self_contained,
-        )
-        lines.append(f"report: {report.path}")
-    return Answer(_plan_facts(plan) | {"plan": str(out)}, lines)
+    return Answer(_plan_facts(plan) | {"plan": str(out)}, [*_plan_lines(plan), f"plan: {out}"])
 
 
 def inspect(folder: Path) -> Answer:
@@ -195,18 +137,6 @@ def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
         raise OutputError(
             f"{out} holds a plan already: take another folder as --out, or --force to overwrite it"
         )
-
-
-def _check_report(report: Path, config: CompressionConfig) -> None:
-    """Refuse what is found only when a report is written, after hours."""
-    if isinstance(config.recipe, StoredRecipe):
-        raise PlanError(
-            f"--report {report} measures a model on its cache, and none runs on that of recipe "
-            "stored: leave it out"
-        )
-    if report.suffix != ".html" or report.is_dir():
-        raise OutputError(f"--report {report} is no file that ends in .html")
-    template("plan.html")  # raises if a library is absent
 
 
 def _own_text(model: PreTrainedModel, request: Request, work: Path | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.errors import PlanError, RankError
 from manifoldkv.pipeline.recipes import (
     DEFAULT_RECIPE,
@@ -16,6 +16,7 @@ from manifoldkv.pipeline.recipes import (
 )
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.ranks import RANK_RULES, RankRule
+from manifoldkv.solvers.base import check_seed
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class CompressionConfig:
     Raises
     ------
     UnknownNameError
-        If a recipe or a rank rule does not exist.
+        If a recipe, a rank rule or a rotary space does not exist.
+    SeedError
+        If the seed is not an integer of 64 bits.
     RankError, PlanError
         If a rank rule is given to a recipe other than a `Recipe`, or a quantisation or keys after
         rotation to a `BitRecipe` or a `StoredRecipe`.
@@ -69,6 +72,8 @@ class CompressionConfig:
     context: int | None = None
 
     def __post_init__(self) -> None:
+        check_rotary(self.rotary)
+        check_seed(self.seed)
         self.complete_recipe()
 
     def complete_recipe(self) -> AnyRecipe:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Rotary, check_rotary
+from manifoldkv.basis import Rotary
 from manifoldkv.errors import RankError
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
@@ -33,7 +33,6 @@ from manifoldkv.ranks import Budget
 from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.source import versions
-from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_length, calibration_tokens
 
@@ -222,8 +221,6 @@ def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     """Refuse what no recipe can do, before the text is read."""
     if not 0 < config.ratio <= 1:
         raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
-    check_seed(config.seed)
-    check_rotary(config.rotary)
     if config.context is not None:
         check_context(config.context)
     check_supported(model)
