@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -95,23 +95,6 @@ def parse_grouping(value: str | int) -> str | int:
     if value in ("shared", "all") or (isinstance(value, int) and value >= 1):
         return value
     raise RankError(f"unknown head grouping {value!r}; known: shared, all, or a number of heads")
-
-
-class Projection(Protocol):
-    """What keys or values become in a cache and back: a basis, with or without rounding."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype it is computed in at least."""
-        ...
-
-    def like(self, x: Tensor) -> Projection:
-        """Return the same in the dtype and on the device of a tensor."""
-        ...
-
-    def project(self, x: Tensor) -> Tensor:
-        """Return what attention sees of `x`, (B, H, n, d), same shape and dtype."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, Projection, Rotary
+from manifoldkv.basis import Basis, Rotary
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.rotation import Angles
@@ -48,8 +48,8 @@ class LayerErrors:
 
 def layer_errors(
     activations: LayerActivations,
-    key_basis: Projection | None = None,
-    value_basis: Projection | None = None,
+    key_basis: Basis | None = None,
+    value_basis: Basis | None = None,
     *,
     rotary: Rotary = "pre",
 ) -> LayerErrors:
@@ -195,7 +195,7 @@ class _CachedLayers:
                 queries = activations.rotate(queries)
                 rotate = rotation_of(activations.module)
                 angles = Angles(activations.cos, activations.sin, rotate)
-            cache = CompressedLayer(planned, plan.quantization, *place, plan.recent, plan.sinks)
+            cache = CompressedLayer(planned, plan.quantization, *place, plan.sinks)
             mask, settings = activations.mask, activations.settings
             sequence = int(batch.sequences)
             below = self._below.get(sequence, [])[:reach]

@@ -119,6 +119,7 @@ def output_folder(given: argparse.Namespace, *default: str) -> Path:
     """
     out = given.out or FIGURES.joinpath(*default)
     check_writable(out)
+    out.mkdir(parents=True, exist_ok=True)
     return Path(out)
 
 

@@ -5,8 +5,8 @@ every cap and every substitute is printed in the captions and in the tables. Any
 calibrated and measured on WikiText-2 and C4 from the Hub, unless texts are named.
 
 For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME (without
-the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG, PDF and the CSV each is
-drawn from). Over all models: table1, where the paper's own numbers stand beside ours, marked as
+the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG and the CSV each is drawn
+from). Over all models: table1, where the paper's own numbers stand beside ours, marked as
 theirs, and two tables that the paper does not have and that tell its two parts apart: table2, bases
 at the same ranks, and table3, rank rules with the same bases. Results of steps are stored in
 OUT/steps by all they depend on: an interrupted run goes on, a repeated one draws at once.

@@ -1,6 +1,8 @@
 """Text sources and the sampler."""
 
+import io
 import json
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -9,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from manifoldkv import Quantization, capture, compress, quantize, tune
-from manifoldkv.errors import TextError
+from manifoldkv.errors import RankError, TextError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.text import sources
+from manifoldkv.text import tokens as tokens_module
 from manifoldkv.text.sources import TextSource, open_text
 from manifoldkv.text.tokens import sample_tokens
 from tests.families import tiny_model, tiny_tokens
@@ -65,9 +69,9 @@ def test_windows_are_the_start_of_the_joined_text_or_what_is_possible_is_said(
         assert tokens.shape == (sequences, length)
         assert tokens.flatten().tolist() == STREAM[: sequences * length]
     else:
-        possible = len(STREAM) // length
-        way_out = f"{possible} sequences" if possible else "14 tokens"
-        with pytest.raises(TextError, match=rf"has 14 tokens, .* at most {way_out}"):
+        held = len(STREAM) // length
+        said = rf"holds {held} sequences of {length} tokens \(14 tokens\), not {sequences}:"
+        with pytest.raises(TextError, match=said if held else "has 14 tokens, .* at most 14 tok"):
             sample_tokens(source, tokenizer, sequences=sequences, length=length)
 
 
@@ -93,7 +97,7 @@ def test_windows_come_from_the_split_asked_for(tmp_path, tokenizer, split, docum
     tokens = sample_tokens(source, tokenizer, sequences=documents, length=2, split=split)
     expected = [i for i in range(50) if (i % 5 == 4) == (split == "held-out")]
     assert tokens[:, 0].tolist() == expected
-    message = f"the {split} part of text .* at most {documents} sequences"
+    message = f"the {split} part of text .* holds {documents} sequences of 2 tokens"
     with pytest.raises(TextError, match=message):
         sample_tokens(source, tokenizer, sequences=documents + 1, length=2, split=split)
 
@@ -116,10 +120,36 @@ def test_a_jsonl_file_is_read_no_further_than_needed(tmp_path, tokenizer):
         sample_tokens(source, tokenizer, sequences=5, length=1)
 
 
-def test_short_text_says_what_is_possible(tokenizer):
-    message = r"text given has 8 tokens, too few for 5 sequences of 3: ask for at most 2 sequences"
+def test_a_short_text_says_how_many_sequences_it_holds(tokenizer):
+    message = (
+        r"^the text given holds 2 sequences of 3 tokens \(8 tokens\), not 5: ask for fewer or "
+        "shorter sequences$"
+    )
     with pytest.raises(TextError, match=message):
         sample_tokens(source_of("1 2 3", "4 5 6"), tokenizer, sequences=5, length=3)
+
+
+def test_sequences_are_counted_while_a_text_is_read(tokenizer, monkeypatch):
+    counted = []
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            counted.append((self.n + n, self.total))
+            super().update(n)
+
+    monkeypatch.setattr(tokens_module, "tqdm", partial(Bar, file=io.StringIO()))
+    sample_tokens(source_of(*DOCUMENTS), tokenizer, sequences=3, length=4)
+    # Documents end behind 4, 7 and 12 tokens; an empty one counts nothing.
+    assert counted == [(1, 3), (1, 3), (1, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("recipe", ["best", "stored", "low-rank", "commuting"])
+def test_nothing_is_read_for_a_run_that_is_refused(recipe):
+    """Sequences too long for the model, or a ratio too small for the recipe."""
+    model = tiny_model("llama")
+    for settings, error in (({"length": 10**6}, TextError), ({"ratio": 1e-4}, RankError)):
+        with pytest.raises(error):
+            compress(model, TextSource("unread", None), recipe=recipe, **settings)
 
 
 def test_a_text_too_short_for_one_sequence_says_how_long_one_can_be(tokenizer):

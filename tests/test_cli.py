@@ -294,15 +294,14 @@ def test_inspect_needs_no_model(plan: Path, capsys, monkeypatch) -> None:
 def test_inspect_tells_tokens_that_are_kept(
     plan: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    for recent, sinks, said in (
-        (0, 0, "        keys pre-rotation"),
-        (0, 4, "        the first 4 tokens as they are, keys"),
-        (7, 4, "        the newest 7 tokens as they are, the first 4 tokens as they are, keys"),
+    for sinks, said in (
+        (0, "        keys pre-rotation"),
+        (4, "        first 4 tokens uncompressed, keys"),
     ):
-        replace(CompressionPlan.load(plan), recent=recent, sinks=sinks).save(tmp_path)
+        replace(CompressionPlan.load(plan), sinks=sinks).save(tmp_path)
         assert said in run(capsys, monkeypatch, "inspect", tmp_path)[1]
         facts = json.loads(run(capsys, monkeypatch, "inspect", tmp_path, "--json")[1])
-        assert (facts["recent"], facts["sinks"]) == (recent, sinks)
+        assert facts["sinks"] == sinks
 
 
 def test_bench_takes_turns(plan: Path, capsys, monkeypatch) -> None:
@@ -449,7 +448,7 @@ def test_a_plan_with_bits_for_values_alone_is_inspected(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
     model = tiny_model("llama")
-    plan = bits_plan(model, tiny_tokens(), ratio=0.5, sinks=0, norms=False)
+    plan = bits_plan(model, tiny_tokens(), ratio=0.5, sinks=0)
     layers = [replace(layer, key_coding=None) for layer in plan.layers]
     replace(plan, layers=(layers[0], *plan.layers[1:])).save(tmp_path)
     code, out, _ = run(capsys, monkeypatch, "inspect", tmp_path)
@@ -617,7 +616,29 @@ class TestWhatIsInTheWay:
         ask = ("compress", MODEL, "--sequences", 4, "--length", 200, *report)
         code, _, err = run(capsys, monkeypatch, *ask, "--out", tmp_path / "plan")
         assert code == 2
-        assert "too few for 8 sequences of 200" in err
+        assert "sequences of 200 tokens" in err
+        assert "not 8: ask for fewer" in err
+        assert not (tmp_path / "plan").exists()
+
+    def test_a_run_that_fails_leaves_no_folder(self, tmp_path: Path, capsys, monkeypatch) -> None:
+        (tmp_path / "t.txt").write_text("one two three four\n" * 30)
+        text, out = ("--text", tmp_path / "t.txt"), tmp_path / "new" / "plan"
+        assert run(capsys, monkeypatch, *self.ASK, *text, "--out", out)[0] == 2
+        (tmp_path / "old").mkdir()
+        old = tmp_path / "old" / "plan"
+        monkeypatch.setattr(planning, "find_plan", TestInterruption.interrupt)
+        assert run(capsys, monkeypatch, *self.ASK, "--out", old)[0] == 130
+        assert {path.name for path in tmp_path.rglob("*")} == {"t.txt", "old"}
+
+    @pytest.mark.parametrize(
+        "more", [("--ratio", 1e-4), ("--length", 100_000)], ids=["ratio", "length"]
+    )
+    def test_a_model_writes_nothing_for_a_run_that_is_refused(
+        self, more: tuple, tmp_path: Path, capsys, monkeypatch
+    ) -> None:
+        monkeypatch.setattr(planning, "own_text", None)
+        ask = ("compress", MODEL, "--text", "own", *more, "--out", tmp_path / "plan")
+        assert run(capsys, monkeypatch, *ask)[0] == 2
 
 
 def test_every_phase_is_a_line(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -679,7 +700,7 @@ class TestInterruption:
             "from there\n"
         )
         assert len(list(work.glob("layer-*"))) == 108  # bases at all ranks
-        assert not (tmp_path / "plan" / "plan.json").exists()
+        assert not (tmp_path / "plan").exists()
 
 
 class TestStandardOutput:
@@ -853,7 +874,7 @@ def test_help_names_every_command(capsys, monkeypatch) -> None:
     assert code == 0
     assert run(capsys, monkeypatch, "-h")[1] == out
     commands = (
-        "compress generate evaluate export compare inspect bench diagnose report objectives "
+        "compress generate evaluate export compare inspect bench diagnose objectives "
         "solvers recipes"
     )
     assert list(COMMANDS) == commands.split()
@@ -890,7 +911,6 @@ class TestBudget:
             (("--objective", "x"), "unknown objective 'x'; known: "),
             (("--solver", "x"), "unknown solver 'x'; known: "),
             (("--key-grouping", "x"), "unknown head grouping 'x'; known: shared, all"),
-            (("--recent-share", 1), "share in [0, 1) of the cache, not 1"),
         ],
     )
     def test_what_cannot_be_is_refused_before_anything_is_loaded(
@@ -903,14 +923,14 @@ class TestBudget:
 
     def test_parts_of_a_recipe(self, tmp_path: Path, capsys, monkeypatch) -> None:
         parts = ("--objective", "kq-svd", "--key-grouping", "all", "--value-grouping", 2)
-        more = ("--ranks", "optimal", "--rank-multiple", 8, "--recent-share", 0.25)
+        more = ("--ranks", "optimal", "--rank-multiple", 8)
         ask = (*self.ASK, *parts, *more, "--tuning-steps", 1, "--out", tmp_path)
         assert run(capsys, monkeypatch, *ask)[0] == 0
         said = CompressionPlan.load(tmp_path).provenance.recipe
         assert (said["objective"]["name"], said["solver"]["name"]) == ("kq-svd", "closed-form")
         assert (said["key_grouping"], said["value_grouping"]) == ("all", 2)
         assert (said["ranks"]["name"], said["ranks"]["multiple"]) == ("optimal", 8)
-        assert (said["recent_share"], said["tuning_steps"]) == (0.25, 1)
+        assert said["tuning_steps"] == 1
 
 
 class TestChat:

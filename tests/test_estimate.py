@@ -29,13 +29,12 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
     assert (found.seconds["tuning"] > 0) == (RECIPES[recipe].tuning_steps > 0)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_bits_take_time_for_moments_for_quantisers_and_for_tuning(steps: int) -> None:
+def test_bits_take_time_for_moments_and_for_quantisers() -> None:
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
-    recipe = BitRecipe(below=None, tuning_steps=steps)
+    recipe = BitRecipe(below=None)
     found = estimate(model, tokens, ratio=0.5, recipe=recipe)
     assert min(found.seconds[part] for part in ("capture", "bases", "ranks")) > 0
-    assert (found.seconds["tuning"] > 0) == (steps > 0)
+    assert found.seconds["tuning"] == 0
     assert found.activation_bytes == 6 * 16 * 4 * (3 + 2) * 32
     predicted = estimate(model, tokens, ratio=0.5, recipe=BitRecipe(below=1))
     given_back = 2 * 2 * 16  # keys and values of two layers
@@ -44,7 +43,7 @@ def test_bits_take_time_for_moments_for_quantisers_and_for_tuning(steps: int) ->
     assert found.cache_bytes == found.stock_bytes / 2
     with pytest.raises(RankError, match="too small"):
         estimate(model, tokens, ratio=0.01, recipe=recipe)
-    with pytest.raises(RankError, match="are no packs of 8 latents"):
+    with pytest.raises(RankError, match="need features in multiples of 8"):
         estimate(tiny_model("llama", head_dim=6), tokens, ratio=0.5, recipe=recipe)
 
 

@@ -55,7 +55,7 @@ class TestPlan:
             assert layer.key == layer.value == identity_basis(HeadGrouping(1, 2), 8)
         assert [plan.ratio_at(tokens) for tokens in (1, 7, 1000)] == [1, 1, 1]
         assert plan.ratio == plan.provenance.requested_ratio == 1
-        assert (plan.quantization, plan.recent) == (None, 0)
+        assert plan.quantization is None
 
     def test_it_takes_the_bytes_of_the_stock_cache(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)

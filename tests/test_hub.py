@@ -232,9 +232,9 @@ def test_what_is_neither_folder_nor_repository(tmp_path: Path) -> None:
 
 
 def test_a_card_tells_tokens_that_are_kept(plan: CompressionPlan) -> None:
-    assert "tokens exact" not in plan.card(REPO)
-    card = replace(plan, recent=7, sinks=4).card(REPO)
-    assert ", the newest 7 tokens exact, the first 4 tokens exact;" in card
+    assert "tokens uncompressed" not in plan.card(REPO)
+    card = replace(plan, sinks=4).card(REPO)
+    assert ", the first 4 tokens uncompressed;" in card
 
 
 def test_a_card_does_not_name_a_folder(plan: CompressionPlan) -> None:

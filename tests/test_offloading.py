@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from manifoldkv import RECIPES, CacheError, ModelError, compress, compressed, load_model
+from manifoldkv import RECIPES, ModelError, compress, compressed, load_model
 from manifoldkv.models.offloading import device_of, load_offloaded, named_weights, resident
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
-from tests.plans import random_plan
 from tests.recipes import short
 
 ROOT = Path(__file__).parents[1] / "studies" / "reference_models"
@@ -118,17 +117,6 @@ def test_loading_by_name_and_writing_text(name: str) -> None:
     inputs = tokenizer("Return the", return_tensors="pt")
     written = model.generate(**inputs, max_new_tokens=5, do_sample=False)
     assert torch.equal(written, whole.generate(**inputs, max_new_tokens=5, do_sample=False))
-
-
-def test_values_are_not_folded_into_weights_that_are_read_again(tmp_path: Path) -> None:
-    saved("llama", tmp_path)
-    model = offloaded(tmp_path, torch.float32)
-    plan = random_plan(model)
-    with (
-        pytest.raises(CacheError, match="read as it runs"),
-        compressed(model, plan, fold_values=True),
-    ):
-        pass
 
 
 def test_weights_are_converted_as_they_are_read(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "oblique": {"oblique": True, "key_grouping": "all", "rotary": "post"},
     "windows": {"value_grouping": "shared"},
-    "exact": {"recent": 3, "sinks": 2},
+    "sinks": {"sinks": 2},
     "static": {"quantization": Quantization(3, "static", group_size=2)},
     "token": {"quantization": Quantization(3, "token", group_size=2)},
     "kivi": {"quantization": Quantization(2, "kivi")},
@@ -39,7 +39,7 @@ class TestSaveAndLoad:
         loaded = CompressionPlan.load(tmp_path)
         assert loaded.rotary == plan.rotary
         assert loaded.quantization == plan.quantization
-        assert (loaded.recent, loaded.sinks) == (plan.recent, plan.sinks)
+        assert loaded.sinks == plan.sinks
         assert loaded.provenance == plan.provenance
         assert loaded.config_hash == plan.config_hash
         for found, expected in zip(loaded.layers, plan.layers, strict=True):
@@ -114,8 +114,7 @@ class TestDamagedFiles:
         "changes",
         [
             {"format": 3},
-            {"recent": -1},
-            {"recent": "4"},
+            {"sinks": "4"},
             {"sinks": -1},
             {"sinks": 4.0},
             {"sinks": None},
@@ -238,10 +237,10 @@ class TestDamagedFiles:
 
     def test_the_format_of_an_earlier_version_is_refused(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path) / "plan.json"
-        path.write_text(path.read_text().replace('"format": 5', '"format": 4'))
+        path.write_text(path.read_text().replace('"format": 6', '"format": 5'))
         with pytest.raises(
             PlanError,
-            match=r"plan\.json has format 4, this version of manifoldkv reads format 5: make the "
+            match=r"plan\.json has format 5, this version of manifoldkv reads format 6: make the "
             "plan again",
         ):
             CompressionPlan.load(tmp_path)
@@ -370,10 +369,10 @@ class TestNumbers:
         expected = 3 * 2 * (2 + 5 * 4 / 64 + 1 + 4)
         assert plan_named("kivi").bytes_per_token() == pytest.approx(expected)
 
-    def test_exact_tokens_by_hand(self) -> None:
-        # 3 newest and 2 first tokens of 16 elements, others of 9, in 3 layers of 2 heads.
-        plan = plan_named("exact")
-        of_head = [16 + 16, 2 * 16 + 2 * 16, 3 * 16 + 2 * 16, 3 * 16 + 7 * 9 + 2 * 16]
+    def test_sink_tokens_by_hand(self) -> None:
+        # 2 first tokens of 16 elements beside the 9 of every token, in 3 layers of 2 heads.
+        plan = plan_named("sinks")
+        of_head = [9 + 16, 2 * 9 + 2 * 16, 3 * 9 + 2 * 16, 10 * 9 + 2 * 16]
         for tokens, elements in zip((1, 2, 3, 10), of_head, strict=True):
             assert plan.nbytes(tokens, batch=2, dtype=torch.float32) == 2 * 3 * 2 * elements * 4
             assert plan.ratio_at(tokens) == pytest.approx(elements / (16 * tokens))

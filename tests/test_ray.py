@@ -73,7 +73,7 @@ def test_the_plan_is_that_of_one_process(executor: RayExecutor, tmp_path: Path) 
 
 @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
 def test_the_ranks_are_those_of_one_process(executor: RayExecutor, rule: str) -> None:
-    recipe = Recipe("kq-svd", "closed-form", "all", "all", rule, recent_share=0.25)
+    recipe = Recipe("kq-svd", "closed-form", "all", "all", rule)
     expected = plan_by("local", recipe, ratio=0.6)
     assert len({basis.rank for layer in expected.layers for _, basis in layer.sites}) > 1
     assert plan_by(executor, recipe, ratio=0.6).digest() == expected.digest()

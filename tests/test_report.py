@@ -80,7 +80,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     model = tiny_model("llama")
     plan = plan_of(model, key_rank=4, value_rank=6)
-    write_report(path, model, replace(plan, recent=3, sinks=2), tiny_tokens(3, 12))
+    write_report(path, model, replace(plan, sinks=2), tiny_tokens(3, 12))
     return path
 
 
@@ -158,12 +158,11 @@ def test_a_text_goes_on_before_compression_and_after(tmp_path: Path) -> None:
 def test_what_it_says_is_what_the_plan_says(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     model = tiny_model("llama")
-    plan = replace(plan_of(model, key_rank=4, value_rank=6), recent=3, sinks=2)
+    plan = replace(plan_of(model, key_rank=4, value_rank=6), sinks=2)
     stored = plan.nbytes(12, dtype=model.dtype)
     assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in text
     assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in text
-    assert "3 are kept as they are" in text
-    assert "2 of every sequence are kept as they are" in text
+    assert "the first 2 of every sequence, uncompressed" in text
 
 
 def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
@@ -174,7 +173,7 @@ def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
 
 
 def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
+    model, tokens = tiny_model("llama"), tiny_tokens(8, 12)
     plan = bits_plan(model, tokens, ratio=0.4, sinks=1)
     write_report(tmp_path / "r.html", model, plan, tokens)
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -195,7 +194,7 @@ def test_one_sequence_has_no_standard_error(tmp_path: Path) -> None:
 
 def test_an_absent_library_is_named_before_anything_is_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly", None)
-    with pytest.raises(OutputError, match=r"needs plotly: pip install manifoldkv\[report\]"):
+    with pytest.raises(OutputError, match=r'needs plotly: pip install .* -e "\.\[report\]"'):
         write_report(tmp_path / "r.html", None, None, None)
 
 

@@ -39,11 +39,10 @@ MASKED_AT_A_TIME = 1 << 26
 
 @dataclass(frozen=True)
 class _Seen:
-    """What some queries attend to: tokens as latents, newer ones as they are, and the sinks.
+    """What some queries attend to: tokens as latents, then uncompressed ones, and sink tokens.
 
-    Tokens are counted from the first one attended to. Those that are in several parts, because some
-    of the queries see them as latents and others as they are, are told apart by the mask: every
-    query sees a token in one part.
+    Tokens are counted from the first one attended to. A sink token is also among the latents: the
+    mask shows it to a query once.
 
     Parameters
     ----------
@@ -52,7 +51,7 @@ class _Seen:
     latents : int
         Tokens seen as latents: the first ones.
     exact : list of tuple of Tensor
-        Keys and values of those seen as they are, (B, H_kv, t, d) each; keys are rotated.
+        Keys and values of uncompressed tokens, (B, H_kv, t, d) each; keys are rotated.
     mask : Tensor or None
         (B or 1, 1, m, `latents` and all t), True where a query sees a token.
     rebuilt : tuple of Tensor or None
@@ -84,8 +83,6 @@ class CachedAttention:
         Bases of the layer.
     exact_prefill : bool
         Whether the tokens of a call of several see each other's exact keys and values.
-    up_project_values : bool
-        Whether values are up-projected to head_dim; not if W_O does it.
     predicted : PredictedSites or None
         What stores the tokens of a plan whose latents are predicted, keys before rotation.
     """
@@ -95,18 +92,12 @@ class CachedAttention:
         key: RunningBasis,
         value: RunningBasis,
         exact_prefill: bool,
-        up_project_values: bool,
         predicted: PredictedSites | None = None,
     ) -> None:
         self._key = key
         self._value = value
         self._exact_prefill = exact_prefill
-        self._up_project_values = up_project_values
         self._predicted = predicted
-
-    def folded_output_weight(self, weight: Tensor, query_heads: int) -> Tensor:
-        """Return W_O (hidden, H_q·d) times the value basis, (hidden, H_q·w·r)."""
-        return self._value.folded(weight, query_heads)
 
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, below: list[GivenBack]
@@ -118,9 +109,8 @@ class CachedAttention:
         """
         if self._predicted is not None:
             return [self._predicted.store(layer, keys, values, below)]
-        keys, values = layer.admit(keys, values)
-        if keys.shape[2]:
-            layer.append(self._key.latents(keys), self._value.latents(values))
+        layer.advance(keys.shape[2])
+        layer.append(self._key.latents(keys), self._value.latents(values))
         return []
 
     def attend(
@@ -157,8 +147,8 @@ class CachedAttention:
         Returns
         -------
         tuple of Tensor and list of GivenBack
-            (B, H_q, m, d), or (B, H_q, m, w·r) if values are not up-projected; and what the layer
-            gives back of its tokens, where latents are predicted.
+            (B, H_q, m, d); and the layer's reconstruction of its tokens, where latents are
+            predicted.
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
@@ -201,39 +191,26 @@ class CachedAttention:
         Tokens are counted from the first one attended to: `past` came before the call, `tokens` are
         held; `new` are the keys and values of the call.
         """
-        recent, device = layer.recent, new[0].device
+        device = new[0].device
         own = past if self._exact_prefill and new[0].shape[2] > 1 else tokens
         stop = tokens if mask is not None else past + rows.stop
         sees = _rows_of_mask(mask, rows, past, stop, device)
         offset = layer.tokens_held - tokens
-        latents = start = min(own, stop)
-        if recent:
-            latents = min(own, max(0, past + rows.stop - recent))
-            start = min(own, max(0, past + rows.start + 1 - recent))
+        latents = min(own, stop)
         exact, of_sinks = [], None
         if layer.sinks.size:
             if sees is None:
                 sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
             sees, of_sinks = layer.sinks.split(sees)
-        parts = [] if sees is None else [sees]
-        if start < stop:
-            if recent:
-                stores = layer.recent_keys, layer.recent_values
-                keys, values = (x.newest(tokens - start)[:, :, : stop - start] for x in stores)
-            else:
-                keys, values = (x[:, :, start - past : stop - past] for x in new)
+        if latents < stop:
+            keys, values = (x[:, :, latents - past : stop - past] for x in new)
             if angles is not None:
-                keys = angles.tile(keys.to(angles.cos.dtype), start, stop)
+                keys = angles.tile(keys.to(angles.cos.dtype), latents, stop)
             exact.append((keys, values))
-            if sees is not None:
-                slots = torch.arange(stop, device=device)
-                queries = torch.arange(past + rows.start, past + rows.stop, device=device)
-                newer = (queries.unsqueeze(1) - slots < recent) | (slots >= own)  # (m, n)
-                parts = [(sees & ~newer)[..., :latents], (sees & newer)[..., start:]]
-        if of_sinks is not None:
+        if sees is not None and of_sinks is not None:
             exact.append(layer.sinks.seen())
-            parts.append(of_sinks)
-        return _Seen(offset, latents, exact, _joined(parts) if parts else None)
+            sees = torch.cat([sees, of_sinks], dim=-1)
+        return _Seen(offset, latents, exact, sees)
 
     def _attend_rows(
         self,
@@ -288,12 +265,12 @@ class CachedAttention:
         if mask is not None:
             mask = mask.repeat(1, 1, by_group.shape[2] // mask.shape[2], 1)
         mixed = scaled_dot_product_attention(by_group, keys, values, attn_mask=mask, scale=1.0)
-        return self._value.finish(self._value.split_groups(mixed), self._up_project_values)
+        return self._value.finish(self._value.split_groups(mixed))
 
     def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
         """Return whether so many queries attend to reconstructed keys and values."""
         plain = settings.softcap is None and settings.sinks is None
-        return plain and self._up_project_values and rows >= MANY_QUERIES
+        return plain and rows >= MANY_QUERIES
 
     def _attend_reconstructed(
         self,
@@ -358,14 +335,14 @@ class CachedAttention:
                 yield first, last, self._key.up_project(latents[:, :, first - start : last - start])
 
     def _mix(self, layer: CompressedLayer, weights: Tensor, seen: _Seen) -> Tensor:
-        """Return values mixed by weights: (B, H_kv, R, d), or w·r features if W_O up-projects."""
+        """Return values mixed by weights, (B, H_kv, R, d)."""
         if seen.rebuilt is not None:
             values = seen.rebuilt[1]
             return product(weights[..., : seen.latents].to(values.dtype), values)
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
         for start, stop, latents in _tiles(layer.value_store, seen, _tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
-        return self._value.finish(mixed, self._up_project_values, weights[..., : seen.latents])
+        return self._value.finish(mixed, weights[..., : seen.latents])
 
 
 def _tile_tokens(x: Tensor) -> int:

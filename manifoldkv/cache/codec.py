@@ -64,7 +64,7 @@ class Codec:
     PlanError
         If the plan is of another recipe, or was made for another model.
     CodecError
-        If constriction is not installed (``pip install manifoldkv[codec]``).
+        If constriction is not installed (``pip install -c constraints.txt -e ".[codec]"``).
     """
 
     def __init__(self, model: PreTrainedModel, plan: CompressionPlan) -> None:

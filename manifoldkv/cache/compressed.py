@@ -33,10 +33,8 @@ from manifoldkv.cache.hooks import (
     WithoutGradient,
     give_generate_a_cache,
     refuse_continuous_batching,
-    refuse_to_save,
     register,
     replace_attribute,
-    replace_output_weight,
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.prediction import GivenBack
@@ -53,13 +51,12 @@ from manifoldkv.models.interface import (
     intercepted,
     rotation_of,
 )
-from manifoldkv.models.offloading import device_of, is_offloaded
+from manifoldkv.models.offloading import device_of
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
     check_supported,
     decoder_layers,
-    linear_weight,
     uncompiled,
     unwrapped,
 )
@@ -78,7 +75,6 @@ def compressed(
     plan: CompressionPlan,
     *,
     prefill: Prefill = "compressed",
-    fold_values: bool = False,
 ) -> Iterator[Callable[..., CompressedCache]]:
     """Let a model run on compressed caches inside the block.
 
@@ -99,9 +95,6 @@ def compressed(
         its own token too: a prompt in chunks gives what it gives at once, and a perplexity is that
         of the cache. With ``"exact"`` the tokens of a call of several tokens see each other
         unprojected; only what is stored for later is compressed.
-    fold_values : bool
-        Whether value bases are multiplied into W_O for the time of the block, so that values are
-        not up-projected to head_dim at all.
 
     Yields
     ------
@@ -130,31 +123,10 @@ def compressed(
     plan.check_attended()
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
-    if fold_values and prefill == "exact":
-        raise CacheError("exact prefill needs the original W_O: do not fold values into it")
-    if fold_values and is_offloaded(model):
-        raise CacheError(
-            "the weights of the model are read as it runs: do not fold values into W_O"
-        )
-    if fold_values and any("value" in layer.codings for layer in plan.layers):
-        raise CacheError(
-            "the plan takes a mean from values, which needs the original W_O: do not fold values "
-            "into it"
-        )
-    if fold_values and plan.recent:
-        raise CacheError(
-            f"the plan keeps the newest {plan.recent} tokens exact, which needs the original W_O: "
-            "do not fold values into it"
-        )
-    if fold_values and plan.sinks:
-        raise CacheError(
-            f"the plan keeps the first {plan.sinks} tokens exact, which needs the original W_O: "
-            "do not fold values into it"
-        )
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
         raise CacheError("the model is already inside a compressed block")
-    run = _Run(model, plan, prefill, fold_values)
+    run = _Run(model, plan, prefill)
     with ExitStack() as stack, intercepted(config, NAME):
         run.enter(stack)
         yield run.new_cache
@@ -163,13 +135,10 @@ def compressed(
 class _Run:
     """The hooks of one `compressed` block."""
 
-    def __init__(
-        self, model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill, fold_values: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill) -> None:
         self._model = model
         self._plan = plan
         self._exact_prefill = prefill == "exact"
-        self._fold_values = fold_values
         self._config = model.config.get_text_config()
         self._kinds, _ = get_layer_types_and_kwargs(self._config)
         self._layers = decoder_layers(model)
@@ -190,13 +159,7 @@ class _Run:
         places = [(dtype, device_of(layer)) for layer in self._layers]
         if places != self._places:
             self._attentions = [
-                running_attention(
-                    self._plan,
-                    planned,
-                    *place,
-                    exact_prefill=self._exact_prefill,
-                    up_project_values=not self._fold_values,
-                )
+                running_attention(self._plan, planned, *place, exact_prefill=self._exact_prefill)
                 for planned, place in zip(self._plan.layers, places, strict=True)
             ]
             self._places = places
@@ -289,15 +252,6 @@ class _Run:
         replace_attribute(
             stack, self._model, "init_continuous_batching", refuse_continuous_batching
         )
-        if self._fold_values:
-            for name in ("save_pretrained", "push_to_hub"):  # they begin before they ask for W_O
-                replace_attribute(stack, self._model, name, refuse_to_save)
-            for index, layer in enumerate(self._layers):
-                attention = attention_of(layer)
-                weight = linear_weight(attention.o_proj)
-                heads = weight.shape[1] // attention.head_dim
-                weight = self._attentions[index].folded_output_weight(weight, heads)
-                replace_output_weight(stack, attention, weight)
 
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import CacheError
@@ -86,27 +86,6 @@ def give_generate_a_cache(
     replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
 
 
-def replace_output_weight(stack: ExitStack, attention: Any, weight: Tensor) -> None:
-    """Give an attention module another W_O (hidden, features) until the stack is left."""
-    stock = attention.o_proj
-    folded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    folded.weight = nn.Parameter(weight, requires_grad=False)
-    folded.bias = stock.bias
-    folded.register_state_dict_pre_hook(refuse_to_save)
-    attention.o_proj = folded
-
-    def unfold() -> None:
-        # The model may have been converted in between.
-        attention.o_proj = stock.to(folded.weight.device, folded.weight.dtype)
-
-    stack.callback(unfold)
-
-
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     """Refuse what asks for a paged cache."""
     raise CacheError("continuous batching has a cache of its own kind: call generate instead")
-
-
-def refuse_to_save(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to write down a W_O that is not the model's own."""
-    raise CacheError("W_O has value bases folded into it: leave the block before saving the model")

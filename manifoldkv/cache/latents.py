@@ -21,8 +21,8 @@ class RunningBasis:
     device : torch.device
         Of the layer.
     mean : Tensor, optional
-        What is taken from keys or values before they are projected, and added again,
-        (head groups, w·d).
+        Subtracted from keys or values before projection, all heads side by side, (D,); only for a
+        basis of all heads together.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunningBasis:
         held = constant_dtype(dtype)
         self._held_down = basis.down.to(device, held)  # (groups, w·d, w·r)
         self._held_up = self._held_down if basis.orthonormal else basis.up.to(device, held)
-        self._mean = None if mean is None else mean.to(device, self.working).unsqueeze(1)
+        self._mean = None if mean is None else mean.to(device, self.working).view(1, 1, -1)
         identity = torch.eye(*basis.down.shape[1:], dtype=basis.down.dtype)
         # At full rank nothing need be multiplied: the comparison with lower ranks is fair.
         keeps_all = self.grouping.width == 1 and bool((basis.down == identity).all())
@@ -103,12 +103,12 @@ class RunningBasis:
         mixed = product(weights, latents)  # (B, G, w·R, w·r)
         return self.split_groups(mixed)
 
-    def finish(self, mixed: Tensor, up_project: bool, weights: Tensor | None = None) -> Tensor:
-        """Return mixed latents (B, H_kv, R, w·r) in the model's dtype, up-projected or not.
+    def finish(self, mixed: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return mixed latents (B, H_kv, R, w·r) up-projected, in the model's dtype.
 
         `weights` are those they were mixed by, (B, H_kv, R, n): if omitted, some that sum to 1.
         """
-        if up_project and not self._keeps_all:
+        if not self._keeps_all:
             mixed = mixed.to(self.working) @ self.up_by_head.mT
         if self._mean is not None:
             mean = self.grouping.merge(self._mean.unsqueeze(0))  # (1, H_kv, 1, d)
@@ -120,15 +120,6 @@ class RunningBasis:
     def scores(self, queries: Tensor, latents: Tensor) -> Tensor:
         """Return scores of (B, G, w·R, w·r) against latents (B, G, n, w·r): (B, H_kv, R, n)."""
         return self.split_groups(scores_of(queries, latents))
-
-    def folded(self, output_weight: Tensor, query_heads: int) -> Tensor:
-        """Return W_O (hidden, H_q·d) times the basis: (hidden, H_q·w·r)."""
-        by_head = self._basis.up.to(output_weight.device, torch.float64)
-        by_head = by_head.unflatten(1, (self.grouping.width, -1)).flatten(0, 1)
-        by_head = by_head.expand(self.grouping.heads, -1, -1)
-        up = by_head.repeat_interleave(query_heads // self.grouping.heads, dim=0)  # (H_q, d, w·r)
-        weight = output_weight.double().unflatten(1, (query_heads, -1))  # (hidden, H_q, d)
-        return torch.einsum("ohd,hdr->ohr", weight, up).flatten(1).to(output_weight.dtype)
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Stack the rows of the heads of a group: (B, H_kv, R, f) to (B, G, w·R, f)."""

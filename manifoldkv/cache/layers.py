@@ -37,8 +37,6 @@ class CompressedLayer(CacheLayerMixin):
         Of the model.
     device : torch.device
         Of the layer.
-    recent : int
-        How many of the newest tokens stay as they are.
     sinks : int
         How many of the first tokens of every sequence are kept as they are beside their latents;
         none in a layer with a window.
@@ -53,13 +51,10 @@ class CompressedLayer(CacheLayerMixin):
         quantization: Quantization | None,
         dtype: torch.dtype,
         device: torch.device,
-        recent: int,
         sinks: int,
     ) -> None:
         super().__init__()
         self.window = plan.window
-        # All that a sliding window shows is exact if it is not longer than this.
-        self.recent = recent if plan.window is None else min(recent, plan.window)
         self.is_sliding = plan.window is not None
         # Tokens that KIVI's layout has rounded cannot be made exact again.
         self.is_croppable = quantization is None or quantization.layout != "kivi"
@@ -68,32 +63,13 @@ class CompressedLayer(CacheLayerMixin):
             _store(plan, site, quantization, dtype, device, self.sinks.size)
             for site, _ in plan.sites
         )
-        # Keys and values (B, H_kv, n, d) of the newest tokens, a few more while a call is served.
-        self.recent_keys = ExactStore()
-        self.recent_values = ExactStore()
-        self.exact_tokens = 0
-        """How many of the newest tokens are held without latents."""
         self.tokens_seen = 0
         self.record_past = False
 
-    def admit(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in new tokens, (B, H_kv, m, d), and give out those whose latents are to be stored.
-
-        These are the new tokens themselves, or the ones that they push out of the `recent` newest.
-        """
-        self.tokens_seen += keys.shape[2]
+    def advance(self, tokens: int) -> None:
+        """Count new tokens, whose latents are stored next."""
+        self.tokens_seen += tokens
         self.is_initialized = True
-        if not self.recent:
-            return keys, values
-        self.recent_keys.append(keys)
-        self.recent_values.append(values)
-        exact = self.exact_tokens + keys.shape[2]
-        self.exact_tokens = min(exact, self.recent)
-        leaving = exact - self.exact_tokens
-        return (
-            self.recent_keys.newest(exact)[:, :, :leaving],
-            self.recent_values.newest(exact)[:, :, :leaving],
-        )
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Store latents: keys (B, G, m, features) and values likewise."""
@@ -102,16 +78,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def forget_old(self) -> None:
         """Drop what no later query sees, unless the past is recorded for a crop to come."""
-        if self.record_past:
-            return
-        self._forget_windowed()
-        for store in (self.recent_keys, self.recent_values):
-            store.drop_first(max(0, len(store) - self.exact_tokens))
+        if not self.record_past:
+            self._forget_windowed()
 
     @property
     def tokens_held(self) -> int:
-        """Return the number of tokens stored, as latents or as they are."""
-        return len(self.key_store) + self.exact_tokens
+        """Return the number of tokens stored."""
+        return len(self.key_store)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -162,16 +135,10 @@ class CompressedLayer(CacheLayerMixin):
         """
         self.check_crop(tokens_to_remove)
         count = min(-tokens_to_remove, self.tokens_seen)
-        left = self.tokens_seen - count
-        exact = min(self.tokens_held - count, self.recent)
-        self.recent_keys.drop_last(count)
-        self.recent_values.drop_last(count)
-        latents = len(self.key_store) + exact - (self.tokens_held - count)
-        if latents:
-            self.key_store.drop_last(latents)
-            self.value_store.drop_last(latents)
-        self.sinks.keep_first(left)
-        self.exact_tokens, self.tokens_seen = exact, left
+        self.tokens_seen -= count
+        for store in (self.key_store, self.value_store):
+            store.drop_last(count)
+        self.sinks.keep_first(self.tokens_seen)
         self._forget_windowed()
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -180,24 +147,18 @@ class CompressedLayer(CacheLayerMixin):
         Raises
         ------
         CacheError
-            If the count is positive, if the window has already dropped tokens that would be seen
-            again, or if tokens would have to be made exact again.
+            If the count is positive, or if the window has already dropped tokens that would be
+            seen again.
         """
         if tokens_to_remove > 0:
             raise CacheError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
         count = min(-tokens_to_remove, self.tokens_seen)
         left = self.tokens_seen - count
-        exact = min(self.tokens_held - count, self.recent)
         needed = left if self.window is None else min(left, self.window - 1)
         if self.tokens_held - count < needed:
             raise CacheError(
                 f"cannot crop {count} tokens: a window of {self.window} has dropped what would be "
                 "seen again; call activate_past_recording() before"
-            )
-        if self.recent and len(self.recent_keys) - count < exact:
-            raise CacheError(
-                f"cannot crop {count} tokens: the {exact} newest of those left would have to "
-                "be exact again; call activate_past_recording() before"
             )
         if not self.key_store.can_drop_last(count):
             raise CacheError(
@@ -207,10 +168,10 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        for store in self._growing_stores:
+        for store in (self.key_store, self.value_store):
             store.clear()
         self.sinks.clear()
-        self.exact_tokens = self.tokens_seen = 0
+        self.tokens_seen = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -220,15 +181,14 @@ class CompressedLayer(CacheLayerMixin):
         """Keep some sequences, in this order; one may come several times."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        for store in self._growing_stores:
+        for store in (self.key_store, self.value_store):
             store.select(indices)
         self.sinks.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence so many times."""
         if self.is_initialized:
-            newest = self.recent_keys if self.recent else self.key_store
-            batch = newest.parts[0].view.shape[0]
+            batch = self.key_store.parts[0].view.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
@@ -242,21 +202,14 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def stores(self) -> tuple[Store, ...]:
         """Return everything that holds tokens."""
-        return *self._growing_stores, *self.sinks.stores
-
-    @property
-    def _growing_stores(self) -> tuple[Store, ...]:
-        """Return what holds every token that comes."""
-        return self.key_store, self.value_store, self.recent_keys, self.recent_values
+        return self.key_store, self.value_store, *self.sinks.stores
 
     def _forget_windowed(self) -> None:
         """Drop the tokens that are behind the window of every later query, oldest first."""
         old = 0 if self.window is None else self.tokens_held - (self.window - 1)
         if old > 0:
-            latents = min(old, len(self.key_store))
-            self.key_store.drop_first(latents)
-            self.value_store.drop_first(latents)
-            self.exact_tokens -= old - latents
+            self.key_store.drop_first(old)
+            self.value_store.drop_first(old)
 
 
 class CompressedCache(Cache):
@@ -279,7 +232,7 @@ class CompressedCache(Cache):
         self, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
     ) -> None:
         layers = [
-            CompressedLayer(layer, plan.quantization, dtype, device, plan.recent, plan.sinks)
+            CompressedLayer(layer, plan.quantization, dtype, device, plan.sinks)
             for layer, device in zip(plan.layers, devices, strict=True)
         ]
         super().__init__(layers=layers)
@@ -291,7 +244,7 @@ class CompressedCache(Cache):
         """How many tokens have been given a position."""
 
     def nbytes(self) -> int:
-        """Return the bytes of all latents with their scales, offsets and exact tokens."""
+        """Return the bytes of all latents with their scales, offsets and sink tokens."""
         return sum(store.nbytes for layer in self.layers for store in layer.stores)
 
     def storage_nbytes(self) -> int:
@@ -377,9 +330,9 @@ def _store(
 ) -> Store:
     """Return what holds the latents of one site of a layer; those of `sinks` are never seen."""
     coding = plan.codings.get(site)
-    if coding is not None and coding.exact < len(coding.bits):
+    if coding is not None:
         return MixedWidthStore(coding, working_dtype(dtype, device), device)
-    if quantization is None or coding is not None:
+    if quantization is None:
         return ExactStore()
     basis = dict(plan.sites)[site]
     features = basis.rank * basis.grouping.width  # per head group and token

@@ -19,7 +19,6 @@ def running_attention(
     device: torch.device,
     *,
     exact_prefill: bool = False,
-    up_project_values: bool = True,
 ) -> CachedAttention:
     """Return the attention of a layer over its compressed cache.
 
@@ -33,7 +32,7 @@ def running_attention(
         Of queries, keys and values.
     device : torch.device
         Of the layer.
-    exact_prefill, up_project_values : bool
+    exact_prefill : bool
         As in `CachedAttention`.
     """
     codings = [layer.codings.get(site) for site, _ in layer.sites]
@@ -48,4 +47,4 @@ def running_attention(
         predicted = PredictedSites(
             key, value, *(None if x is None else x.to(*place) for x in predictions)
         )
-    return CachedAttention(key, value, exact_prefill, up_project_values, predicted)
+    return CachedAttention(key, value, exact_prefill, predicted)

@@ -43,7 +43,10 @@ class SymbolCoder:
 
     def __init__(self, coding: EntropyCoding) -> None:
         if find_spec("constriction") is None:
-            raise CodecError("caches are coded by constriction: pip install manifoldkv[codec]")
+            raise CodecError(
+                "caches are coded by constriction, which is not installed: "
+                'pip install -c constraints.txt -e ".[codec]"'
+            )
         import constriction
 
         categorical = constriction.stream.model.Categorical

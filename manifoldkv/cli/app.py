@@ -149,13 +149,6 @@ def compress(
             help="The ranks are multiples of it, or full: 8 or 16 suit GPU kernels.",
         ),
     ] = None,
-    recent_share: Annotated[
-        float | None,
-        typer.Option(
-            show_default="the recipe's",
-            help="The newest tokens stay as they are and take this share of the bytes, in [0, 1).",
-        ),
-    ] = None,
     sinks: Annotated[
         int | None,
         typer.Option(
@@ -257,7 +250,6 @@ def compress(
         value_grouping=value_grouping,
         ranks=ranks,
         rank_multiple=rank_multiple,
-        recent_share=recent_share,
         sinks=sinks,
         tuning_steps=tuning_steps,
     )
@@ -361,9 +353,9 @@ def evaluate(
             metavar="NAME,…",
             show_default="none, perplexity is measured",
             help="Questions are asked instead that look back: passkey, copying, key-value, and of "
-            "RULER (pip install manifoldkv[eval]) niah_single_1, niah_multikey_2, niah_multikey_3, "
-            "ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt (1024, or half of "
-            "what the model takes).",
+            'RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, niah_multikey_2, '
+            "niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt "
+            "(1024, or half of what the model takes).",
         ),
     ] = None,
     items: Annotated[int, typer.Option(min=1, help="Each task has so many questions.")] = 20,
@@ -401,30 +393,9 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="A checkpoint that is in the folder is replaced.")
     ] = False,
-    heal: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="STEPS",
-            help="The projections of attention are trained for so many steps to predict what the "
-            "original does, on the calibration part of the text.",
-        ),
-    ] = 0,
     text: TextOption = None,
     sequences: SequencesOption = 8,
     length: LengthOption = None,
-    seed: Annotated[int, typer.Option(help="The order of the text is drawn with this seed.")] = 0,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            **FOLDER,
-            show_default="nowhere",
-            help="Steps of healing are kept in this folder, and a killed run goes on from there.",
-        ),
-    ] = None,
-    gguf: Annotated[
-        bool, typer.Option("--gguf", help="The file model.gguf is written too, for llama.cpp.")
-    ] = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     other_weights: OtherWeightsOption = False,
@@ -438,9 +409,8 @@ def export(
     from manifoldkv.cli import exporting
 
     given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
-    source, healing = GivenText(text, sequences, length), exporting.Healing(heal, seed, work)
-    answer = exporting.export(given, known, out, source, healing, gguf=gguf, force=force)
-    show(answer, as_json)
+    source = GivenText(text, sequences, length)
+    show(exporting.export(given, known, out, source, force=force), as_json)
 
 
 @app.command()

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
-from manifoldkv.cli.planning import resumable
 from manifoldkv.evaluation.perplexity import with_error
 from manifoldkv.export import Exported, export_checkpoint
 from manifoldkv.export.checkpoint import check_replaceable
 from manifoldkv.export.fold import check_foldable
-from manifoldkv.export.gguf import check_writable_as_gguf
-
-
-class Healing(NamedTuple):
-    """How projections are healed, as the command is given it."""
-
-    steps: int
-    seed: int
-    work: Path | None
 
 
 def export(
-    model: GivenModel,
-    plan: GivenPlan,
-    out: Path,
-    text: GivenText,
-    healing: Healing,
-    *,
-    gguf: bool,
-    force: bool,
+    model: GivenModel, plan: GivenPlan, out: Path, text: GivenText, *, force: bool
 ) -> Answer:
     """Write a plain checkpoint, and measure what it loses."""
     check_replaceable(out, force=force)
@@ -40,34 +22,20 @@ def export(
     loaded, tokenizer = load(model)
     known = plan_for(plan, loaded)
     check_foldable(loaded, known)
-    if gguf:
-        check_writable_as_gguf(loaded, known.layers[0].key)
     held_out = held_out_tokens(source, text, loaded, tokenizer)
-    with resumable(healing.work):
-        found = export_checkpoint(
-            loaded,
-            known,
-            out,
-            tokenizer=tokenizer,
-            held_out=held_out,
-            heal_steps=healing.steps,
-            text=source if healing.steps else None,
-            seed=healing.seed,
-            work=healing.work,
-            gguf=gguf,
-            force=force,
-        )
-    return _answer(found, healing.steps)
+    found = export_checkpoint(
+        loaded, known, out, tokenizer=tokenizer, held_out=held_out, force=force
+    )
+    return _answer(found)
 
 
-def _answer(found: Exported, steps: int) -> Answer:
+def _answer(found: Exported) -> Answer:
     measured = found.measured
     assert measured is not None  # there were held-out tokens
     facts = {
         "checkpoint": str(found.folder),
         "bytes_per_token": found.bytes_per_token,
         "stock_bytes_per_token": found.stock_bytes_per_token,
-        "healing_steps": steps,
         "uncompressed_perplexity": measured.uncompressed.perplexity,
         "exported_perplexity": measured.compressed.perplexity,
         "added_nll": measured.added_nll,

@@ -23,7 +23,6 @@ class Parts:
     value_grouping: str | None = None
     ranks: str | None = None
     rank_multiple: int | None = None
-    recent_share: float | None = None
     sinks: int | None = None
     tuning_steps: int | None = None
 

@@ -20,6 +20,7 @@ from manifoldkv.cli.inputs import REFERENCE_TEXT, held_out_tokens, is_reference,
 from manifoldkv.cli.options import GivenModel, GivenText, Interrupted
 from manifoldkv.cli.parts import Parts
 from manifoldkv.errors import ExecutorError, OutputError, PlanError, RankError
+from manifoldkv.pipeline.compress import check as check_before_text
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.compress import ratio_from_bytes
 from manifoldkv.pipeline.config import CompressionConfig
@@ -146,6 +147,8 @@ def compress(
     if request.executor == "ray":
         executor = RayExecutor(request.ray_address)
     check_writable(out)
+    if source is None or report is not None:  # texts are written or read before that of `find_plan`
+        check_before_text(model, name, config)
     if report is not None:
         check_writable(report.path.parent)
         held_out = (
@@ -165,6 +168,7 @@ def compress(
     plan.save(out)
     lines = [*_plan_lines(plan), f"plan: {out}"]
     if report is not None:
+        report.path.parent.mkdir(parents=True, exist_ok=True)
         write_report(
             report.path,
             model,
@@ -282,7 +286,6 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
         "bytes_per_token": plan.bytes_per_token(),
         "basis_bytes": plan.basis_nbytes(),
         "rotary": plan.rotary,
-        "recent": plan.recent,
         "sinks": plan.sinks,
         "quantization": None if plan.quantization is None else asdict(plan.quantization),
         "provenance": asdict(plan.provenance),
@@ -304,8 +307,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
 
 def _plan_lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
-    exact = f"the newest {plan.recent} tokens as they are, " if plan.recent else ""
-    exact += f"the first {plan.sinks} tokens as they are, " if plan.sinks else ""
+    exact = f"first {plan.sinks} tokens uncompressed, " if plan.sinks else ""
     rounding = plan.quantization
     rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
     keys = f"{first.key.grouping.name}{' (commuting)' if first.key.commuting else ''}"

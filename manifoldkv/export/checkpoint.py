@@ -6,34 +6,26 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.errors import OutputError, TextError
+from manifoldkv.errors import OutputError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
-from manifoldkv.export.gguf import check_writable_as_gguf, write_gguf
-from manifoldkv.export.heal import heal
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
-from manifoldkv.runs.files import check_writable, only_run
-from manifoldkv.runs.source import versions
-from manifoldkv.solvers.base import check_seed
-from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens, checked_tokens, read_tokenizer
+from manifoldkv.runs.files import check_writable
+from manifoldkv.text.tokens import checked_tokens, read_tokenizer
 
 LOG = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md")
-GGUF = "model.gguf"
 WEIGHTS = ("config.json", "model.safetensors", "model.safetensors.index.json")
 """Files by which a folder is known to hold a checkpoint."""
 
@@ -65,11 +57,6 @@ def export_checkpoint(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     held_out: Tensor | None = None,
-    heal_steps: int = 0,
-    text: Tensor | TextSource | str | None = None,
-    seed: int = 0,
-    work: str | Path | None = None,
-    gguf: bool = False,
     force: bool = False,
 ) -> Exported:
     """Write a plain checkpoint whose stock cache is as small as a plan's.
@@ -92,17 +79,6 @@ def export_checkpoint(
         saved.
     held_out : Tensor, optional
         Token ids, (sequences, length), on which the loss is measured that the card states.
-    heal_steps : int
-        Of `heal`, which trains the folded projections to predict what the original does; 0 leaves
-        them as the plan has them.
-    text : Tensor, TextSource or str, optional
-        What they are healed on: calibration data, as in `compress`.
-    seed : int
-        Of the order of the text.
-    work : str or Path, optional
-        Where the state of the healing is stored; a run that was interrupted goes on there.
-    gguf : bool
-        Whether to write a file for llama.cpp too, ``model.gguf`` in the folder.
     force : bool
         Whether a checkpoint that is in the folder is replaced.
 
@@ -110,77 +86,33 @@ def export_checkpoint(
     ------
     UnsupportedModelError, PlanError
         If the model or the plan cannot be exported: what is in the way is named, before any work.
-    ModelError
-        If the extra ``manifoldkv[gguf]`` is wanted and not installed.
     TextError
-        If the tokenizer cannot be read, or not be written for llama.cpp, the tokens are not ids
-        and lengths of the model, or there is no text to heal on.
+        If the tokenizer cannot be read, or the tokens are not ids and lengths of the model.
     OutputError
-        If there is something in the folder already, it cannot be written to, or another run is at
-        work in the folder `work`.
-    SeedError, DivergenceError
-        As `heal`.
+        If there is something in the folder already, or it cannot be written to.
     """
     model, folder = unwrapped(model), Path(folder)
     check_replaceable(folder, force=force)
     check_foldable(model, plan)
-    if gguf:
-        check_writable_as_gguf(model, plan.layers[0].key)
-    check_seed(seed)
-    if heal_steps < 0 or (heal_steps and text is None):
-        raise TextError(f"{heal_steps} steps of healing cannot be taken: give a text to heal on")
     if held_out is not None:
         held_out = checked_tokens(model, held_out, shortest=2)
-    name, tokens = ("", None) if text is None else calibration_tokens(model, text)
     if tokenizer is None and model.config._name_or_path:
         tokenizer = read_tokenizer(model.config._name_or_path)
     check_writable(folder.absolute().parent)
     LOG.info("multiplying the plan into the weights of %d layers", len(plan.layers))
-    made, healing = folded(model, plan), "The weights were not trained afterwards."
-    if tokens is not None and heal_steps:
-        _heal(model, made, plan, tokens, heal_steps, seed, work)
-        healing = (
-            f"Healing: the projections of attention were trained for {heal_steps} steps to predict "
-            f"what the original does, on {tokens.shape[0]} × {tokens.shape[1]} tokens of {name}."
-        )
+    made = folded(model, plan)
     measured = None
     if held_out is not None:
         measured = Comparison(perplexity(model, held_out), perplexity(made, held_out))
     found = Exported(folder, _bytes_per_token(made), _bytes_per_token(model), measured)
-    card = _card(model, made, plan, found, healing)
+    card = _card(model, made, plan, found)
     LOG.info("writing the checkpoint %s", folder)
     with replacing(folder) as partial:
         made.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        if gguf:
-            write_gguf(made, partial, partial / GGUF, folder.name)
         (partial / "README.md").write_text(card, encoding="utf-8")
     return found
-
-
-def _heal(
-    model: PreTrainedModel,
-    made: PreTrainedModel,
-    plan: CompressionPlan,
-    tokens: Tensor,
-    steps: int,
-    seed: int,
-    work: str | Path | None,
-) -> None:
-    """Heal a folded model, alone in the folder of its checkpoints."""
-    with nullcontext() if work is None else only_run(Path(work)):
-        checkpoints = Checkpoints()
-        if work is not None:
-            settings = {
-                "model": digest_of_model(model),
-                "plan": plan.digest(),
-                "tokens": digest_of_tokens(tokens),
-                "threads": torch.get_num_threads(),
-                "versions": versions(),
-            }
-            checkpoints = Checkpoints(Path(work), settings)
-        heal(model, made, tokens, steps=steps, seed=seed, checkpoints=checkpoints)
 
 
 def check_replaceable(folder: Path, *, force: bool) -> None:
@@ -244,11 +176,7 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def _card(
-    model: PreTrainedModel,
-    made: PreTrainedModel,
-    plan: CompressionPlan,
-    found: Exported,
-    healing: str,
+    model: PreTrainedModel, made: PreTrainedModel, plan: CompressionPlan, found: Exported
 ) -> str:
     provenance, key = plan.provenance, plan.layers[0].key
     base = provenance.model if REPOSITORY.fullmatch(provenance.model) else None
@@ -280,7 +208,6 @@ def _card(
         origin=provenance.origin,
         tuning_steps=provenance.tuning_steps,
         digest=plan.digest()[:16],
-        healing=healing,
         lost=_lost(found.measured),
     )
 

@@ -99,9 +99,11 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 def _obstacle_of_plan(plan: CompressionPlan) -> str | None:
     if plan.coded or plan.quantization is not None:
         return "its latents are rounded, and weights keep nothing of that"
-    if plan.recent or plan.sinks:
-        kept = f"the newest {plan.recent}" if plan.recent else f"the first {plan.sinks}"
-        return f"it keeps {kept} tokens as they are, and a plain cache holds one kind of token"
+    if plan.sinks:
+        return (
+            f"it keeps the first {plan.sinks} tokens uncompressed, and a plain cache holds one "
+            "kind of token"
+        )
     for index, layer in enumerate(plan.layers):
         if not layer.key.commuting:
             return (

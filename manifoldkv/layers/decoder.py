@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.basis import Basis, HeadGrouping, Projection, Rotary
+from manifoldkv.basis import Basis, HeadGrouping, Rotary
 from manifoldkv.layers.activations import Batch, LayerActivations, select_rows
 from manifoldkv.layers.call import call_layer
 from manifoldkv.models.interface import attend, attention_weights
@@ -26,8 +26,8 @@ def every_sequence(activations: LayerActivations) -> Batch:
 
 def attention_output(
     activations: LayerActivations,
-    key_basis: Projection | None = None,
-    value_basis: Projection | None = None,
+    key_basis: Basis | None = None,
+    value_basis: Basis | None = None,
     *,
     rotary: Rotary = "pre",
     batch: Batch | None = None,
@@ -38,7 +38,7 @@ def attention_output(
     ----------
     activations : LayerActivations
         The layer and what enters it.
-    key_basis, value_basis : Projection or None
+    key_basis, value_basis : Basis or None
         None leaves keys or values as they are.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
@@ -162,7 +162,7 @@ def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
 
 
 def rotated_keys(
-    activations: LayerActivations, basis: Projection | None, rotary: Rotary, batch: Batch
+    activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
 ) -> Tensor:
     """Return the keys after rotation, projected before or after it, (b, H_kv, n, d)."""
     if rotary == "post" and basis is not None:

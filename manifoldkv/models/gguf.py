@@ -55,7 +55,7 @@ def folder_of(name: str) -> Path:
     if not path.is_file():
         raise ModelError(f"no model at {name}: there is no such file")
     if find_spec("gguf") is None:
-        raise ModelError(f"cannot read {name}: pip install manifoldkv[gguf]")
+        raise ModelError(f'cannot read {name}: pip install -c constraints.txt -e ".[gguf]"')
     folder = _cache_folder() / _digest(path) / path.stem
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

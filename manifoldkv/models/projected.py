@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Projection, Rotary
+from manifoldkv.basis import Basis, Rotary
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -33,7 +33,7 @@ from manifoldkv.models.support import (
     unwrapped,
 )
 
-Bases = Mapping[int, tuple[Projection | None, Projection | None]]
+Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 """Layer index to key basis and value basis; what is missing or None stays exact."""
 
 
@@ -43,7 +43,6 @@ def projected(
     bases: Bases,
     *,
     rotary: Rotary = "pre",
-    recent: int = 0,
     sinks: int = 0,
 ) -> Iterator[None]:
     """Let the layers of a model attend to projected keys and values inside the block.
@@ -58,8 +57,6 @@ def projected(
         Of the layers to compress. They are read at each call, so that they may be trained.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
-    recent : int
-        The newest tokens that a query sees as they are, its own among them.
     sinks : int
         The first tokens, which all queries see as they are in layers without a sliding window.
 
@@ -78,14 +75,14 @@ def projected(
         for index, layer in enumerate(decoder_layers(model)):
             if index in bases:
                 of_layer = sinks if windows[index] is None else 0
-                hook = _before_attention(layer, bases, index, rotary, recent, of_layer)
+                hook = _before_attention(layer, bases, index, rotary, of_layer)
                 handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
 def _before_attention(
-    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, recent: int, sinks: int
+    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, sinks: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     rotate = rotation_of(layer)
 
@@ -106,9 +103,9 @@ def _before_attention(
             else:
                 old_keys = rotate(_project(keys, key_basis), cos, sin)
             old_values = _project(values, value_basis)
-            if recent or sinks:
+            if sinks:
                 # Every token twice, as it is and projected; a query sees one of the two.
-                exact = _is_exact(mask.shape[-1], recent, sinks, mask.device)
+                exact = torch.arange(mask.shape[-1], device=mask.device) < sinks
                 mask = torch.cat([mask & ~exact, mask & exact], dim=-1)
                 old_keys = torch.cat([old_keys, rotated], dim=2)
                 old_values = torch.cat([old_values, values], dim=2)
@@ -127,16 +124,7 @@ def _before_attention(
     return hook
 
 
-def _is_exact(tokens: int, recent: int, sinks: int, device: torch.device) -> Tensor:
-    """Return where a query (row) sees a token (column) as it is.
-
-    It is one of the first, or comes fewer than `recent` tokens before the query.
-    """
-    slots = torch.arange(tokens, device=device)
-    return (slots.unsqueeze(1) - slots < recent) | (slots < sinks)
-
-
-def _project(x: Tensor, basis: Projection | None) -> Tensor:
+def _project(x: Tensor, basis: Basis | None) -> Tensor:
     """Return `x` projected, in its own dtype, computed in the wider one of the two."""
     if basis is None:
         return x

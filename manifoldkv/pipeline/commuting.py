@@ -37,7 +37,7 @@ from manifoldkv.objectives.linear_algebra import (
 from manifoldkv.pipeline.commuting_descent import descended
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import RIDGE
-from manifoldkv.pipeline.prepared import Prepared, check_run, read_text
+from manifoldkv.pipeline.prepared import Prepared, check_run, context_of, read_text
 from manifoldkv.pipeline.recipes import CommutingRecipe
 from manifoldkv.plan.layer import LayerPlan, detached
 from manifoldkv.plan.plan import CompressionPlan
@@ -77,15 +77,27 @@ def prepare_commuting(
     recipe: CommutingRecipe,
 ) -> PreparedCommuting:
     """Read the text and return what a run starts from; its errors are raised here."""
+    grouping, latents = check_commuting(model, config, recipe)
+    context = context_of(model, tokens, config)
+    name, ids = read_text(model, tokens, config)
+    return PreparedCommuting(config, recipe, name, ids, context, grouping, latents)
+
+
+def check_commuting(
+    model: PreTrainedModel, config: CompressionConfig, recipe: CommutingRecipe
+) -> tuple[HeadGrouping, int]:
+    """Return the head grouping of a run by a `CommutingRecipe` and the latents of a group.
+
+    All errors of `prepare_commuting` are raised here, except those of the text.
+    """
     check_run(model, config)
     check_turns_halves(model)
     for index, window in enumerate(sliding_windows(model.config)):
-        check_layout(config.quantization, index, window, recent=False)
+        check_layout(config.quantization, index, window)
     heads = model.config.get_text_config().num_key_value_heads
     grouping = HeadGrouping(recipe.grouping, heads)
-    latents = _latents(config.ratio, attention_of(decoder_layers(model)[0]).head_dim, grouping)
-    name, ids, context = read_text(model, tokens, config)
-    return PreparedCommuting(config, recipe, name, ids, context, grouping, latents)
+    head_dim = attention_of(decoder_layers(model)[0]).head_dim
+    return grouping, _latents(config.ratio, head_dim, grouping)
 
 
 def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:

@@ -56,7 +56,7 @@ def descended(
 
 
 def _descended(problem: Problem, basis: Basis, seed: int) -> Basis:
-    point = moving(basis, None, problem.activations.device)
+    point = moving(basis, problem.activations.device)
     points = [*point.parameters()]
     if not points:  # nothing is cut
         return basis
@@ -74,5 +74,4 @@ def _descended(problem: Problem, basis: Basis, seed: int) -> Basis:
         loss.backward(inputs=points)
         optimizer.step()
         schedule.step()
-    found, _ = point.stored()
-    return found
+    return point.stored()

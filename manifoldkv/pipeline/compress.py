@@ -21,10 +21,10 @@ from manifoldkv.models.support import (
     sliding_windows,
     unwrapped,
 )
-from manifoldkv.pipeline.bits import prepare_bits, solve_bits
-from manifoldkv.pipeline.commuting import prepare_commuting, solve_commuting
+from manifoldkv.pipeline.bits import check_bits, prepare_bits, solve_bits
+from manifoldkv.pipeline.commuting import check_commuting, prepare_commuting, solve_commuting
 from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.prepared import PreparedRanks, prepare_ranks
+from manifoldkv.pipeline.prepared import PreparedRanks, check_ranks, context_of, prepare_ranks
 from manifoldkv.pipeline.recipes import (
     DEFAULT_RECIPE,
     AnyRecipe,
@@ -35,7 +35,7 @@ from manifoldkv.pipeline.recipes import (
 )
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.pipeline.solve import BasisFinder, find_bases
-from manifoldkv.pipeline.stored import prepare_stored, solve_stored
+from manifoldkv.pipeline.stored import check_stored, prepare_stored, solve_stored
 from manifoldkv.pipeline.tune import tune
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -115,9 +115,7 @@ def compress(
     if isinstance(recipe, StoredRecipe):
         return solve_stored(model, prepare_stored(model, tokens, config, recipe), folder)
     if isinstance(recipe, BitRecipe):
-        to_bits = prepare_bits(model, tokens, config, recipe)
-        plan = solve_bits(model, to_bits, folder)
-        return _finished(model, plan, to_bits.tokens, config, recipe.tuning_steps, folder)
+        return solve_bits(model, prepare_bits(model, tokens, config, recipe), folder)
     if isinstance(recipe, CommutingRecipe):
         commuting = prepare_commuting(model, tokens, config, recipe)
         plan = solve_commuting(model, commuting, folder)
@@ -148,6 +146,35 @@ def compress(
         if config.quantization is None:
             return plan
         return quantize(plan, model, run.tokens, config.quantization)
+
+
+def check(model: PreTrainedModel, text: TextSource | str, config: CompressionConfig) -> None:
+    """Raise the errors that `compress` raises before it reads a text.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As in `compress`.
+    text : TextSource or str
+        Calibration data. Nothing of it is read; a name need not be that of a text source.
+    config : CompressionConfig
+        What plan to make.
+
+    Raises
+    ------
+    ManifoldKVError
+        As `compress`.
+    """
+    model, recipe = unwrapped(model), config.complete_recipe()
+    if isinstance(recipe, StoredRecipe):
+        check_stored(model, text, config, recipe)
+    elif isinstance(recipe, BitRecipe):
+        check_bits(model, text, config, recipe)
+    elif isinstance(recipe, CommutingRecipe):
+        check_commuting(model, config, recipe)
+        context_of(model, text, config)
+    else:
+        check_ranks(model, text, config, recipe)
 
 
 def _finished(
@@ -216,7 +243,7 @@ def _plan(
         LayerPlan(of_layer.keys[key], of_layer.values[value], window)
         for of_layer, (key, value), window in zip(bases, ranks, run.budget.windows, strict=True)
     ]
-    return run.plan(model, layers, recent=run.budget.recent)
+    return run.plan(model, layers)
 
 
 def ratio_from_bytes(

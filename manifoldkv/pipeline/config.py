@@ -54,8 +54,8 @@ class CompressionConfig:
     UnknownNameError
         If a recipe or a rank rule does not exist.
     RankError, PlanError
-        If a rank rule is given to a recipe other than a `Recipe`, or a quantisation to a
-        `BitRecipe` or a `StoredRecipe`.
+        If a rank rule is given to a recipe other than a `Recipe`, or a quantisation or keys after
+        rotation to a `BitRecipe` or a `StoredRecipe`.
     """
 
     ratio: float = 0.5
@@ -85,6 +85,11 @@ class CompressionConfig:
                 raise PlanError(
                     "the recipe rounds every latent by itself: leave the quantisation out, or take "
                     "another recipe (low-rank)"
+                )
+            if self.rotary == "post":
+                raise PlanError(
+                    "the recipe stores keys before rotation: leave rotary out, or take another "
+                    "recipe (low-rank)"
                 )
             return recipe
         if isinstance(recipe, CommutingRecipe) and self.ranks is not None:

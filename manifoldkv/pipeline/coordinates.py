@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +43,7 @@ class Coordinates:
     down, up : Tensor
         (D, D), float64: latents are ``(x - mean - given @ prediction) @ down``, by falling
         variance.
-    mean : Tensor or None
+    mean : Tensor
         (D,), float64.
     prediction : Tensor or None
         (inputs, D), float64.
@@ -54,7 +53,7 @@ class Coordinates:
 
     down: Tensor
     up: Tensor
-    mean: Tensor | None
+    mean: Tensor
     prediction: Tensor | None
     latents: Tensor
 
@@ -66,7 +65,7 @@ class Coordinates:
         """
         return self.latents.any(dim=0)
 
-    def costs(self, widths: tuple[int, ...], *, norms: bool) -> NDArray[np.float64]:
+    def costs(self, widths: tuple[int, ...]) -> NDArray[np.float64]:
         """Return the nats that a token's errors cost by pack and width, (packs, widths).
 
         Latents without variance cost nothing at any width, so that they get no bits.
@@ -75,32 +74,11 @@ class Coordinates:
         ----------
         widths : tuple of int
             Bits that a latent may have.
-        norms : bool
-            Whether latents are divided by the norm of their token.
         """
         varying = self.varying
-        norm = _norms(self.latents[:, varying]) if norms else None
-        fitted = fit_quantizers(self.latents, widths, norm)
+        fitted = fit_quantizers(self.latents, widths, _norms(self.latents[:, varying]))
         costs = coherent_costs(fitted.distortion) / 2 * varying.unsqueeze(1)
         return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
-
-
-def costs_of(
-    groups: Sequence[Coordinates], widths: tuple[int, ...], *, norms: bool
-) -> NDArray[np.float64]:
-    """Return what `Coordinates.costs` are of all head groups together: they have the same bits."""
-    costs = groups[0].costs(widths, norms=norms)
-    for other in groups[1:]:
-        costs = costs + other.costs(widths, norms=norms)
-    return costs
-
-
-def moments_of(moments: SiteMoments, features: slice) -> SiteMoments:
-    """Return the moments of some neighbouring features."""
-    covariance, fisher = (
-        matrix[features, features] for matrix in (moments.covariance, moments.fisher)
-    )
-    return SiteMoments(moments.mean[features], covariance, fisher, moments.tokens)
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -113,7 +91,6 @@ def find_coordinates(
     x: Tensor,
     given: Tensor | None = None,
     *,
-    centred: bool = True,
     samples: int = SAMPLES,
     folds: int = 1,
 ) -> Coordinates:
@@ -127,15 +104,13 @@ def find_coordinates(
         Keys or values, the heads side by side, (tokens, D).
     given : Tensor, optional
         What the same tokens are predicted from, (tokens, inputs); nothing if omitted.
-    centred : bool
-        Whether a mean is taken away; it is where there is a prediction.
     samples : int
         Tokens of which latents are returned, at most.
     folds : int
         Into how many parts the tokens are cut of which each is predicted by a regression on the
         others: what is left on other text is then not underestimated. 1 is one regression on all.
     """
-    prediction, mean = None, moments.mean if centred else None
+    prediction, mean = None, moments.mean
     keys_or_values = x
     if given is not None:
         fit = _Regression.of(x, given, folds)
@@ -143,50 +118,16 @@ def find_coordinates(
         x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
         second = (x.mT @ x).double() / len(x)
     else:
-        second = moments.covariance if centred else moments.second
+        second = moments.covariance
     root, inverse = _square_roots(moments.fisher)
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     down = root @ directions
     size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
     left = sampled(x, samples).double()
-    if given is None and mean is not None:
+    if given is None:
         left = left - mean
     latents = without_noise(left @ down, size)
     return Coordinates(down, inverse @ directions, mean, prediction, latents)
-
-
-def weighted_coordinates(
-    down: Tensor,
-    up: Tensor,
-    moments: SiteMoments,
-    x: Tensor,
-    *,
-    centred: bool = True,
-    samples: int = SAMPLES,
-) -> Coordinates:
-    """Return the coordinates of a basis of full rank, each scaled to what its errors cost.
-
-    Parameters
-    ----------
-    down, up : Tensor
-        (D, D), one the inverse of the other's transpose.
-    moments, x, centred, samples
-        As in `find_coordinates`.
-    """
-    down, up = down.double(), up.double()
-    root, _ = _square_roots(moments.fisher)
-    weights = (root @ up).square().sum(dim=0).sqrt()
-    mean = moments.mean if centred else None
-    left = sampled(x, samples).double()
-    if mean is not None:
-        left = left - mean
-    second = moments.covariance if centred else moments.second
-    variance = ((down.mT @ second) * down.mT).sum(dim=1) * weights.square()
-    order = variance.argsort(descending=True)
-    down = (down * weights)[:, order]
-    size = float(_deviations(sampled(x, samples).double() @ down).max())
-    latents = without_noise(left @ down, size)
-    return Coordinates(down, (up / weights)[:, order], mean, None, latents)
 
 
 def without_noise(latents: Tensor, size: float) -> Tensor:
@@ -212,65 +153,48 @@ def sampled(x: Tensor, samples: int) -> Tensor:
 
 
 def coded(
-    groups: Sequence[Coordinates],
-    bits: NDArray[np.int64],
-    widths: tuple[int, ...],
-    grouping: HeadGrouping,
-    *,
-    norms: bool,
+    site: Coordinates, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
 ) -> tuple[Basis, Coding]:
-    """Return basis and coding of the latents of all head groups that have bits, widest first.
+    """Return basis and coding of the latents that have bits, widest first.
 
-    `bits` are those of the latents of each pack, (packs,), the same ones in every group.
+    Parameters
+    ----------
+    site : Coordinates
+        Of keys or values.
+    bits : ndarray
+        Of the latents of each pack, (packs,).
+    widths : tuple of int
+        Bits that a latent may have.
+    grouping : HeadGrouping
+        Of all heads together.
     """
-    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths))
-    of_latents = of_latents * torch.stack([group.varying for group in groups]).any(dim=0)
+    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths)) * site.varying
     order = of_latents.argsort(descending=True, stable=True)
     stored = int((of_latents > 0).sum())
     # Every head has as many latents: some of 0 bits may be among them.
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
     chosen = of_latents[columns].to(torch.uint8)
-    codes = [_quantizers(group.latents[:, columns], chosen, norms=norms) for group in groups]
-    down, up = (
-        detached(torch.stack([x[:, columns] for x in of_groups]).float())
-        for of_groups in ([g.down for g in groups], [g.up for g in groups])
-    )
-    coding = Coding(
-        chosen,
-        torch.stack([step for step, _, _ in codes]),
-        _stacked([group.mean for group in groups]),
-        _stacked([deviation for _, _, deviation in codes]),
-        torch.stack([gain for _, gain, _ in codes]),
-        None if groups[0].prediction is None else detached(groups[0].prediction.float()),
-    )
+    step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
+    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
+    prediction = None if site.prediction is None else detached(site.prediction.float())
+    coding = Coding(chosen, step, detached(site.mean.float()), deviation, gain, prediction)
     return Basis(down, up, grouping), coding
 
 
-def _quantizers(
-    latents: Tensor, bits: Tensor, *, norms: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return steps, gains and deviations of latents (tokens, features), float32."""
+def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return steps, deviations and gains of latents (tokens, features), float32."""
     stored = int((bits > 0).sum())
     columns = latents.shape[1]
     latents = latents[:, :stored]
-    norm = _norms(latents) if norms and stored else torch.ones(1, 1, dtype=torch.float64)
-    steps, gains = (torch.ones(columns, dtype=torch.float64) for _ in range(2))
+    norm = _norms(latents)
+    steps, gains, deviations = (torch.ones(columns, dtype=torch.float64) for _ in range(3))
     for width in set(bits[:stored].tolist()):
         own = bits == width
         x = latents[:, own[:stored]]
         steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
         gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
-    if not norms:
-        return steps.float(), gains.float(), None
-    deviation = torch.ones(columns, dtype=torch.float64)
-    deviation[:stored] = floored(_deviations(latents))
-    return steps.float(), gains.float(), deviation.float()
-
-
-def _stacked(of_groups: Sequence[Tensor | None]) -> Tensor | None:
-    """Return what head groups have, (groups, features), float32; None if they have nothing."""
-    found = [x.float() for x in of_groups if x is not None]
-    return torch.stack(found) if found else None
+    deviations[:stored] = floored(_deviations(latents))
+    return steps.float(), deviations.float(), gains.float()
 
 
 @dataclass(frozen=True)

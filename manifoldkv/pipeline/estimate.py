@@ -139,14 +139,12 @@ def _estimate_of_fisher(
     latents = torch.randn(SAMPLES, activations.kv_heads * activations.head_dim)
     if isinstance(run, PreparedBits):
         fitting, _ = _timed(partial(fit_quantizers, latents, run.recipe.widths))
-        tuning_steps = run.recipe.tuning_steps
     else:
         once, _ = _timed(partial(entropy_coding, latents))
         fitting = STEPS_TRIED * once
-        tuning_steps = 0
     given_back = 0
-    if run.below is not None:
-        given_back = 2 * (run.below + 1) * latents.shape[1] * latents.itemsize
+    if run.recipe.below is not None:
+        given_back = 2 * (run.recipe.below + 1) * latents.shape[1] * latents.itemsize
     stock = _stock_bytes(model, activations)
     inputs = activations.inputs.shape[-1] * activations.inputs.itemsize
     return Estimate(
@@ -154,7 +152,7 @@ def _estimate_of_fisher(
             "capture": run.rounds * (forward + layers * rehearsed.per_layer),
             "bases": FORWARDS_OF_FISHER * len(run.tokens) * forward,
             "ranks": run.rounds * 2 * layers * fitting,
-            "tuning": _tuning(tuning_steps, forward),
+            "tuning": 0.0,
         },
         weight_bytes=_weight_bytes(model),
         activation_bytes=run.tokens.numel() * ((layers + 2) * inputs + given_back),

@@ -15,7 +15,7 @@ from manifoldkv.layers.capture import capture
 from manifoldkv.pipeline.coordinates import by_token
 from manifoldkv.pipeline.prepared import PreparedCodes
 from manifoldkv.plan.below import Below
-from manifoldkv.plan.coded import CodedBasis
+from manifoldkv.plan.coded import reconstructed
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.plan import CompressionPlan
@@ -40,13 +40,13 @@ def with_predicted_loss(
     LOG.info("predicting the loss on %d held-out sequences", len(tokens))
     moments = run.moments(model, tokens, None)
     nats = 0.0
-    below = Below(run.below)  # of tensors (tokens, D)
+    below = Below(run.recipe.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, tokens), len(plan.layers)):
         index = activations.layer
         if not plan.layers_below(index):
             below.forget()
         layer, of_layer = plan.layers[index], moments[index]
-        keys, values = run.keys(model, activations), activations.values_of()
+        keys, values = activations.keys_in("pre"), activations.values_of()
         both = (
             (layer.key, layer.key_coding, keys, of_layer.key),
             (
@@ -77,9 +77,7 @@ def _reconstructed(
     if coding.prediction is not None:
         inputs = torch.cat([*below], dim=1)[:, : len(coding.prediction)]
     if isinstance(coding, Coding):
-        heads = basis.grouping.merge(x[None, None])  # (1, H_kv, tokens, d)
-        given = None if inputs is None else inputs[None, None]
-        return basis.grouping.split(CodedBasis(basis, coding).project(heads, given))[0, 0]
+        return reconstructed(basis, coding, x, inputs)
     expected = coding.mean
     if inputs is not None and coding.prediction is not None:
         expected = expected + inputs @ coding.prediction

@@ -1,4 +1,4 @@
-"""Bases and codings of a plan as parameters that an optimiser moves, each on its manifold."""
+"""Bases of a plan as trainable points of manifolds."""
 
 from __future__ import annotations
 
@@ -11,63 +11,40 @@ from torch import Tensor, nn
 
 from manifoldkv.basis import Basis
 from manifoldkv.commuting import commuting_basis, complex_columns
-from manifoldkv.plan.coded import CodedBasis
-from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.layer import detached
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.solvers.complex_stiefel import ComplexGrassmann
 
-Moved = tuple[Basis, Coding | None]
-"""A basis as a plan stores it, with its coding."""
-
 
 class MovingBases:
-    """The bases of a plan; those of full rank whose latents have no coding do not move."""
+    """The bases of a plan; those of full rank do not move."""
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
-            (
-                moving(layer.key, layer.codings.get("key"), device),
-                moving(layer.value, layer.codings.get("value"), device),
-            )
-            for layer in plan.layers
+            (moving(layer.key, device), moving(layer.value, device)) for layer in plan.layers
         ]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all that moves."""
         return [p for layer in self._layers for site in layer for p in site.parameters()]
 
-    def now(self) -> dict[int, tuple[Basis | CodedBasis | None, Basis | CodedBasis | None]]:
+    def now(self) -> dict[int, tuple[Basis | None, Basis | None]]:
         """Return what projects keys and values of every layer, None where nothing does."""
         return {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
 
     @torch.no_grad()
     def plan(self, start: CompressionPlan) -> CompressionPlan:
         """Return the plan with these bases."""
-        layers = []
-        for layer, (key, value) in zip(start.layers, self._layers, strict=True):
-            (key_basis, key_coding), (value_basis, value_coding) = key.stored(), value.stored()
-            layers.append(
-                replace(
-                    layer,
-                    key=key_basis,
-                    value=value_basis,
-                    key_coding=key_coding,
-                    value_coding=value_coding,
-                )
-            )
+        layers = [
+            replace(layer, key=key.stored(), value=value.stored())
+            for layer, (key, value) in zip(start.layers, self._layers, strict=True)
+        ]
         return replace(start, layers=tuple(layers))
 
 
-def moving(
-    basis: Basis, coding: Coding | None, device: torch.device
-) -> _MovingBasis | _MovingCoordinates | _MovingCommutingBasis:
-    """Return a basis, with its coding if it has one, as points that move on their manifolds."""
-    if coding is None and basis.commuting:
-        return _MovingCommutingBasis(basis, device)
-    if coding is None:
-        return _MovingBasis(basis, device)
-    return _MovingCoordinates(basis, coding, device)
+def moving(basis: Basis, device: torch.device) -> _MovingBasis | _MovingCommutingBasis:
+    """Return a basis as trainable points of its manifolds."""
+    return _MovingCommutingBasis(basis, device) if basis.commuting else _MovingBasis(basis, device)
 
 
 class _MovingBasis(nn.Module):
@@ -94,15 +71,15 @@ class _MovingBasis(nn.Module):
             return Basis(self._down, self._down, self._start.grouping)
         return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
 
-    def stored(self) -> Moved:
-        """Return the basis as a plan stores it, without a coding."""
+    def stored(self) -> Basis:
+        """Return the basis as a plan stores it."""
         if not self._moves:
-            return self._start, None
+            return self._start
         down = detached(_span(self._down.double()))
         up = down
         if not self._start.orthonormal:
             up = detached(_dual(detached(self._up.double()), down))
-        return Basis(down, up, self._start.grouping).like(self._start.down), None
+        return Basis(down, up, self._start.grouping).like(self._start.down)
 
 
 class _MovingCommutingBasis(nn.Module):
@@ -137,14 +114,14 @@ class _MovingCommutingBasis(nn.Module):
             return None
         return self._basis(self._points)
 
-    def stored(self) -> Moved:
-        """Return the basis as a plan stores it, without a coding."""
+    def stored(self) -> Basis:
+        """Return the basis as a plan stores it."""
         if not self._places:
-            return self._start, None
+            return self._start
         spans = [[_span(x.detach().to(torch.complex128)) for x in xs] for xs in self._points]
         found = self._basis(spans).like(self._start.down)
         down = detached(found.down)
-        return replace(found, down=down, up=down if found.orthonormal else detached(found.up)), None
+        return replace(found, down=down, up=down if found.orthonormal else detached(found.up))
 
     def _basis(self, spans: Sequence[Sequence[Tensor]]) -> Basis:
         """Return the real basis with columns of these spans in the place of those that move."""
@@ -173,69 +150,6 @@ def _places_of_moving(basis: Basis, device: torch.device) -> list[Tensor]:
         if len(at) < basis.grouping.width:
             by_rank.setdefault(len(at), []).append(at)
     return [torch.tensor(at, device=device) for _, at in sorted(by_rank.items())]
-
-
-class _MovingCoordinates(nn.Module):
-    """A basis whose latents are coded: the coordinates turn, and steps, gains and means move.
-
-    In the metric M² with which errors are read, ``M⁻¹ down`` = ``M up`` is orthonormal: a point of
-    a Stiefel manifold, or of the orthogonal group where nothing is cut. `down` and `up` are that
-    point V, as ``M V`` and ``M⁻¹ V``, and stay biorthonormal. Bits and the deviations that norms
-    are taken with stay what they are.
-    """
-
-    def __init__(self, basis: Basis, coding: Coding, device: torch.device) -> None:
-        super().__init__()
-        self._start, self._coding = basis, coding
-        metric, inverse = _metric(basis)
-        turned = (inverse @ basis.down.double()).float()
-        self._point = geoopt.ManifoldParameter(
-            turned.to(device), manifold=geoopt.Stiefel(canonical=True)
-        )
-        self._metric, self._inverse = (x.float().to(device) for x in (metric, inverse))
-        step = coding.step.to(device)
-        self._log_step = nn.Parameter(step.log())
-        self._gain = nn.Parameter(
-            torch.ones_like(step) if coding.gain is None else coding.gain.clone().to(device)
-        )
-        if coding.mean is not None:
-            self._shift = nn.Parameter(torch.zeros_like(coding.mean).to(device))
-
-    def forward(self) -> CodedBasis:
-        down, up = self._metric @ self._point, self._inverse @ self._point
-        return CodedBasis(Basis(down, up, self._start.grouping), self._moved_coding())
-
-    def stored(self) -> Moved:
-        """Return basis and coding as a plan stores them."""
-        point = _span(self._point.double()).cpu()
-        metric, inverse = _metric(self._start)
-        down, up = detached(metric @ point), detached(inverse @ point)
-        moved = self._moved_coding()
-        tensors = {name: detached(tensor) for name, tensor in moved.tensors().items()}
-        return Basis(down, up, self._start.grouping).like(self._start.down), Coding(**tensors)
-
-    def _moved_coding(self) -> Coding:
-        start = self._coding
-        mean = start.mean
-        if mean is not None:
-            shift = (self._inverse @ self._shift.unsqueeze(-1)).squeeze(-1)  # (G, w·d)
-            mean = mean.to(shift) + shift
-        return Coding(start.bits, self._log_step.exp(), mean, start.deviation, self._gain)
-
-
-def _metric(basis: Basis) -> tuple[Tensor, Tensor]:
-    """Return a matrix M with ``M² up = down``, positive definite, and its inverse, in float64.
-
-    Directions that are cut have no weight in a basis: they get the geometric mean of the others'.
-    """
-    down, up = basis.down.double(), basis.up.double()
-    square = down @ down.mT
-    weights = torch.linalg.svdvals(down).square()  # (groups, w·r)
-    columns = torch.linalg.qr(up, mode="complete").Q[..., up.shape[-1] :]
-    middle = weights.log().mean(dim=-1).exp().view(-1, 1, 1)
-    values, vectors = torch.linalg.eigh(square + middle * (columns @ columns.mT))
-    root = values.sqrt().unsqueeze(-2)
-    return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
 
 def _dual(span: Tensor, down: Tensor) -> Tensor:

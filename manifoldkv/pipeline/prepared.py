@@ -12,9 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary, check_rotary
-from manifoldkv.cache.rotation import rotary_embedding_of
 from manifoldkv.errors import RankError
-from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
@@ -25,7 +23,6 @@ from manifoldkv.models.support import (
 from manifoldkv.models.weights import check_finite
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.recipes import AnyRecipe, BitRecipe, Recipe, StoredRecipe
-from manifoldkv.pipeline.rotated import rotated_keys, rotated_moments
 from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
@@ -38,7 +35,7 @@ from manifoldkv.ranks.fisher import LayerMoments, fisher_moments
 from manifoldkv.runs.source import versions
 from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens, positions
+from manifoldkv.text.tokens import calibration_length, calibration_tokens
 
 HELD_OUT = 8
 """One of so many sequences is held out, to predict the loss on."""
@@ -79,7 +76,6 @@ class Prepared:
         layers: Sequence[LayerPlan],
         *,
         rotary: Rotary | None = None,
-        recent: int = 0,
         sinks: int = 0,
         predicted_nats: float | None = None,
     ) -> CompressionPlan:
@@ -93,7 +89,7 @@ class Prepared:
             All of the model's.
         rotary : {"pre", "post"}, optional
             Whether keys are stored before rotation; as the run has it if omitted.
-        recent, sinks, predicted_nats
+        sinks, predicted_nats
             As in `CompressionPlan` and `Provenance`.
         """
         provenance = Provenance(
@@ -115,7 +111,6 @@ class Prepared:
             config_hash(model.config),
             fingerprint(model),
             provenance,
-            recent=recent,
             sinks=sinks,
         )
 
@@ -142,14 +137,6 @@ class PreparedCodes(Prepared):
     """A run by a recipe that codes what a prediction leaves."""
 
     recipe: BitRecipe | StoredRecipe
-
-    @property
-    def below(self) -> int | None:
-        """Return from how many layers below keys and values are predicted; None if from nothing.
-
-        Rotated keys predict nothing: they turn with their positions.
-        """
-        return self.recipe.below if self.config.rotary == "pre" else None
 
     @property
     def prompt(self) -> int | None:
@@ -200,12 +187,12 @@ class PreparedCodes(Prepared):
     @property
     def rounds(self) -> int:
         """Return how often the activations of all layers are run through."""
-        return 1 if self.below is None else ROUNDS
+        return 1 if self.recipe.below is None else ROUNDS
 
     def moments(
         self, model: PreTrainedModel, tokens: Tensor, folder: str | Path | None
     ) -> list[LayerMoments]:
-        """Return the moments of all layers, keys rotated by all positions if they are stored so.
+        """Return the Fisher moments of all layers, of keys before rotation.
 
         Parameters
         ----------
@@ -221,7 +208,7 @@ class PreparedCodes(Prepared):
         OutputError, DivergenceError
             As `fisher_moments`.
         """
-        moments = fisher_moments(
+        return fisher_moments(
             model,
             tokens,
             seed=self.config.seed,
@@ -229,21 +216,6 @@ class PreparedCodes(Prepared):
             prompt=self.prompt,
             folder=folder,
         )
-        if self.config.rotary == "pre":
-            return moments
-        return rotated_moments(model, moments, torch.arange(positions(model)))
-
-    def keys(self, model: PreTrainedModel, activations: LayerActivations) -> Tensor:
-        """Return the keys of a layer that codes are fitted to, (S, H_kv, n, d).
-
-        They are stored before rotation, or else stand at random among all positions.
-        """
-        if self.config.rotary == "pre":
-            return activations.keys_in("pre")
-        drawn = torch.Generator().manual_seed(self.config.seed)
-        shape = (activations.sequences, activations.length)
-        anywhere = torch.randint(positions(model), shape, generator=drawn)
-        return rotated_keys(model, activations, anywhere)
 
 
 def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
@@ -258,19 +230,43 @@ def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     check_finite(model)
 
 
-def check_codes(model: PreTrainedModel, config: CompressionConfig) -> None:
-    """Refuse what no recipe that gives bits can do, before the text is read."""
-    check_run(model, config)
-    if config.rotary == "post":
-        rotary_embedding_of(model.get_decoder())  # has the angles of other positions
+def context_of(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+) -> int:
+    """Return the tokens that the ratio holds for, and refuse sequences too long for the model.
+
+    No text is read.
+    """
+    length = calibration_length(model, tokens, config.length)
+    return length if config.context is None else config.context
 
 
 def read_text(
     model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
-) -> tuple[str, Tensor, int]:
-    """Return the name of the calibration text, its token ids and the context of the ratio."""
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
-    return name, ids, ids.shape[1] if config.context is None else config.context
+) -> tuple[str, Tensor]:
+    """Return the name of the calibration text and its token ids."""
+    return calibration_tokens(model, tokens, config.sequences, config.length)
+
+
+def check_ranks(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: Recipe,
+) -> tuple[Budget, list[CandidateRanks]]:
+    """Return the budget of a run by a `Recipe` and the ranks to find bases at.
+
+    No text is read. All errors of `prepare_ranks` are raised here, except those of the text.
+    """
+    check_run(model, config)
+    windows = sliding_windows(model.config)
+    for index, window in enumerate(windows):
+        check_layout(config.quantization, index, window)
+    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    context = context_of(model, tokens, config)
+    budget = Budget(config.ratio, head_dim, windows, context)
+    return budget, recipe.ranks.candidate_ranks(budget)
 
 
 def prepare_ranks(
@@ -283,13 +279,6 @@ def prepare_ranks(
 
     Nothing here takes long. The recipe is the complete one of the run.
     """
-    check_run(model, config)
-    windows = sliding_windows(model.config)
-    for index, window in enumerate(windows):
-        check_layout(config.quantization, index, window, recent=recipe.recent_share > 0)
-    BasisFinder(recipe, config.rotary, config.seed)  # do objective and solver go together?
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    text, ids, context = read_text(model, tokens, config)
-    budget = Budget(config.ratio, head_dim, windows, context, recipe.recent_share)
-    candidates = recipe.ranks.candidate_ranks(budget)
-    return PreparedRanks(config, recipe, text, ids, context, budget, candidates)
+    budget, candidates = check_ranks(model, tokens, config, recipe)
+    text, ids = read_text(model, tokens, config)
+    return PreparedRanks(config, recipe, text, ids, budget.context, budget, candidates)

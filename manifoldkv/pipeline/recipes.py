@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from manifoldkv.basis import Site, parse_grouping
-from manifoldkv.errors import RankError, UnknownNameError, UnsolvableError
+from manifoldkv.errors import RankError, UnknownNameError
 from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
 from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform
 from manifoldkv.ranks.bits import WIDTHS, checked_widths
@@ -30,9 +30,6 @@ class Recipe:
         Which heads share a basis.
     ranks : RankRule
         How the ranks of all layers are chosen.
-    recent_share : float
-        Share of the cached bytes that is spent on the newest tokens, which stay exact, at the
-        context length of the budget. In [0, 1).
     tuning_steps : int
         Of `tune`, at the end; 0 leaves bases as the solver found them.
 
@@ -41,7 +38,7 @@ class Recipe:
     UnknownNameError
         If a name is not registered.
     RankError
-        If the share of the newest tokens is not in [0, 1), or a grouping is none.
+        If a grouping does not exist.
     """
 
     objective: Objective
@@ -49,7 +46,6 @@ class Recipe:
     key_grouping: str | int = "shared"
     value_grouping: str | int = 1
     ranks: RankRule = field(default_factory=Uniform)
-    recent_share: float = 0.0
     tuning_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -57,11 +53,6 @@ class Recipe:
             object.__setattr__(self, name, registry.resolve(getattr(self, name)))
         for name in ("key_grouping", "value_grouping"):
             object.__setattr__(self, name, parse_grouping(getattr(self, name)))
-        if not 0 <= self.recent_share < 1:
-            raise RankError(
-                f"the newest tokens can take a share in [0, 1) of the cache, not "
-                f"{self.recent_share:g}"
-            )
 
     def grouping(self, site: Site) -> str | int:
         """Return which heads share a basis at a site."""
@@ -97,9 +88,6 @@ class BitRecipe:
     on the bits below and these on what is left, so that both are found three times, first as if
     everything was given back exactly.
 
-    Keys that are stored after rotation have the C and F of all positions that the model reads
-    (`rotated_moments`), so that coordinates commute with all frequencies that turn round there.
-
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
     text the divergence was 1.2 to 1.6 times the prediction from 16 × 512 tokens, and 2.7 to 5.2
@@ -110,93 +98,36 @@ class BitRecipe:
     ----------
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
-    norms : bool
-        Whether a token's latents are divided by its norm, of two bytes for each layer and site.
     sinks : int
         The first tokens, which stay as they are.
     below : int or None
-        From how many layers below keys and values are predicted; with 0 only values are, from the
-        keys of their own layer, and with None nothing is. Keys that are stored after rotation
-        neither predict nor are predicted.
-    key_grouping, value_grouping : str or int
-        Which heads have latents together, ``"all"`` or a number; predictions take all. Smaller
-        groups lose more and decode faster: a key is up-projected from fewer latents.
-    objective : Objective or None
-        In the place of Fisher's coordinates those of the closed form of an objective at full rank,
-        where nothing is predicted; what errors in them cost is still Fisher's.
-    tuning_steps : int
-        Of `tune`, at the end, where nothing is predicted; 0 leaves coordinates in closed form.
+        How many layers below predict keys and values; with 0 only values are predicted, from the
+        keys of their own layer, and with None nothing is.
 
     Raises
     ------
     RankError
-        If the widths do not increase from 0 to at most 8 bits, there are no such first tokens or
-        layers below, a grouping is none or one that shares a basis, or predictions would have to be
-        tuned or be those of several groups or of other coordinates.
-    UnknownNameError
-        If there is no objective of a name.
-    UnsolvableError
-        If the objective has no closed form.
+        If the widths do not increase from 0 to at most 8 bits, or `sinks` or `below` is negative.
     """
 
     widths: tuple[int, ...] = WIDTHS
-    norms: bool = True
     sinks: int = 4
     below: int | None = 2
-    key_grouping: str | int = "all"
-    value_grouping: str | int = "all"
-    objective: Objective | None = None
-    tuning_steps: int = 0
 
     def __post_init__(self) -> None:
         checked_widths(self.widths)
-        self._check_coordinates()
-        if self.sinks < 0:
-            raise RankError(f"{self.sinks} first tokens cannot stay as they are")
-        if self.below is not None and self.below < 0:
-            raise RankError(f"nothing is predicted from {self.below} layers below")
-        if self.below is not None and self.tuning_steps:
-            raise RankError("predictions cannot be tuned: take recipe bits, or set below=None")
-
-    def _check_coordinates(self) -> None:
-        for site in get_args(Site):
-            grouping = parse_grouping(self.grouping(site))
-            object.__setattr__(self, f"{site}_grouping", grouping)
-            if grouping == "shared":
-                raise RankError("latents are those of heads side by side: group all, or a number")
-            if self.below is not None and grouping != "all":
-                raise RankError(
-                    f"predictions take all heads together: take recipe bits, or set below=None, "
-                    f"for groups of {grouping}"
-                )
-        if self.objective is None:
-            return
-        object.__setattr__(self, "objective", OBJECTIVES.resolve(self.objective))
-        if self.below is not None:
-            raise RankError("what predictions leave has Fisher's coordinates: set below=None")
-        for site in get_args(Site):
-            accepted, reason = self.objective.has_closed_form(site, self.grouping(site))
-            if not accepted:
-                raise UnsolvableError(reason)
-
-    def grouping(self, site: Site) -> str | int:
-        """Return which heads have latents together at a site."""
-        return self.key_grouping if site == "key" else self.value_grouping
+        _check_coded(self)
 
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
-        objective = {"name": "fisher"}
         return {
-            "objective": objective
-            if self.objective is None
-            else OBJECTIVES.describe(self.objective),
+            "objective": {"name": "fisher"},
             "solver": {"name": "closed-form"},
-            "key_grouping": self.key_grouping,
-            "value_grouping": self.value_grouping,
-            "ranks": {"name": "bits", "widths": list(self.widths), "norms": self.norms},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "ranks": {"name": "bits", "widths": list(self.widths)},
             "sinks": self.sinks,
             "below": self.below,
-            "tuning_steps": self.tuning_steps,
         }
 
 
@@ -295,10 +226,7 @@ class StoredRecipe:
     below: int | None = 2
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise RankError(f"{self.sinks} first tokens cannot stay as they are")
-        if self.below is not None and self.below < 0:
-            raise RankError(f"nothing is predicted from {self.below} layers below")
+        _check_coded(self)
 
     def describe(self) -> dict[str, Any]:
         """Return all fields and what they stand for, as `Recipe.describe` does."""
@@ -311,6 +239,13 @@ class StoredRecipe:
             "sinks": self.sinks,
             "below": self.below,
         }
+
+
+def _check_coded(recipe: BitRecipe | StoredRecipe) -> None:
+    for name in ("sinks", "below"):
+        value = getattr(recipe, name)
+        if value is not None and value < 0:
+            raise RankError(f"{name} must be >= 0, got {value}")
 
 
 AnyRecipe = Recipe | BitRecipe | CommutingRecipe | StoredRecipe

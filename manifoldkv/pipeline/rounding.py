@@ -57,7 +57,7 @@ def quantize(
         layer, the default has the lowest added NLL at 4 bits of the static layout, on both
         reference models with bases of EigenAttention and of the paper's objective, and at 3 bits on
         three of these four; at 2 bits none is best throughout, and at 8 bits and in KIVI's layout
-        the differences are small (``studies/compare_quantization.py``). It is no law: on the
+        the differences are small (``docs/not-worth-it.md``). It is no law: on the
         paper's plan of sequential ranks for reference-llama ``"none"`` has the lowest perplexity
         (``figures/quantization_llama.png``).
 
@@ -75,7 +75,7 @@ def quantize(
     if rotation not in ROTATIONS:
         raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     for index, layer in enumerate(plan.layers):
-        check_layout(quantization, index, layer.window, recent=plan.recent > 0)
+        check_layout(quantization, index, layer.window)
     _, tokens = calibration_tokens(model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:

@@ -21,7 +21,7 @@ from manifoldkv.models.support import (
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.coordinates import Coordinates, by_token, find_coordinates, sampled
 from manifoldkv.pipeline.held_out import with_predicted_loss
-from manifoldkv.pipeline.prepared import PreparedCodes, check_codes, read_text
+from manifoldkv.pipeline.prepared import PreparedCodes, check_run, context_of, read_text
 from manifoldkv.pipeline.recipes import StoredRecipe
 from manifoldkv.pipeline.symbols import entropy_coding, find_step
 from manifoldkv.plan.below import Below
@@ -69,7 +69,25 @@ def prepare_stored(
     recipe: StoredRecipe,
 ) -> PreparedStored:
     """Read the text and return what a run starts from; its errors are raised here."""
-    check_codes(model, config)
+    context, bits = check_stored(model, tokens, config, recipe)
+    name, ids = read_text(model, tokens, config)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
+    return run
+
+
+def check_stored(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: StoredRecipe,
+) -> tuple[int, float]:
+    """Return the context of a run by a `StoredRecipe` and the bits of a token's symbols.
+
+    No text is read. All errors of `prepare_stored` are raised here, except those of the text.
+    """
+    check_run(model, config)
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
             raise PlanError(
@@ -78,11 +96,8 @@ def prepare_stored(
             )
     kv_heads = model.config.get_text_config().num_key_value_heads
     features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    name, ids, context = read_text(model, tokens, config)
-    bits = _symbol_bits(model, config.ratio, context, features, recipe.sinks)
-    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
-    run.warn_if_short(features)
-    return run
+    context = context_of(model, tokens, config)
+    return context, _symbol_bits(model, config.ratio, context, features, recipe.sinks)
 
 
 def _symbol_bits(
@@ -149,15 +164,15 @@ def _sites(
     from these themselves.
     """
     sites: list[Coordinates] = []
-    below = Below(run.below)  # of tensors (tokens, D)
+    below = Below(run.recipe.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, run.fitted), len(moments)):
         of_layer = moments[activations.layer]
-        keys, values = run.keys(model, activations), activations.values_of()
+        keys, values = activations.keys_in("pre"), activations.values_of()
         for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
             x = by_token(x[:, :, run.first :])  # (S·n, D)
             inputs = torch.cat(below.given, dim=1) if below.given else None
             site = find_coordinates(site_moments, x, inputs, samples=len(x), folds=FOLDS)
-            if run.below is not None and step is not None:
+            if run.recipe.below is not None and step is not None:
                 x = _given_back(site, step, x)
             below.add(x)
             latents = sampled(site.latents, SAMPLES).float()  # held of all sites at once

@@ -36,13 +36,7 @@ BETAS = (0.9, 0.95)
 STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
 RATE = 0.1
-"""Learning rate of bases."""
-CODED_RATE = 0.003
-"""Learning rate of coordinates whose latents are coded: a turn also carries large variances into
-coordinates of few bits."""
-SCALE_RATE = 0.1
-"""Learning rate of steps, gains and means relative to that of their coordinates; they move one by
-one."""
+"""Learning rate."""
 
 
 def tune(
@@ -51,7 +45,7 @@ def tune(
     tokens: Tensor | TextSource | str,
     *,
     steps: int = 200,
-    learning_rate: float | None = None,
+    learning_rate: float = RATE,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
@@ -61,14 +55,7 @@ def tune(
     A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
     as the two subspaces that make its projector, each a point of one; one that commutes with the
     rotation of keys as such subspaces of ℂ^g for every frequency, so that it commutes still.
-    Coordinates whose latents are coded in bits (`BitRecipe`) turn in the metric they were made in,
-    and steps, gains and means move too; rounding passes a gradient straight through. Ranks, bits,
-    grouping and bytes stay what they are. The weights of the model get no gradient.
-
-    Measure coded latents before and after: at an eighth of the cache the divergence of a model of
-    five million parameters fell from 0.048 to 0.044 nats (0.040 at a rate of 0.03, 60 steps each),
-    that of one of 135 million rose from 0.053 to 0.063 at a rate of 0.01 (20 steps), and to 0.097
-    at 0.03 (36 steps).
+    Ranks, grouping and bytes do not change. The weights of the model get no gradient.
 
     Parameters
     ----------
@@ -78,9 +65,8 @@ def tune(
         The start, without quantisation.
     steps : int
         Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
-    learning_rate : float, optional
-        At the start; nearly the length of a step on each manifold. `RATE` if omitted, `CODED_RATE`
-        for a plan of coded latents.
+    learning_rate : float
+        At the start; nearly the length of a step on each manifold.
     sequences_per_step : int
         Calibration sequences in a step. Of every layer only its inputs are held; what is between
         is computed again for the gradient.
@@ -94,19 +80,16 @@ def tune(
     Raises
     ------
     PlanError
-        If the plan is quantised, its latents are predicted, or it is made for another model.
+        If the plan is quantised or coded, or made for another model.
     SeedError, TextError
         As in `compress`.
     DivergenceError
         If the divergence is not finite.
     """
-    if learning_rate is None:
-        learning_rate = CODED_RATE if plan.coded else RATE
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
-    plan.check_attended()
-    if plan.predicted and steps > 0:
-        raise PlanError("what predicts keys and values cannot be tuned: make the plan without")
+    if plan.coded or plan.stored:
+        raise PlanError("a plan of coded latents cannot be tuned: take recipe low-rank")
     check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)
@@ -154,16 +137,8 @@ def tune(
 
 
 def _optimizer(bases: MovingBases, learning_rate: float) -> geoopt.optim.RiemannianAdam:
-    """Return the optimiser of all that moves: points of manifolds, and numbers beside them."""
-    points: list[nn.Parameter] = []
-    numbers: list[nn.Parameter] = []
-    for parameter in bases.parameters():
-        of_manifold = isinstance(parameter, geoopt.ManifoldParameter)
-        (points if of_manifold else numbers).append(parameter)
-    groups = [{"params": points, "peak": learning_rate}]
-    if numbers:
-        groups.append({"params": numbers, "peak": learning_rate * SCALE_RATE})
-    return geoopt.optim.RiemannianAdam(groups, betas=BETAS, stabilize=10)
+    group = {"params": bases.parameters(), "peak": learning_rate}
+    return geoopt.optim.RiemannianAdam([group], betas=BETAS, stabilize=10)
 
 
 def cosine(share: float) -> float:
@@ -205,7 +180,7 @@ def differentiate(
     """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
     with torch.no_grad():
         exact = last_outputs(model, tokens)
-    seen = projected(model, bases.now(), rotary=plan.rotary, recent=plan.recent, sinks=plan.sinks)
+    seen = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
     with recomputed(model), seen:  # until gradients are there: layers are run again for them
         return differentiate_divergence(model, model, tokens, exact)
 

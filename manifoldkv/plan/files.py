@@ -31,7 +31,7 @@ from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.quantization import Quantization
 from manifoldkv.runs.files import write_together
 
-FORMAT = 5
+FORMAT = 6
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 LARGEST_INTEGER = 1 << 20
@@ -55,7 +55,6 @@ class PlanContents(NamedTuple):
     fingerprint: Tensor
     provenance: Provenance
     quantization: Quantization | None
-    recent: int
     sinks: int
 
 
@@ -191,7 +190,6 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
         "tensors_sha256": hashlib.sha256(payload).hexdigest(),
         "config_hash": contents.config_hash,
         "rotary": contents.rotary,
-        "recent": contents.recent,
         "sinks": contents.sinks,
         "provenance": asdict(contents.provenance),
         "quantization": None if quantization is None else asdict(quantization),
@@ -258,7 +256,6 @@ def _contents(
         of_weights,
         _provenance(description["provenance"]),
         _quantization(description["quantization"]),
-        _integer(description, "recent"),
         _integer(description, "sinks"),
     )
 
@@ -313,10 +310,9 @@ def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | Entr
         return EntropyCoding(mean, gain, reach, tables, tensors.pop(f"{name}.prediction", None))
     if f"{name}.bits" not in tensors:
         return None
-    bits, step = (tensors.pop(f"{name}.{part}") for part in ("bits", "step"))
-    names = ("mean", "deviation", "gain", "prediction")
-    optional = (tensors.pop(f"{name}.{part}", None) for part in names)
-    return Coding(bits, step, *optional)
+    parts = ("bits", "step", "mean", "deviation", "gain")
+    needed = {part: tensors.pop(f"{name}.{part}") for part in parts}
+    return Coding(**needed, prediction=tensors.pop(f"{name}.prediction", None))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

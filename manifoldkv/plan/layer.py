@@ -108,10 +108,6 @@ class LayerPlan:
         """Return how many of `tokens` tokens seen the layer caches."""
         return cached_tokens(tokens, self.window)
 
-    def exact_tokens(self, tokens: int, recent: int) -> int:
-        """Return how many of these are among the `recent` newest, which are not projected."""
-        return min(self.cached_tokens(tokens), recent)
-
     def sink_tokens(self, sinks: int) -> int:
         """Return how many of the `sinks` first tokens of a text are kept beside their latents.
 
@@ -119,12 +115,15 @@ class LayerPlan:
         """
         return sinks if self.window is None else 0
 
-    def elements(self, tokens: int, recent: int, sinks: int = 0) -> int:
+    def elements(self, tokens: int, sinks: int = 0) -> int:
         """Return the elements cached of `tokens` tokens of one sequence."""
-        exact = self.exact_tokens(tokens, recent)
-        projected = (self.cached_tokens(tokens) - exact) * (self.key.rank + self.value.rank)
-        exact += min(tokens, self.sink_tokens(sinks))
-        return self.key.grouping.heads * (exact * 2 * self.key.head_dim + projected)
+        projected = self.cached_tokens(tokens) * (self.key.rank + self.value.rank)
+        uncompressed = min(tokens, self.sink_tokens(sinks)) * 2 * self.key.head_dim
+        return self.key.grouping.heads * (uncompressed + projected)
+
+    def full_elements(self, tokens: int) -> int:
+        """Return the elements that the uncompressed model caches of `tokens` tokens."""
+        return self.cached_tokens(tokens) * 2 * self.key.grouping.heads * self.key.head_dim
 
 
 def site_nbytes(
@@ -139,7 +138,7 @@ def site_nbytes(
     if isinstance(coding, EntropyCoding):
         return ceil(tokens * coding.token_bits / 8)
     if coding is not None:
-        return tokens * basis.grouping.heads // basis.grouping.width * coding.token_bytes(dtype)
+        return tokens * coding.token_bytes
     if quantization is None:
         return tokens * _elements_per_token(basis) * dtype.itemsize
     groups = basis.grouping.heads // basis.grouping.width
@@ -171,30 +170,14 @@ def parts(basis: Basis) -> list[Tensor]:
     return [basis.down] if basis.orthonormal else [basis.down, basis.up]
 
 
-def check_coding(name: str, basis: Basis, coding: Coding) -> None:
-    """Raise `PlanError` unless a coding is one of the latents of a basis."""
-    groups = basis.grouping.heads // basis.grouping.width
-    expected = (groups, basis.down.shape[2])
-    if tuple(coding.step.shape) != expected:
-        raise PlanError(
-            f"{name}: codes of latents {tuple(coding.step.shape)} do not fit a basis with "
-            f"{expected}"
-        )
-    if coding.mean is not None and tuple(coding.mean.shape) != (groups, basis.down.shape[1]):
-        raise PlanError(
-            f"{name}: means {tuple(coding.mean.shape)} do not fit a basis of shape "
-            f"{tuple(basis.down.shape)}"
-        )
-
-
-def check_entropy_coding(name: str, basis: Basis, coding: EntropyCoding) -> None:
-    """Raise `PlanError` unless symbols are those of the latents of a basis of all heads."""
+def check_coding(name: str, basis: Basis, coding: Coding | EntropyCoding) -> None:
+    """Raise `PlanError` unless a coding is one of the latents of a basis of all heads."""
     if basis.grouping.width != basis.grouping.heads:
-        raise PlanError(f"{name}: symbols are coded of a basis of all heads together")
+        raise PlanError(f"{name}: coded latents need a basis of all heads together")
     if basis.down.shape[1:] != (len(coding.mean), len(coding.gain)):
         raise PlanError(
-            f"{name}: {len(coding.mean)} means and {len(coding.gain)} tables do not fit a basis of "
-            f"shape {tuple(basis.down.shape)}"
+            f"{name}: a coding of {len(coding.mean)} features and {len(coding.gain)} latents does "
+            f"not fit a basis of shape {tuple(basis.down.shape)}"
         )
 
 

@@ -28,7 +28,6 @@ from manifoldkv.plan.layer import (
     check_basis,
     check_coding,
     check_elements,
-    check_entropy_coding,
     check_layers,
     parts,
     site_nbytes,
@@ -70,10 +69,6 @@ class CompressionPlan(OnHub):
         Where the bases come from.
     quantization : Quantization or None
         How latents are rounded; None stores them in the dtype of the model.
-    recent : int
-        The newest tokens, whose keys and values are cached as they are. A token is projected when
-        it is no longer one of them: a query sees itself and the ``recent - 1`` tokens before it
-        exactly. Does not go together with KIVI's layout, which has a window of its own.
     sinks : int
         The first tokens of every sequence, whose keys and values are cached as they are beside
         their latents, in layers without a sliding window. Many models attend to them whatever they
@@ -84,8 +79,8 @@ class CompressionPlan(OnHub):
     ------
     PlanError
         If a tensor has the wrong shape or dtype or an element that is not finite, if
-        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, if `recent` or
-        `sinks` is negative, or if `recent` does not fit the layout.
+        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `sinks` is
+        negative.
     """
 
     FILES = (files.TENSORS, files.DESCRIPTION)
@@ -96,7 +91,6 @@ class CompressionPlan(OnHub):
     fingerprint: Tensor
     provenance: Provenance
     quantization: Quantization | None = None
-    recent: int = 0
     sinks: int = 0
 
     def __eq__(self, other: object) -> bool:
@@ -119,18 +113,15 @@ class CompressionPlan(OnHub):
             f"CompressionPlan(for {provenance.model}: ratio {self.ratio:.4g} at "
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
-            f"  keys {self.rotary}-rotation, newest {self.recent} tokens and first {self.sinks} "
-            f"exact{rounded},\n"
+            f"  keys {self.rotary}-rotation, first {self.sinks} tokens uncompressed{rounded},\n"
             f"  {provenance.origin})"
         )
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("a plan needs at least one layer")
-        if self.recent < 0:
-            raise PlanError(f"a plan cannot keep the newest {self.recent} tokens")
         if self.sinks < 0:
-            raise PlanError(f"a plan cannot keep the first {self.sinks} tokens")
+            raise PlanError(f"sinks must be >= 0, got {self.sinks}")
         provenance = self.provenance
         if provenance.context < 1 or (provenance.sequences and provenance.length < 1):
             raise PlanError("calibration sequences and the context have one token at least")
@@ -149,20 +140,17 @@ class CompressionPlan(OnHub):
             self._check_codings(index, layer)
 
     def _check_codings(self, index: int, layer: LayerPlan) -> None:
-        for site, coding in layer.codings.items():
-            name = f"layer {index} {site}"
+        for site, basis in layer.sites:
+            coding, name = layer.coding(site), f"layer {index} {site}"
+            if coding is None:
+                continue
             if self.quantization is not None:
-                raise PlanError(f"{name}: latents are given bits one by one and all alike")
-            if coding.mean is not None and site == "key" and self.rotary == "post":
-                raise PlanError(f"{name}: rotated keys have no mean to take away")
-            check_coding(name, dict(layer.sites)[site], coding)
+                raise PlanError(f"{name}: coded latents cannot be quantised again")
+            if self.rotary == "post":
+                raise PlanError(f"{name}: coded latents need keys that are stored before rotation")
+            check_coding(name, basis, coding)
             if coding.prediction is not None:
                 self._check_prediction(name, index, site, coding.prediction)
-        for site, entropy_coding in layer.entropy_codings.items():
-            name = f"layer {index} {site}"
-            check_entropy_coding(name, dict(layer.sites)[site], entropy_coding)
-            if entropy_coding.prediction is not None:
-                self._check_prediction(name, index, site, entropy_coding.prediction)
         if self.stored and (len(layer.entropy_codings) < 2 or layer.window is not None):
             raise PlanError(
                 f"layer {index}: keys and values of all layers, none with a sliding window, are "
@@ -170,11 +158,6 @@ class CompressionPlan(OnHub):
             )
 
     def _check_prediction(self, name: str, index: int, site: Site, prediction: Tensor) -> None:
-        if self.rotary == "post" or self.recent:
-            raise PlanError(
-                f"{name}: latents are predicted only where keys are stored before rotation and no "
-                "newest tokens stay as they are"
-            )
         features = _features(self.layers[index])
         own = features if site == "value" else 0
         possible = [own + 2 * features * n for n in range(self.layers_below(index) + 1)]
@@ -212,7 +195,7 @@ class CompressionPlan(OnHub):
 
     def _check_quantization(self, index: int, layer: LayerPlan) -> None:
         quantization = self.quantization
-        check_layout(quantization, index, layer.window, recent=self.recent > 0)
+        check_layout(quantization, index, layer.window)
         if quantization is None or quantization.layout != "static":
             expected = None
         else:
@@ -260,11 +243,10 @@ class CompressionPlan(OnHub):
         Where latents have bits of their own, or are stored as symbols, it is bytes that are
         compared, in 16-bit numbers.
         """
+        full = sum(layer.full_elements(tokens) for layer in self.layers)
         if self.coded or self.stored:
-            full = sum(2 * layer.elements(tokens, recent=tokens) for layer in self.layers)
-            return self.nbytes(tokens) / full
-        cached = sum(layer.elements(tokens, self.recent, self.sinks) for layer in self.layers)
-        return cached / sum(layer.elements(tokens, recent=tokens) for layer in self.layers)
+            return self.nbytes(tokens) / (2 * full)
+        return sum(layer.elements(tokens, self.sinks) for layer in self.layers) / full
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return what `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
@@ -279,12 +261,11 @@ class CompressionPlan(OnHub):
         return batch * (layers + TOKEN_ID_BYTES * tokens) + frame_bytes(tokens, len(self.layers))
 
     def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
-        exact = layer.exact_tokens(tokens, self.recent)
         sinks = min(tokens, layer.sink_tokens(self.sinks))
-        coded = layer.cached_tokens(tokens) - exact - (sinks if self.stored else 0)
-        latents = self._latent_nbytes(layer, coded, dtype)
-        exact += sinks
-        return latents + exact * 2 * layer.key.grouping.heads * layer.key.head_dim * dtype.itemsize
+        coded = layer.cached_tokens(tokens) - (sinks if self.stored else 0)
+        return self._latent_nbytes(layer, coded, dtype) + sinks * 2 * _features(layer) * (
+            dtype.itemsize
+        )
 
     def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         return sum(
@@ -330,8 +311,7 @@ class CompressionPlan(OnHub):
     def _digest(self) -> str:
         payload = files.payload_of(self._contents)
         windows = [layer.window for layer in self.layers]
-        exact = [self.recent, self.sinks]
-        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, exact]
+        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.sinks]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
     def model_digest(self) -> bytes:
@@ -424,8 +404,7 @@ class CompressionPlan(OnHub):
             tags=["kv-cache", "compression", "low-rank"],
         )
         bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
-        recent = f", the newest {self.recent} tokens exact" if self.recent else ""
-        sinks = f", the first {self.sinks} tokens exact" if self.sinks else ""
+        sinks = f", the first {self.sinks} tokens uncompressed" if self.sinks else ""
         return CARD.read_text(encoding="utf-8").format(
             metadata=metadata.to_yaml(),
             name=repo_id.split("/")[-1],
@@ -433,7 +412,7 @@ class CompressionPlan(OnHub):
             model=json.dumps(provenance.model),
             ratio=self.ratio,
             length=provenance.context,
-            rest=f"{bits}{recent}{sinks}",
+            rest=f"{bits}{sinks}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
             provenance=provenance,

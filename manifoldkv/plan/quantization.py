@@ -84,9 +84,7 @@ def packed_bytes(elements: int, bits: int) -> int:
     return ceil(elements / pack_elements(bits)) * pack_elements(bits) * bits // 8
 
 
-def check_layout(
-    quantization: Quantization | None, index: int, window: int | None, *, recent: bool
-) -> None:
+def check_layout(quantization: Quantization | None, index: int, window: int | None) -> None:
     """Raise `PlanError` if a layer cannot hold latents in this layout."""
     if quantization is None or quantization.layout != "kivi":
         return
@@ -94,9 +92,4 @@ def check_layout(
         raise PlanError(
             f"layer {index} has a sliding window, where KIVI's runs of tokens do not fit; use the "
             "static or the token layout"
-        )
-    if recent:
-        raise PlanError(
-            "KIVI's layout keeps its own newest tokens exact and does not go together with a plan "
-            "that does; use the static or the token layout"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +37,6 @@ class Budget:
         Sliding window of every layer, in tokens.
     context : int
         Tokens of the text that the budget is stated for.
-    recent_share : float
-        Share of the elements that is spent on the newest tokens, which stay exact; in [0, 1).
 
     Raises
     ------
@@ -51,7 +48,6 @@ class Budget:
     head_dim: int
     windows: tuple[int | None, ...]
     context: int
-    recent_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -67,23 +63,17 @@ class Budget:
     @property
     def full(self) -> int:
         """Return the elements of the uncompressed cache."""
-        return 2 * self.head_dim * sum(self._cached)
-
-    @cached_property
-    def recent(self) -> int:
-        """Return how many of the newest tokens stay exact."""
-        allowed = self.recent_share * self.ratio * self.full + TOLERANCE
-        return bisect_right(range(self.context + 1), allowed, key=self._exact_elements) - 1
+        return 2 * self.head_dim * sum(self.latent_tokens)
 
     @cached_property
     def latent_tokens(self) -> tuple[int, ...]:
-        """Return how many tokens every layer caches as latents."""
-        return tuple(cached - min(cached, self.recent) for cached in self._cached)
+        """Return how many tokens every layer caches."""
+        return tuple(cached_tokens(self.context, window) for window in self.windows)
 
     @cached_property
     def latent_elements(self) -> int:
-        """Return the elements left for latents, after the tokens that stay exact."""
-        return int(self.ratio * self.full + TOLERANCE) - self._exact_elements(self.recent)
+        """Return the elements that all layers together may cache."""
+        return int(self.ratio * self.full + TOLERANCE)
 
     def cost(self, ranks: Sequence[Ranks]) -> int:
         """Return the elements of all latents at some ranks of every layer."""
@@ -94,18 +84,11 @@ class Budget:
         """Raise `RankError` if not even the cheapest ranks of every layer fit."""
         needed = self.cost(cheapest)
         if needed > self.latent_elements:
-            smallest = (self._exact_elements(self.recent) + needed) / self.full
+            smallest = needed / self.full
             raise RankError(
                 f"ratio {self.ratio:.3g} is too small for the candidate ranks; the smallest "
                 f"feasible ratio is {smallest:.4g}"
             )
-
-    @cached_property
-    def _cached(self) -> tuple[int, ...]:
-        return tuple(cached_tokens(self.context, window) for window in self.windows)
-
-    def _exact_elements(self, recent: int) -> int:
-        return 2 * self.head_dim * sum(min(cached, recent) for cached in self._cached)
 
 
 def candidate_ranks(

@@ -35,7 +35,7 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
         Calibration sequences that predictions are compared on, the first ones. What is measured on
         one is stored as a checkpoint.
     """
-    model, recent = problem.model, problem.budget.recent
+    model = problem.model
     variants = [
         (index, site, rank, (basis, None) if site == "key" else (None, basis))
         for index, bases in enumerate(problem.bases)
@@ -44,10 +44,10 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
         if rank < basis.head_dim
     ]
     checkpoints = problem.checkpoints.keyed(
-        ranks="divergences", recent=recent, variants=[variant[:3] for variant in variants]
+        ranks="divergences", variants=[variant[:3] for variant in variants]
     )
     texts = problem.tokens[:sequences].to(model.device).split(1)
-    measure = partial(_divergence_of, model, problem.rotary, recent)
+    measure = partial(_divergence_of, model, problem.rotary)
     nats: dict[int, Tensor] = {}  # by sequence, of all variants
     parts: dict[int, dict[int, float]] = defaultdict(dict)  # of sequences that are not finished
 
@@ -82,13 +82,12 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
 def _divergence_of(
     model: PreTrainedModel,
     rotary: Rotary,
-    recent: int,
     data: tuple[Tensor, Tensor],
     bases: Bases,
 ) -> Iterator[float]:
     """Yield the divergence with some bases; data are token ids and exact predictions."""
     tokens, exact = data
-    with torch.no_grad(), projected(model, bases, rotary=rotary, recent=recent):
+    with torch.no_grad(), projected(model, bases, rotary=rotary):
         added = divergence(exact, log_probabilities(model, tokens))
     yield float(added)
 

@@ -52,7 +52,7 @@ def write_report(
 ) -> None:
     """Measure a plan and write what came out.
 
-    Needs ``pip install manifoldkv[report]``.
+    Needs ``pip install -c constraints.txt -e ".[report]"``.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def write_report(
     length = tokens.shape[1]
     # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
     dtype = torch.bfloat16 if plan.coded else model.dtype
-    full = sum(layer.elements(length, recent=length) for layer in plan.layers)
+    full = sum(layer.full_elements(length) for layer in plan.layers)
     html = page.render(
         name=model_name(plan.provenance),
         packed=packed_library() if self_contained else None,
@@ -132,7 +132,9 @@ def template(name: str) -> Any:
         import markdown_it  # noqa: F401
         import plotly  # noqa: F401
     except ImportError as error:
-        raise OutputError(f"a report needs {error.name}: pip install manifoldkv[report]") from error
+        raise OutputError(
+            f'a report needs {error.name}: pip install -c constraints.txt -e ".[report]"'
+        ) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
     )

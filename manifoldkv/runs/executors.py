@@ -97,7 +97,9 @@ class RayExecutor(Executor):
         try:
             import ray
         except ImportError as error:
-            raise ExecutorError("Ray is not installed: pip install manifoldkv[ray]") from error
+            raise ExecutorError(
+                'Ray is not installed: pip install -c constraints.txt -e ".[ray]"'
+            ) from error
         self._ray = ray
         self._retries = retries
         if not ray.is_initialized():

@@ -16,7 +16,10 @@ PROBE_BYTES = 4 << 20
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder if need be, write a few megabytes into it and remove them again.
+    """Write a few megabytes into a folder and remove them again.
+
+    A folder that does not exist is made for it, with its parents, and removed again: long work
+    that fails afterwards leaves no empty folder.
 
     Raises
     ------
@@ -24,6 +27,7 @@ def check_writable(folder: Path) -> None:
         If that does not work: a read-only folder, a full disk, a file in the way.
     """
     probe = folder / ".probe"
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(PROBE_BYTES))
@@ -32,6 +36,9 @@ def check_writable(folder: Path) -> None:
     finally:
         if probe.exists():
             probe.unlink()
+        with suppress(OSError):  # another process may write there by now
+            for path in made:
+                path.rmdir()
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.errors import TextError
@@ -68,11 +69,13 @@ def sample_tokens(
     needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
     end = [tokenizer.eos_token_id] if needs_end else []
     ids: list[int] = []
-    for document in source.documents(split):
-        if document.strip():
-            ids += tokenizer(document, verbose=False)["input_ids"] + end
-        if len(ids) >= wanted:
-            return torch.tensor(ids[: int(wanted)]).view(-1, length)
+    with tqdm(total=sequences, desc="sequences", disable=None, leave=False) as bar:
+        for document in source.documents(split):
+            if document.strip():
+                ids += tokenizer(document, verbose=False)["input_ids"] + end
+            bar.update(int(min(len(ids), wanted)) // length - bar.n)
+            if len(ids) >= wanted:
+                return torch.tensor(ids[: int(wanted)]).view(-1, length)
     if sequences is None and len(ids) >= length:
         return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     part = f"{split} part of " if split else ""
@@ -84,9 +87,8 @@ def sample_tokens(
             f"of {length:,}: ask for sequences of at most {len(ids):,} tokens"
         )
     raise TextError(
-        f"the {part}text {source.name} has {len(ids):,} tokens, too few for {sequences or 1} "
-        f"sequences of {length}: ask for at most {len(ids) // length} sequences, or for shorter "
-        "ones"
+        f"the {part}text {source.name} holds {len(ids) // length:,} sequences of {length:,} tokens "
+        f"({len(ids):,} tokens), not {sequences or 1:,}: ask for fewer or shorter sequences"
     )
 
 
@@ -150,6 +152,34 @@ def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1)
     return tokens
 
 
+def calibration_length(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, length: int | None = None
+) -> int:
+    """Return the length of the calibration sequences. No text is read.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Whose positions count.
+    tokens : Tensor, TextSource or str
+        Calibration data, as of `calibration_tokens`.
+    length : int, optional
+        Tokens of a sequence of a text; 512, or the positions of the model, if omitted.
+
+    Raises
+    ------
+    TextError
+        If the tokens are not a (sequences, length) tensor of the model's ids, or the sequences are
+        longer than the model takes.
+    """
+    if not isinstance(tokens, str | TextSource):
+        return checked_tokens(model, tokens).shape[1]
+    if length is None:
+        length = min(LENGTH, positions(model))
+    check_length(model, length)
+    return length
+
+
 def calibration_tokens(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -158,7 +188,7 @@ def calibration_tokens(
 ) -> tuple[str, Tensor]:
     """Return name and token ids of the calibration data, (sequences, length), int64.
 
-    Of a text they are so many windows of such a length.
+    Of a text they are the first windows, by default 64 of 512 tokens.
 
     Raises
     ------
@@ -169,9 +199,7 @@ def calibration_tokens(
     if not isinstance(tokens, str | TextSource):
         return "tokens", checked_tokens(model, tokens)
     source = open_text(tokens) if isinstance(tokens, str) else tokens
-    if length is None:
-        length = min(LENGTH, positions(model))
-    check_length(model, length)
+    length = calibration_length(model, source, length)
     sequences = SEQUENCES if sequences is None else sequences
     LOG.info("reading %d × %d tokens of %s", sequences, length, source.name)
     ids = sample_tokens(

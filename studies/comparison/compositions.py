@@ -44,7 +44,6 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.pipeline.bits import solve_bits
 from manifoldkv.plan.quantization import Layout
 
@@ -230,7 +229,6 @@ class PlanPoint:
         query_heads = int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
         return {
             "basis_bytes": self.plan.basis_nbytes(),
-            "recent": self.plan.recent,
             "attention_work": attention_work(self.plan, query_heads),
         }
 
@@ -428,8 +426,6 @@ class _DroppingPoint:
 
 RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)}
 LOW_RANK = RANKED["low-rank"]
-RECENT_SHARE = 0.25
-"""Of the bytes, for the newest tokens of compositions that keep them."""
 FAST_UNIFORM = replace(RANKED["fast"], ranks=Uniform())
 GROUPED = replace(LOW_RANK, ranks=Uniform(), tuning_steps=0)
 COMPOSITIONS: dict[str, Composition] = {
@@ -438,24 +434,12 @@ COMPOSITIONS: dict[str, Composition] = {
     "fast": Ranks(RANKED["fast"], "the recipe: the paper's objective, Riemannian Adam"),
     "fast-uniform": Ranks(FAST_UNIFORM, "fast, the same ranks in every layer"),
     "low-rank": Ranks(LOW_RANK, "the recipe"),
-    "low-rank-recent": Ranks(
-        replace(LOW_RANK, recent_share=RECENT_SHARE),
-        "and the newest tokens exact, a quarter of the bytes",
-    ),
     "grouped-orthonormal": Ranks(
         replace(RANKED["eigen-attention"], key_grouping="all", value_grouping="all"),
         "eigen-attention, all heads in one basis",
     ),
     "grouped": Ranks(GROUPED, "kq-svd (oblique), all heads in one basis"),
-    "grouped-recent": Ranks(
-        replace(GROUPED, recent_share=RECENT_SHARE),
-        "and the newest tokens exact, a quarter of the bytes",
-    ),
     "grouped-optimal": Ranks(replace(GROUPED, ranks=Optimal()), "grouped with optimal ranks"),
-    "grouped-optimal-recent": Ranks(
-        replace(GROUPED, ranks=Optimal(), recent_share=RECENT_SHARE),
-        "and the newest tokens exact: low-rank-recent without tuning",
-    ),
     "grouped-4-bit": Ranks(GROUPED, "grouped, latents of 4 bits", bits=ROUNDED_BITS),
     "grouped-layer-output": Ranks(
         replace(FAST_UNIFORM, key_grouping="all", value_grouping="all"),
@@ -466,42 +450,18 @@ COMPOSITIONS: dict[str, Composition] = {
         "fast in the paper's head sharing, optimal ranks, tuned",
         only_at=(0.5,),
     ),
-    "eigen-attention-recent": Ranks(
-        replace(RANKED["eigen-attention"], recent_share=RECENT_SHARE),
-        "eigen-attention, the newest tokens exact",
-    ),
     "best": Bits(
         BitRecipe(),
         "the recipe: bits for what a prediction from the two layers below leaves",
     ),
     "bits": Bits(
         BitRecipe(below=None),
-        "the recipe: rank and bits from one budget, Fisher coordinates, a norm per token, the "
+        "the recipe: rank and bits from one budget, Fisher coordinates, a scale per token, the "
         "first 4 tokens exact",
     ),
     "bits-few-widths": Bits(
         BitRecipe(widths=(0, 2, 4, 8), below=None), "bits, latents of 0, 2, 4 and 8 bits only"
     ),
-    "bits-without-norms": Bits(BitRecipe(norms=False, below=None), "bits without a norm per token"),
-    "bits-keys-by-head": Bits(
-        BitRecipe(below=None, key_grouping=1),
-        "bits, the keys of every head in a basis of their own",
-    ),
-    "bits-by-head": Bits(
-        BitRecipe(below=None, key_grouping=1, value_grouping=1),
-        "bits, keys and values of every head in bases of their own",
-    ),
-    "bits-by-head-without-norms": Bits(
-        BitRecipe(norms=False, below=None, key_grouping=1, value_grouping=1),
-        "bits-by-head without a norm per token and head",
-    ),
-    **{
-        f"bits-{name}": Bits(
-            BitRecipe(below=None, objective=OBJECTIVES.resolve(name)),
-            f"bits, coordinates of {name} in the place of Fisher's",
-        )
-        for name in ("k-svd", "eigen-attention", "kq-svd")
-    },
     "own-keys": Bits(BitRecipe(below=0), "best, values predicted from their own keys only"),
     "one-layer-below": Bits(BitRecipe(below=1), "best, predicted from one layer below"),
     "integers": Integers(
@@ -524,6 +484,6 @@ COMPOSITIONS: dict[str, Composition] = {
     ),
 }
 USUAL = (
-    *("eigen-attention", "fast-uniform", "low-rank", "grouped", "grouped-recent", "grouped-4-bit"),
+    *("eigen-attention", "fast-uniform", "low-rank", "grouped", "grouped-4-bit"),
     *("best", "bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),
 )

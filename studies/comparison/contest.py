@@ -209,7 +209,7 @@ class Contest:
             "seconds": seconds,
             "threads": self.given.threads,
         }
-        nothing = {"basis_bytes": 0, "recent": 0, "attention_work": math.nan}
+        nothing = {"basis_bytes": 0, "attention_work": math.nan}
         return pd.DataFrame([fact | nothing | point.facts()])
 
     def stock_answers(self, asked: list[Question]) -> pd.DataFrame:

@@ -27,36 +27,20 @@ AT = (0.5, 0.25, 0.125)
 ALIASES = {
     "kivi": "kivi (KIVI's layout)",
     "fp8": "fp8 (8-bit floats)",
-    "recent": "recent (only the newest tokens)",
     "sinks-recent": "sinks-recent (StreamingLLM)",
 }
 """What is known by another name outside."""
 TIMES = (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Of the marks on axes: no two sizes that are measured lie without one."""
-EARLIER = {"text": "measured_on", "uncompressed_nll": "stock_nll", "standard_error": "nll_error"}
-EARLIER_NAMES = {
-    "fast": "fast-uniform",
-    "best": "low-rank-recent",
-    "best-latents-only": "low-rank",
-    "forget-older": "recent",
-}
-"""Columns and compositions of results from before the study compared plans with other caches."""
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return a figure of losses on texts and, if questions were asked, one of answers."""
-    if "kind" not in results:
-        results = _as_today(results)
     name = Path(results["model"].iloc[0]).name
     figures = {"loss_against_bytes": _draw(results, "text", "added_nll", name)}
     if (results["kind"] == "task").any():
         figures["answers_against_bytes"] = _draw(results, "task", "score", name)
     return figures
-
-
-def _as_today(results: pd.DataFrame) -> pd.DataFrame:
-    names = results["composition"].replace(EARLIER_NAMES)
-    return results.rename(columns=EARLIER).assign(kind="text", composition=names)
 
 
 def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
@@ -252,7 +236,6 @@ def _cost(results: pd.DataFrame) -> list[str]:
         (
             f"`{row['composition']}`",
             f"{1 / row['ratio']:.2f}",
-            f"{row['recent']:.0f}",
             "-" if np.isnan(row["attention_work"]) else f"{row['attention_work']:.2f}",
             f"{row['basis_bytes'] / 1024:.0f}",
             f"{row['seconds']:.0f}",
@@ -262,12 +245,12 @@ def _cost(results: pd.DataFrame) -> list[str]:
     return [
         "## What it takes",
         "",
-        "Newest tokens kept exact, multiplications of a decode step per cached token against the "
+        "Multiplications of a decode step per cached token against the "
         "uncompressed cache, bytes of the bases (once, 16-bit), and seconds of calibration "
         f"({threads}; bases that a plan before has found are not found again).",
         "",
         *common.table(
-            ["composition", "times smaller", "recent", "attention work", "bases, KiB", "seconds"],
+            ["composition", "times smaller", "attention work", "bases, KiB", "seconds"],
             rows,
         ),
     ]

@@ -33,34 +33,14 @@ def test_a_checkpoint_is_written_and_measured(
     assert "1.5 KiB per token, 3.0 KiB before" in out
     code, _, err = run(capsys, monkeypatch, *ask)
     assert (code, err.count("\n"), "--force" in err) == (2, 1, True)
-    code, out, _ = run(capsys, monkeypatch, *ask, "--force", "--gguf", "--json")
+    code, out, _ = run(capsys, monkeypatch, *ask, "--force", "--json")
     facts = json.loads(out)
-    assert (tmp_path / "plain" / "model.gguf").exists()
     assert facts["bytes_per_token"] * 2 == facts["stock_bytes_per_token"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     _, tokenizer = load_model(str(tmp_path / "plain"))
     text = open_text("docstrings")
     tokens = sample_tokens(text, tokenizer, sequences=2, length=48, split="held-out")
     assert facts["exported_perplexity"] == perplexity(model, tokens).perplexity
-
-
-def test_healing_goes_on_and_helps_on_what_it_is_healed_on(
-    plan: Path, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(f"Return the sum of {i} numbers, or zero." * 60 for i in range(99)))
-    ask = ("export", MODEL, "--plan", plan, "--out", tmp_path / "plain", *FEW)
-    ask = (*ask, "--text", text, "--heal", 2, "--work", tmp_path / "work", "--force", "--json")
-    monkeypatch.setattr("manifoldkv.text.tokens.SEQUENCES", 2)
-    monkeypatch.setattr("manifoldkv.text.tokens.LENGTH", 32)
-    code, out, err = run(capsys, monkeypatch, *ask)
-    assert (code, json.loads(out)["healing_steps"]) == (0, 2), err
-    (state,) = (tmp_path / "work").glob("healing-*")
-    healed = (tmp_path / "plain" / "model.safetensors").read_bytes()
-    monkeypatch.setattr("manifoldkv.export.heal._differentiate", None)  # nothing is left to do
-    assert run(capsys, monkeypatch, *ask)[0] == 0
-    assert (tmp_path / "plain" / "model.safetensors").read_bytes() == healed
-    assert state.exists()
 
 
 def test_what_is_in_the_way_is_one_line(plan: Path, tmp_path: Path, capsys, monkeypatch) -> None:

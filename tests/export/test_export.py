@@ -237,7 +237,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda p, m: replace(p, recent=3), "the newest 3 tokens"),
+            (lambda p, m: replace(p, sinks=3), "the first 3 tokens"),
             (lambda p, m: replace(p, sinks=2), "the first 2 tokens"),
             (lambda p, m: quantize(p, m, tiny_tokens(), Quantization(8)), "rounded"),
             (lambda p, m: bits_plan(m, tiny_tokens(), ratio=0.5), "rounded"),

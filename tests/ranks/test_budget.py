@@ -44,31 +44,16 @@ class TestCandidates:
 
 
 class TestBudget:
-    @given(
-        st.floats(0.01, 1), st.integers(1, 128), WINDOWS, st.integers(1, 5000), st.floats(0, 0.9)
-    )
-    def test_exact_tokens_and_latents_are_the_ratio(
-        self,
-        ratio: float,
-        head_dim: int,
-        windows: tuple[int | None, ...],
-        context: int,
-        share: float,
+    @given(st.floats(0.01, 1), st.integers(1, 128), WINDOWS, st.integers(1, 5000))
+    def test_latents_take_the_ratio(
+        self, ratio: float, head_dim: int, windows: tuple[int | None, ...], context: int
     ) -> None:
-        budget = Budget(ratio, head_dim, windows, context, share)
+        budget = Budget(ratio, head_dim, windows, context)
         cached = [cached_tokens(context, window) for window in windows]
-        exact = [min(tokens, budget.recent) for tokens in cached]
         full = 2 * head_dim * sum(cached)
         assert budget.full == full
-        assert 2 * head_dim * sum(exact) <= share * ratio * full + 1e-6
-        assert budget.latent_tokens == tuple(c - e for c, e in zip(cached, exact, strict=True))
-        total = 2 * head_dim * sum(exact) + budget.latent_elements
-        assert ratio * full - 1 < total <= ratio * full + 1e-6
-
-    def test_one_more_exact_token_would_be_too_many(self) -> None:
-        budget = Budget(0.5, 8, (None, 6, None), context=20, recent_share=0.3)
-        assert budget.recent == 2  # 0.3 · 0.5 · 45 = 6.75 tokens of a layer, in three layers
-        assert budget.latent_tokens == (18, 3, 18)
+        assert budget.latent_tokens == tuple(cached)
+        assert ratio * full - 1 < budget.latent_elements <= ratio * full + 1e-6
 
     def test_windows_count_for_what_they_cache(self) -> None:
         budget = Budget(0.5, 8, (None, 6), context=100)
@@ -118,10 +103,9 @@ class TestUniform:
 RULES = ["uniform", "sequential", "threshold", "optimal"]
 
 
-@pytest.mark.parametrize("recent_share", [0.0, 0.3])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_are_kept_at_the_context(family: str, rule: str, recent_share: float) -> None:
+def test_bytes_are_kept_at_the_context(family: str, rule: str) -> None:
     """Of the cache itself, in every family, at contexts shorter and longer than the text."""
     model, tokens = tiny_model(family), tiny_tokens(1, 60)
     with torch.no_grad():
@@ -129,7 +113,7 @@ def test_bytes_are_kept_at_the_context(family: str, rule: str, recent_share: flo
     per_token = sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values))
     per_layer = per_token // len(stock.layers)
     for context in (5, 60):
-        recipe = Recipe("eigen-attention", "closed-form", ranks=rule, recent_share=recent_share)
+        recipe = Recipe("eigen-attention", "closed-form", ranks=rule)
         plan = compress(model, tokens[:, :16], ratio=0.55, recipe=recipe, context=context)
         with compressed(model, plan) as new_cache, torch.no_grad():
             cache = new_cache()
@@ -142,11 +126,10 @@ def test_bytes_are_kept_at_the_context(family: str, rule: str, recent_share: flo
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("context", [3, 20, 40])
-@pytest.mark.parametrize("recent_share", [0.0, 0.25])
-def test_a_budget_in_bytes_is_kept(family: str, context: int, recent_share: float) -> None:
+def test_a_budget_in_bytes_is_kept(family: str, context: int) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 12)
     for nbytes in (150 * context, 317 * context):
-        recipe = Recipe("k-svd", "closed-form", recent_share=recent_share)
+        recipe = Recipe("k-svd", "closed-form")
         ratio = ratio_from_bytes(model, nbytes, context=context, recipe=recipe)
         plan = compress(model, tokens, ratio=ratio, recipe=recipe, context=context)
         assert plan.nbytes(context, dtype=model.dtype) <= nbytes

@@ -19,7 +19,7 @@ from tests.plans import bits_plan, random_plan
 from tests.studies.running import Done, run_here
 
 RATIOS = (0.5, 0.25)
-PLANS = ("eigen-attention", "grouped-recent", "grouped-4-bit")
+PLANS = ("eigen-attention", "grouped", "grouped-4-bit")
 DROPPING = ("sinks-recent", "snapkv")
 NAMES = (*PLANS, "integers", "kivi", "fp8", *DROPPING)
 STOCK_BYTES = 6 * 2 * 2 * 32 * 2  # layers, K and V, heads, d, bytes
