@@ -52,7 +52,7 @@ from manifoldkv.text.tokens import sample_tokens
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"
 """Stands for the grouping of a site whose keys or values are not projected."""
-SHORT = {"seeds": [0], "rank_ratios": [0.5], "sequence_length": 128, "epochs": 12, "steps": 100}
+SHORT = {"seeds": [0], "rank_ratios": [0.5], "sequence_length": 128, "epochs": 10, "steps": 80}
 FULL = {
     "seeds": [0, 1, 2],
     "rank_ratios": [0.5, 0.75],

@@ -227,7 +227,7 @@ def test_own_text_and_groupings(text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "folder", "settings"),
     [
-        ([], "reference-llama-short", ([0], [0.5], 128, 12, 100)),
+        ([], "reference-llama-short", ([0], [0.5], 128, 10, 80)),
         (["--full"], "reference-llama", ([0, 1, 2], [0.5, 0.75], 256, 50, 300)),
         (["--full", "--seeds", 4], "reference-llama", ([4], [0.5, 0.75], 256, 50, 300)),
     ],
