@@ -1,6 +1,6 @@
 """A tiny random model of every family, and activations of one of its layers.
 
-The tables in the README and in docs/models.md list them all: `FAMILIES`, which every part of the
+The tables in docs/models.md list them all: `FAMILIES`, which every part of the
 library is tested on, `MORE_FAMILIES`, which the whole road is tested on, and those that are
 `REFUSED`.
 """

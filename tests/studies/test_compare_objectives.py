@@ -7,17 +7,23 @@ import sys
 import time
 from pathlib import Path
 
+import common
 import pandas as pd
 import pytest
+from compare_objectives import FULL
 
 from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import STUDIES, Done, run_here
 
+COMMITTED = common.FIGURES / "compare_objectives" / "reference-llama"
 COLUMNS = (
     "model,layer,site,objective,solver,key_grouping,value_grouping,rotary,rank,rank_ratio,split,"
-    "attention_output_error,layer_output_error,cosine_similarity,seconds,seed"
+    "attention_output_error,layer_output_error,cosine_similarity,seconds,seed,epochs,steps,"
+    "sequences,sequence_length"
 )
-SMALL = ("--quick", "--sequences", "4", "--sequence-length", "64", "--layers", "0")
+FEWER = ("--sequences", "8", "--epochs", "5", "--steps", "60")
+"""A default run with less of everything, on which the order of the objectives still holds."""
+SMALL = (*FEWER[2:], "--sequences", "4", "--sequence-length", "64", "--layers", "0")
 
 
 def study(*arguments: object) -> Done:
@@ -25,19 +31,19 @@ def study(*arguments: object) -> Done:
 
 
 @pytest.fixture(scope="module")
-def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    out = tmp_path_factory.mktemp("quick")
-    finished = study("--quick", "--out", out)
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    out = tmp_path_factory.mktemp("short")
+    finished = study(*FEWER, "--out", out)
     assert finished.code == 0, finished.err
     return out, finished
 
 
 @pytest.fixture(scope="module")
-def results(quick_run: tuple[Path, Done]) -> pd.DataFrame:
-    return pd.read_csv(quick_run[0] / "results.csv")
+def results(short_run: tuple[Path, Done]) -> pd.DataFrame:
+    return pd.read_csv(short_run[0] / "results.csv")
 
 
-def test_quick_run_measures_every_pair_on_every_layer(results):
+def test_run_measures_every_pair_on_every_layer(results):
     assert ",".join(results.columns) == COLUMNS
     assert set(results["layer"]) == set(range(6))
     assert set(results["site"]) == {"key", "value", "both"}
@@ -73,41 +79,45 @@ def test_kq_svd_has_its_closed_form_at_grouping_one(results):
     assert set(closed[closed["site"] == "key"]["key_grouping"]) == {"1"}
 
 
-def test_summary_has_tables_and_what_was_skipped(quick_run):
-    summary = (quick_run[0] / "summary.md").read_text(encoding="utf-8")
+def test_summary_has_tables_and_what_was_skipped(short_run):
+    summary = (short_run[0] / "summary.md").read_text(encoding="utf-8")
     assert "## Keys, rank 16 (ratio 0.5)" in summary
     assert "## Keys and values, rank 16" in summary
     assert "**0." in summary
     assert "layer-output by closed-form, keys: layer-output has no closed form" in summary
-    assert "capped at 5 epochs" in summary
-    assert "python studies/compare_objectives.py --quick" in summary
-    assert summary in quick_run[1].out
+    assert "predictor: 5 epochs at most (paper: 50)" in summary
+    assert "The long run, --full, adds rank ratio 0.75, two more seeds" in summary
+    assert "python studies/compare_objectives.py --sequences 8" in summary
+    assert summary in short_run[1].out
 
 
 @pytest.mark.parametrize(
     ("name", "panels"),
     [("errors_per_layer", 6), ("error_against_rank", 3), ("error_against_seconds", 2)],
 )
-def test_figures_are_drawn(name, panels, quick_run):
+def test_figures_are_drawn(name, panels, short_run):
     """What is on them is tested in `tests/test_figures.py`."""
-    out, done = quick_run
+    out, done = short_run
     assert len(done.figures[name].axes) == panels
+    title = " ".join(done.figures[name].get_suptitle().split())
+    assert "predictor: 5 epochs at most (paper: 50)" in title
+    assert "8 calibration sequences of 128 tokens (paper: 512 of 2,048); 1 seed" in title
     assert_points_in_every_panel(done.figures[name])
     assert_written(out / name)
 
 
-def test_repeated_run_measures_nothing_again(quick_run):
-    out, _ = quick_run
+def test_repeated_run_measures_nothing_again(short_run):
+    out, _ = short_run
     before = (out / "results.csv").read_bytes()
-    again = study("--quick", "--out", out)
+    again = study(*FEWER, "--out", out)
     assert again.code == 0, again.err
     assert "stored already: layers 0, 1, 2, 3, 4, 5" in again.out
     assert (out / "results.csv").read_bytes() == before
 
 
-def test_other_layers_share_what_is_stored(quick_run):
-    out, _ = quick_run
-    again = study("--quick", "--out", out, "--layers", 1, 3)
+def test_other_layers_share_what_is_stored(short_run):
+    out, _ = short_run
+    again = study(*FEWER, "--out", out, "--layers", 1, 3)
     assert "stored already: layers 1, 3" in again.out
     assert set(pd.read_csv(out / "results.csv")["layer"]) == {1, 3}
 
@@ -154,6 +164,7 @@ BAD = {
         ["--objectives", "layer-output", "--solvers", "closed-form"],
         "nothing to solve: layer-output by closed-form, keys",
     ),
+    "no epochs": (["--epochs", "0"], "--epochs must be at least 1, not 0"),
     "no sequences": (["--sequences", "0"], "--sequences must be at least 1, not 0"),
     "longer than the context": (["--sequence-length", "4096"], "longer than the 1024 positions"),
     "unknown layer": (["--layers", "x"], "invalid int value: 'x'"),
@@ -211,3 +222,39 @@ def test_own_text_and_groupings(text, tmp_path):
     summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
     assert "± is the standard deviation over seeds" in summary
     assert summary.count(" ± ") >= 3 * 2 * 2  # of three errors, by iterative solvers at two sites
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "settings"),
+    [
+        ([], "reference-llama-short", ([0], [0.5], 128, 10, 80)),
+        (["--full"], "reference-llama", ([0, 1, 2], [0.5, 0.75], 256, 50, 300)),
+        (["--full", "--seeds", 4], "reference-llama", ([4], [0.5, 0.75], 256, 50, 300)),
+    ],
+)
+def test_only_the_long_run_writes_where_the_committed_results_lie(
+    options, folder, settings, monkeypatch, tmp_path
+):
+    seen = []
+    monkeypatch.setattr("common.FIGURES", tmp_path)
+    monkeypatch.setattr(
+        "compare_objectives.solvable_pairs", lambda given: seen.append(given) or (0, 0)
+    )
+    study("--redraw", *options)
+    (given,) = seen
+    names = ("seeds", "rank_ratios", "sequence_length", "epochs", "steps")
+    assert tuple(getattr(given, name) for name in names) == settings
+    monkeypatch.setattr("common.draw", lambda out, figures: seen.append(out))
+    study("--redraw", *options)
+    assert seen[-1] == tmp_path / "compare_objectives" / folder
+
+
+def test_committed_results_are_those_of_the_long_run():
+    rows = pd.read_csv(COMMITTED / "results.csv")
+    assert ",".join(rows.columns) == COLUMNS
+    assert set(rows["seed"]) == set(FULL["seeds"])
+    assert set(rows["rank_ratio"]) == set(FULL["rank_ratios"])
+    for name in ("sequence_length", "epochs", "steps"):
+        assert set(rows[name]) == {FULL[name]}
+    summary = (COMMITTED / "summary.md").read_text(encoding="utf-8")
+    assert summary.endswith("Command: `python studies/compare_objectives.py --full`\n")
