@@ -70,7 +70,6 @@ def random_plan(
     rotary: str = "pre",
     oblique: bool = False,
     quantization: Quantization | None = None,
-    recent: int = 0,
     sinks: int = 0,
 ) -> CompressionPlan:
     config = model.config.get_text_config()
@@ -99,7 +98,6 @@ def random_plan(
         fingerprint(model),
         PROVENANCE,
         quantization,
-        recent,
         sinks,
     )
 
@@ -109,15 +107,12 @@ def bits_plan(
     tokens: Tensor,
     *,
     widths: tuple[int, ...] = WIDTHS,
-    norms: bool = True,
     sinks: int = 4,
     below: int | None = None,
-    groupings: tuple[str | int, str | int] = ("all", "all"),
     **settings: Any,
 ) -> CompressionPlan:
     """Rank and bits from one budget, nothing predicted unless it is asked for."""
-    recipe = BitRecipe(widths, norms, sinks, below, *groupings)
-    return compress(model, tokens, recipe=recipe, **settings)
+    return compress(model, tokens, recipe=BitRecipe(widths, sinks, below), **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:
@@ -139,10 +134,8 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
     """The model with projected keys and values, its stock eager attention, and no cache.
 
     Keys before rotation and values are projected where their linear layer (or norm) puts them out,
-    keys after rotation in an attention function that calls the stock one. A plan with recent tokens
-    wants every sequence twice, in two halves of the batch: the second half is projected, and each
-    query is given the keys and values of the first half for its recent tokens. The first tokens of
-    a plan with sinks are never projected in layers without a window.
+    keys after rotation in an attention function that calls the stock one. The first tokens of a
+    plan with sinks are never projected in layers without a window.
     """
     hooks = []
     for layer, planned in zip(decoder_layers(model), plan.layers, strict=True):
@@ -154,24 +147,8 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
         eager = modeling_module(decoder_layers(model)[0]).eager_attention_forward
         if plan.rotary == "post":
             planned = plan.layers[module.layer_idx]
-            projected = _behind_sinks(keys, planned.key, planned, plan)
-            keys = (
-                torch.cat([keys.chunk(2)[0], projected.chunk(2)[1]]) if plan.recent else projected
-            )
-        if not plan.recent:
-            return eager(module, queries, keys, values, mask, **more)
-        rows = []
-        for row in range(queries.shape[2]):
-            recent = torch.arange(keys.shape[2]).view(-1, 1) > row - plan.recent
-            keys_of_row, values_of_row = (
-                torch.where(recent, *x.chunk(2)).repeat(2, 1, 1, 1) for x in (keys, values)
-            )
-            one = slice(row, row + 1)
-            output, _ = eager(
-                module, queries[:, :, one], keys_of_row, values_of_row, mask[:, :, one], **more
-            )
-            rows.append(output)
-        return torch.cat(rows, dim=1), None
+            keys = _behind_sinks(keys, planned.key, planned, plan)
+        return eager(module, queries, keys, values, mask, **more)
 
     AttentionInterface.register("projecting-reference", projecting)
     AttentionMaskInterface.register("projecting-reference", eager_mask)
@@ -196,10 +173,7 @@ def _hooks(attention: nn.Module, layer: LayerPlan, plan: CompressionPlan) -> lis
     heads, head_dim, rotary = layer.key.grouping.heads, layer.key.head_dim, plan.rotary
 
     def project(x: Tensor, basis: Basis) -> Tensor:
-        if not plan.recent:
-            return _behind_sinks(x, basis, layer, plan)
-        first, second = x.chunk(2)
-        return torch.cat([first, _behind_sinks(second, basis, layer, plan)])
+        return _behind_sinks(x, basis, layer, plan)
 
     def by_head(x: Tensor, basis: Basis) -> Tensor:
         split = x.reshape(*x.shape[:2], heads, head_dim).transpose(1, 2)

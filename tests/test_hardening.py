@@ -54,8 +54,8 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     """Description and tensors of a plan."""
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     plan = random_plan(model, key_rank=4, value_rank=6, oblique=kind == "oblique")
-    if kind == "recent":
-        plan = random_plan(model, recent=3, sinks=2, rotary="post")
+    if kind == "sinks":
+        plan = random_plan(model, sinks=2, rotary="post")
     if kind in ("static", "token"):
         plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)
@@ -65,7 +65,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], bytes]]:
     found = {}
-    for kind in ("orthonormal", "oblique", "recent", "static", "token"):
+    for kind in ("orthonormal", "oblique", "sinks", "static", "token"):
         found[kind] = saved_files(kind, tmp_path_factory.mktemp(kind))
     return found
 
@@ -120,12 +120,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "sinks", "static", "token"])
 def test_an_untouched_plan_loads(plans, kind: str, folder: Path) -> None:
     assert loads_or_refuses(folder, *plans[kind])
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "sinks", "static", "token"])
 @MANY
 @given(data=st.data())
 def test_any_description(plans, kind: str, folder: Path, data: st.DataObject) -> None:
