@@ -191,6 +191,7 @@ class TestShortDtypes:
     def test_keys_are_rotated_back_in_more_than_two_bytes(self, family: str) -> None:
         """Rotated again by the model's own angles, they are off by one rounding of their own."""
         model, tokens = tiny_model(family, torch.bfloat16), tiny_tokens(8, LONG)
+        plan = full_rank_plan(model, "pre")  # stores keys themselves
         angles = {}
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -200,7 +201,7 @@ class TestShortDtypes:
         for layer in layers:
             layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
         stock = stock_cache(model, tokens)
-        with compressed(model, full_rank_plan(model, "pre")) as new_cache:
+        with compressed(model, plan) as new_cache:
             cache = new_cache(stock)
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count, rotated = held.keys.shape[2], held.keys.double()

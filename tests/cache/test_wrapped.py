@@ -74,7 +74,7 @@ class TestCompiledModels:
         compiled = compiled_as(model, "eager")
         if used_before:
             assert_equal(compiled(input_ids=tokens).logits, stock)
-        for plan, logits in zip(plans * 2, expected * 2, strict=True):
+        for plan, logits in zip(plans + plans[:1], expected + expected[:1], strict=True):
             with compressed(compiled if "compiled" in given else model, plan) as new_cache:
                 assert_equal(compiled(input_ids=tokens).logits, logits)
                 assert_equal(pieces(compiled, new_cache(), tokens), logits)
