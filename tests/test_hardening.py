@@ -57,7 +57,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     if kind == "sinks":
         plan = random_plan(model, sinks=2, rotary="post")
     if kind == "coded":
-        plan = bits_plan(model, tokens, ratio=0.4, below=1)
+        plan = bits_plan(model, tiny_tokens(3, 24), ratio=0.4, below=1)
     if kind in ("static", "token"):
         plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)

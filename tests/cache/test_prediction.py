@@ -15,13 +15,16 @@ from manifoldkv import (
     BitRecipe,
     CompressionPlan,
     PlanError,
+    Quantization,
     RankError,
     capture,
     compress,
     compressed,
 )
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.plan.coded import reconstructed
 from tests.families import tiny_model, tiny_tokens
+from tests.stored import stored_plan
 
 SINKS = 2
 
@@ -189,7 +192,37 @@ def test_what_does_not_go_together() -> None:
     coding = plan.layers[1].key_coding
     with pytest.raises(PlanError, match="prediction of latents must be"):
         replace(coding, prediction=coding.prediction[:, :-1])
+    with pytest.raises(PlanError, match="layer 0 key: coded latents cannot be quantised again"):
+        replace(plan, quantization=Quantization(4, "token"))
     with pytest.raises(RankError, match="below must be >= 0, got -1"):
         BitRecipe(below=-1)
     with pytest.raises(PlanError, match="rotation"):
         predicted_plan("llama", 2, rotary="post")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_coding_is_one_of_the_latents_of_its_basis(stored: bool) -> None:
+    plan = stored_plan() if stored else predicted_plan("llama", None)
+    layer = plan.layers[0]
+    coding = replace(layer.coding("key"), prediction=None)
+
+    def changed(**parts: object) -> None:
+        replace(plan, layers=(replace(layer, **parts), *plan.layers[1:]))
+
+    size, latents = len(coding.mean), len(coding.gain)
+    fewer = {
+        name: tensor if name in ("mean", "tables") else tensor[:-1]
+        for name, tensor in coding.tensors().items()
+    }
+    if stored:
+        fewer["tables"] = torch.cat(coding.split_tables()[:-1])
+    for other, mean, gain in (
+        (replace(coding, mean=coding.mean[:-1]), size - 1, latents),
+        (replace(coding, **fewer), size, latents - 1),
+    ):
+        said = f"layer 0 key: a coding of {mean} features and {gain} latents does not fit a basis"
+        with pytest.raises(PlanError, match=said):
+            changed(key_coding=other)
+    columns = torch.eye(size // 2).repeat(2, 1, 1)
+    with pytest.raises(PlanError, match="coded latents need a basis of all heads together"):
+        changed(key=Basis(columns, columns, HeadGrouping(1, 2)))
