@@ -30,8 +30,6 @@ def coding_of(bits: list[int], **tensors: Tensor) -> Coding:
 def codings(draw: st.DrawFn) -> tuple[Coding, Tensor]:
     """A coding with latents (2, 1, tokens, features)."""
     bits = sorted(draw(st.lists(st.integers(0, 8), min_size=1, max_size=40)), reverse=True)
-    if not any(bits):
-        bits[0] = 1
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     step, deviation, gain = torch.rand(3, len(bits), generator=generator)
     latents = 3 * torch.randn(2, 1, draw(st.integers(1, 20)), len(bits), generator=generator)
