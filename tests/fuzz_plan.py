@@ -42,9 +42,7 @@ def try_to_load(content: bytes) -> None:
 
 def main() -> None:
     corpus = Path(tempfile.mkdtemp())
-    for number, options in enumerate(
-        ({}, {"oblique": True}, {"recent": 3, "sinks": 2, "rotary": "post"})
-    ):
+    for number, options in enumerate(({}, {"oblique": True}, {"sinks": 2, "rotary": "post"})):
         plan = random_plan(tiny_model("llama"), **options)
         plan.save(FOLDER)
         content = (FOLDER / DESCRIPTION).read_bytes() + b"\0" + (FOLDER / TENSORS).read_bytes()

@@ -104,7 +104,6 @@ class TestPlan:
         assert CompressionPlan.load(tmp_path) == plan
         for other in (
             replace(plan, rotary="post"),
-            replace(plan, recent=2),
             replace(plan, sinks=2),
             replace(plan, layers=plan.layers[::-1]),
             plan_of(key_rank=3),
@@ -129,13 +128,13 @@ class TestPlan:
 
     def test_its_repr_says_what_it_is(self) -> None:
         model = tiny_model("llama")
-        plan = quantize(plan_of(recent=3, sinks=4), model, tiny_tokens(), Quantization(4))
+        plan = quantize(plan_of(sinks=4), model, tiny_tokens(), Quantization(4))
         said = repr(plan)
         assert len(said.splitlines()) <= 5
         for part in ("for tiny", "3 layers", "key ranks 5 to 5", "value ranks 4 to 4 of 8"):
             assert part in said
         for part in (
-            "newest 3 tokens and first 4 exact",
+            "first 4 tokens uncompressed",
             "bits=4",
             f"ratio {plan.ratio:.4g} at 12 tokens",
         ):

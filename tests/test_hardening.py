@@ -27,7 +27,7 @@ from manifoldkv import (
 from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import random_plan
+from tests.plans import bits_plan, random_plan
 
 MANY = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -54,8 +54,10 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     """Description and tensors of a plan."""
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     plan = random_plan(model, key_rank=4, value_rank=6, oblique=kind == "oblique")
-    if kind == "recent":
-        plan = random_plan(model, recent=3, sinks=2, rotary="post")
+    if kind == "sinks":
+        plan = random_plan(model, sinks=2, rotary="post")
+    if kind == "coded":
+        plan = bits_plan(model, tiny_tokens(3, 24), ratio=0.4, below=1)
     if kind in ("static", "token"):
         plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)
@@ -65,7 +67,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], bytes]]:
     found = {}
-    for kind in ("orthonormal", "oblique", "recent", "static", "token"):
+    for kind in ("orthonormal", "oblique", "sinks", "static", "token", "coded"):
         found[kind] = saved_files(kind, tmp_path_factory.mktemp(kind))
     return found
 
@@ -120,12 +122,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "sinks", "static", "token", "coded"])
 def test_an_untouched_plan_loads(plans, kind: str, folder: Path) -> None:
     assert loads_or_refuses(folder, *plans[kind])
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "recent", "static", "token"])
+@pytest.mark.parametrize("kind", ["orthonormal", "oblique", "sinks", "static", "token", "coded"])
 @MANY
 @given(data=st.data())
 def test_any_description(plans, kind: str, folder: Path, data: st.DataObject) -> None:
@@ -140,7 +142,7 @@ def with_tensors(description: dict[str, Any], payload: bytes) -> dict[str, Any]:
     return signed(description | {"tensors_sha256": hashlib.sha256(payload).hexdigest()})
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "static"])
+@pytest.mark.parametrize("kind", ["orthonormal", "static", "coded"])
 @MANY
 @given(data=st.data())
 def test_any_header_of_tensors(plans, kind: str, folder: Path, data: st.DataObject) -> None:
@@ -158,7 +160,7 @@ def test_any_header_of_tensors(plans, kind: str, folder: Path, data: st.DataObje
     loads_or_refuses(folder, with_tensors(description, payload), payload)
 
 
-@pytest.mark.parametrize("kind", ["orthonormal", "static"])
+@pytest.mark.parametrize("kind", ["orthonormal", "static", "coded"])
 @MANY
 @given(data=st.data())
 def test_any_bytes_of_tensors(plans, kind: str, folder: Path, data: st.DataObject) -> None:
@@ -171,26 +173,24 @@ def test_any_bytes_of_tensors(plans, kind: str, folder: Path, data: st.DataObjec
 
 
 NUMBERS = (0.0, float("nan"), float("inf"), 1e300, 3e38, -1.0)
-OF_A_LAYER = ("key.down", "value.down", "key.range")
-NAMES = ("fingerprint", *(f"layers.{layer}.{name}" for layer in range(3) for name in OF_A_LAYER))
+PARTS = ("step", "mean", "deviation", "gain", "prediction")
+OF_A_LAYER = {
+    "static": ("key.down", "value.down", "key.range"),
+    "coded": ("key.down", "value.up", *(f"value.{part}" for part in PARTS)),
+}
 
 
+@pytest.mark.parametrize("kind", OF_A_LAYER)
 @MANY
-@given(
-    changes=st.lists(
-        st.tuples(
-            st.sampled_from(NAMES),
-            st.integers(0, 1000),
-            st.sampled_from(NUMBERS),
-        ),
-        max_size=4,
-    )
-)
-def test_any_numbers_in_tensors(plans, folder: Path, changes: list[tuple]) -> None:
+@given(data=st.data())
+def test_any_numbers_in_tensors(plans, kind: str, folder: Path, data: st.DataObject) -> None:
     """NaN, infinities and huge numbers, well formed."""
-    description, payload = plans["static"]
+    description, payload = plans[kind]
     tensors = load(payload)
-    for name, place, number in changes:
+    names = [f"layers.{layer}.{name}" for layer in range(3) for name in OF_A_LAYER[kind]]
+    names = st.sampled_from(["fingerprint", *names])
+    change = st.tuples(names, st.integers(0, 1000), st.sampled_from(NUMBERS))
+    for name, place, number in data.draw(st.lists(change, max_size=4)):
         flat = tensors[name].view(-1)
         flat[place % len(flat)] = torch.tensor(number, dtype=torch.float64)
     payload = save(tensors)

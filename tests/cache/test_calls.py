@@ -57,13 +57,12 @@ class TestPaddingInKIVIsLayout:
             for given in (mask, additive(mask, torch.float64, float("-inf"))):
                 assert_equal(model(input_ids=tokens, attention_mask=given).logits, expected)
 
-    @pytest.mark.parametrize("recent", [0, 3])
     @pytest.mark.parametrize("layout", ["static", "token"])
-    def test_the_other_layouts_take_it(self, layout: str, recent: int) -> None:
+    def test_the_other_layouts_take_it(self, layout: str) -> None:
         model = tiny_model("llama")
         tokens, mask = left_padded()
         quantization = Quantization(4, layout, group_size=4)
-        plan = random_plan(model, quantization=quantization, recent=recent)
+        plan = random_plan(model, quantization=quantization)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         alone = steps(model, plan, tokens[:1, 4:], [LONG - 4])
         with compressed(model, plan), torch.no_grad():
@@ -73,12 +72,11 @@ class TestPaddingInKIVIsLayout:
 
 @pytest.mark.parametrize("rotary", ROTARIES)
 class TestMasksOfFourDimensions:
-    @pytest.mark.parametrize("recent", [0, 3])
     @pytest.mark.parametrize("family", WINDOWLESS)
-    def test_numbers_are_understood(self, family: str, rotary: str, recent: int) -> None:
+    def test_numbers_are_understood(self, family: str, rotary: str) -> None:
         model = tiny_model(family)
         tokens, mask = left_padded()
-        plan = random_plan(model, rotary=rotary, recent=recent)
+        plan = random_plan(model, rotary=rotary)
         with compressed(model, plan), torch.no_grad():
             seen = additive(mask, torch.float64, 1.0) == 0
             expected = model(input_ids=tokens, attention_mask=seen).logits

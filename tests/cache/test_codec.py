@@ -60,17 +60,15 @@ def assert_same(found: DynamicCache, expected: DynamicCache, tokens: int | None 
     assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
-@pytest.mark.parametrize(
-    ("rotary", "below"), [("pre", 2), ("pre", 1), ("pre", 0), ("pre", None), ("post", 2)]
-)
+@pytest.mark.parametrize("below", [2, 1, 0, None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_errors_are_those_of_rounding_in_the_plans_coordinates(
-    family: str, rotary: str, below: int | None
+    family: str, below: int | None
 ) -> None:
     """The same in NumPy, with keys that were caught before their rotation."""
     model = stored_model(family)
-    plan = stored_plan(family, recipe=StoredRecipe(below=below), rotary=rotary)
-    assert plan.predicted == (rotary == "pre" and below is not None)
+    plan = stored_plan(family, recipe=StoredRecipe(below=below))
+    assert plan.predicted == (below is not None)
     caught: dict[int, Tensor] = {}
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -87,7 +85,6 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
     layers_below: list[np.ndarray] = []
     for index, (own, given_) in enumerate(zip(found.layers, stock.layers, strict=True)):
         cos, sin = (x.double().numpy()[:, None] for x in caught[index])
-        turn = rotary == "pre"
         own_sites: list[np.ndarray] = []
         for site, before, after in (
             ("key", given_.keys, own.keys),
@@ -96,7 +93,7 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
             basis = getattr(plan.layers[index], site)
             coding = plan.layers[index].entropy_codings[site]
             x = before.double().numpy()
-            if turn and site == "key":
+            if site == "key":
                 x = rotated(x, cos, -sin, interleaved=family == "glm4")
             flat = np.concatenate(list(np.moveaxis(x, 1, 0)), axis=-1)  # (B, n, D)
             down, up = basis.down[0].double().numpy(), basis.up[0].double().numpy()
@@ -111,7 +108,7 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
             flat = np.round((flat - mean) @ down) * gain @ up.T + mean
             own_sites.append(flat)
             x = np.stack(np.split(flat, x.shape[1], axis=-1), axis=1)
-            if turn and site == "key":
+            if site == "key":
                 x = rotated(x, cos, sin, interleaved=family == "glm4")
             x[:, :, : plan.sinks] = before[:, :, : plan.sinks].numpy()
             error = np.abs(x - after.numpy())

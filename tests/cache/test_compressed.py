@@ -19,7 +19,7 @@ from manifoldkv import (
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache.rotation import rotate_halves, rotation_of_keys
 from manifoldkv.models.interface import rotation_of
-from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.quantization import LAYOUTS
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
@@ -42,10 +42,8 @@ def steps(
 
 
 def reference(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor, **inputs) -> Tensor:
-    twice = 2 if plan.recent else 1
     with projected_by_hooks(model, plan), torch.no_grad():
-        logits = model(input_ids=tokens.repeat(twice, 1), use_cache=False, **inputs).logits
-    return logits[: len(tokens)]
+        return model(input_ids=tokens, use_cache=False, **inputs).logits
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -109,113 +107,6 @@ class TestFamilies:
             assert torch.equal(beams, unused)
 
 
-@pytest.mark.parametrize("recent", [1, 3, 6, 100])
-@pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_recent_tokens_are_seen_as_they_are(family: str, rotary: str, recent: int) -> None:
-    model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-    plan = random_plan(model, rotary=rotary, recent=recent)
-    expected = reference(model, plan, tokens)
-    for sizes in ([LONG], [1] * LONG, [5, 1, 4, 1, 3]):
-        assert_equal(steps(model, plan, tokens, sizes), expected)
-    uncompressed = model(input_ids=tokens).logits
-    if recent >= LONG:
-        assert_equal(expected, uncompressed)
-    elif recent < 6:  # longer than some families' windows
-        assert float((expected - uncompressed).abs().max()) > 0.001
-
-
-class TestRecent:
-    @pytest.mark.parametrize("rotary", ROTARIES)
-    def test_blocks_of_queries_and_tiles_change_nothing(
-        self, rotary: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=4, key_grouping="all", value_grouping="all")
-        expected = reference(model, plan, tokens)
-        monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
-        monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
-        assert_equal(steps(model, plan, tokens, [LONG]), expected)
-        assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
-
-    @pytest.mark.parametrize("rotary", ROTARIES)
-    def test_with_exact_prefill_only_later_calls_see_latents(self, rotary: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=3)
-        uncompressed = model(input_ids=tokens).logits
-        found = steps(model, plan, tokens, [9, 1, 4], prefill="exact")
-        assert_equal(found[:, :9], uncompressed[:, :9])
-        assert float((found - uncompressed)[:, 9:].abs().max()) > 0.001
-        wide = random_plan(model, rotary=rotary, recent=LONG)
-        assert_equal(steps(model, wide, tokens, [9, 1, 4], prefill="exact"), uncompressed)
-
-    @pytest.mark.parametrize("rotary", ROTARIES)
-    def test_left_padding_changes_nothing(self, rotary: str) -> None:
-        model, tokens = tiny_model("qwen3"), tiny_tokens(1, LONG)
-        plan = random_plan(model, rotary=rotary, recent=3)
-        alone = steps(model, plan, tokens[:, 4:], [LONG - 4])
-        mask = (torch.arange(LONG) >= 4).long().unsqueeze(0)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        with compressed(model, plan), torch.no_grad():
-            found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
-        assert_equal(found[:, 4:], alone)
-
-    @pytest.mark.parametrize("layout", ["static", "token"])
-    def test_rounding_starts_when_a_token_is_no_longer_recent(self, layout: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model, recent=4, quantization=Quantization(4, layout, group_size=4))
-        whole = steps(model, plan, tokens, [LONG])
-        assert_equal(steps(model, plan, tokens, [1] * LONG), whole)
-        assert_equal(whole[:, :4], model(input_ids=tokens).logits[:, :4])
-
-    def test_a_crop_needs_the_past(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model, recent=3)
-        expected = steps(model, plan, tokens, [LONG])
-        with compressed(model, plan) as new_cache, torch.no_grad():
-            cache = new_cache()
-            model(input_ids=tokens[:, :8], past_key_values=cache)
-            for count in (-2, -3, -7):
-                with pytest.raises(CacheError, match=r"newest of those left .* activate_past_reco"):
-                    cache.crop(count)
-            assert cache.get_seq_length() == 8
-            cache.activate_past_recording()
-            model(input_ids=tokens[:, :4], past_key_values=cache)  # candidates, two of them wrong
-            cache.crop(-4)
-            rest = model(input_ids=tokens[:, 8:], past_key_values=cache).logits
-        assert_equal(rest, expected[:, 8:])
-
-    def test_generate_in_all_its_ways(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, 7)
-        plan = random_plan(model, recent=4)
-        arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-        with compressed(model, plan) as new_cache:
-            greedy = model.generate(tokens, use_cache=False, **arguments)
-            assert torch.equal(
-                model.generate(tokens, past_key_values=new_cache(), **arguments), greedy
-            )
-            beams = model.generate(tokens, past_key_values=new_cache(), num_beams=3, **arguments)
-            unused = model.generate(tokens, use_cache=False, num_beams=3, **arguments)
-            assert torch.equal(beams, unused)
-            looked_up = model.generate(
-                tokens[:1], past_key_values=new_cache(), prompt_lookup_num_tokens=3, **arguments
-            )
-            assert torch.equal(looked_up, greedy[:1])
-
-    def test_what_does_not_go_together_is_refused(self) -> None:
-        model = tiny_model("llama")
-        with pytest.raises(PlanError, match="KIVI's layout keeps its own newest tokens"):
-            random_plan(model, recent=4, quantization=Quantization(4, "kivi"))
-        with pytest.raises(PlanError, match="newest -1 tokens"):
-            random_plan(model, recent=-1)
-        plan = random_plan(model, recent=4)
-        with (
-            pytest.raises(CacheError, match="do not fold"),
-            compressed(model, plan, fold_values=True),
-        ):
-            pass
-
-
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("oblique", [False, True])
 @pytest.mark.parametrize("groupings", list(itertools.product(("shared", 1, 2, "all"), repeat=2)))
@@ -257,12 +148,11 @@ class TestManyQueries:
         monkeypatch.setattr(cache_attention, "MASKED_AT_A_TIME", LONG * 6)
         monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
 
-    @pytest.mark.parametrize("recent", [0, 3])
     @pytest.mark.parametrize("rotary", ROTARIES)
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_they_see_what_the_cache_stores(self, family: str, rotary: str, recent: int) -> None:
+    def test_they_see_what_the_cache_stores(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=recent, key_grouping="all", oblique=True)
+        plan = random_plan(model, rotary=rotary, key_grouping="all", oblique=True)
         expected = reference(model, plan, tokens)
         assert_equal(steps(model, plan, tokens, [LONG]), expected)
         assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
@@ -334,8 +224,7 @@ class TestGenerate:
         assert torch.equal(greedy, lookup)
         assert torch.equal(greedy, assisted)
 
-    @pytest.mark.parametrize("recent", [0, 3])
-    def test_a_compressed_assistant(self, family: str, rotary: str, recent: int) -> None:
+    def test_a_compressed_assistant(self, family: str, rotary: str) -> None:
         """In a block of its own, for a model that is compressed itself and for one that is not."""
         model, tokens = tiny_model(family), tiny_tokens(1, 4).repeat(1, 3)
         # Nearly the same weights, so that some of its tokens are taken and others are not.
@@ -343,7 +232,7 @@ class TestGenerate:
         generator = torch.Generator().manual_seed(0)
         for weight in assistant.parameters():
             weight.data += 0.01 * torch.randn(weight.shape, generator=generator).to(weight)
-        plan = random_plan(model, rotary=rotary, recent=recent, key_rank=8, value_rank=7)
+        plan = random_plan(model, rotary=rotary, key_rank=8, value_rank=7)
         greedy = model.generate(tokens, **self.arguments)
         with compressed(assistant, plan.transferred_to(assistant)):
             found = model.generate(tokens, assistant_model=assistant, **self.arguments)
@@ -456,35 +345,6 @@ class TestExactPrefill:
         assert_equal(first[:, 4:], second[:, 4:])
 
 
-@pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("oblique", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt-oss"])
-@pytest.mark.parametrize("grouping", [1, "shared", "all"])
-def test_folding_values_is_exact(
-    family: str, rotary: str, oblique: bool, grouping: str | int
-) -> None:
-    model, tokens = tiny_model(family), tiny_tokens(2, 9)
-    plan = random_plan(model, rotary=rotary, oblique=oblique, value_grouping=grouping)
-    stock = [attention_of(layer).o_proj for layer in decoder_layers(model)]
-    seen: dict[bool, list[Tensor]] = {False: [], True: []}
-    for fold in seen:
-        hooks = [
-            attention_of(layer).register_forward_hook(
-                lambda module, args, output, fold=fold: seen[fold].append(output[0])
-            )
-            for layer in decoder_layers(model)
-        ]
-        steps(model, plan, tokens, [6, 1, 1, 1], fold_values=fold)
-        for hook in hooks:
-            hook.remove()
-    scale = max(float(x.abs().max()) for x in seen[False])
-    for plain, folded in zip(seen[False], seen[True], strict=True):
-        assert (
-            float((plain - folded).abs().max()) < (1e-5 if family == "gpt-oss" else 1e-10) * scale
-        )
-    assert [attention_of(layer).o_proj for layer in decoder_layers(model)] == stock
-
-
 def rounded_plan(model: PreTrainedModel, rotary: str, bits: int, layout: str) -> CompressionPlan:
     quantization = Quantization(bits, layout, group_size=4, residual=3)
     return random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
@@ -554,12 +414,10 @@ def test_other_layouts_guess_ahead(layout: str, rotary: str) -> None:
             assert torch.equal(found, greedy)
 
 
-@pytest.mark.parametrize("recent", [0, 3])
 @pytest.mark.parametrize("layout", ["static", "token"])
-def test_other_layouts_work_with_windows_and_crops(layout: str, recent: int) -> None:
+def test_other_layouts_work_with_windows_and_crops(layout: str) -> None:
     model, tokens = tiny_model("gemma2"), tiny_tokens(2, LONG)
-    quantization = Quantization(4, layout, group_size=4)
-    plan = random_plan(model, quantization=quantization, recent=recent)
+    plan = random_plan(model, quantization=Quantization(4, layout, group_size=4))
     once = steps(model, plan, tokens, [LONG])
     assert_equal(steps(model, plan, tokens, [3] + [1] * (LONG - 3)), once)
     with compressed(model, plan) as new_cache, torch.no_grad():
@@ -620,18 +478,14 @@ class TestTheBlock:
             return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
         count, implementation = hooks(), model.config._attn_implementation
-        for fold in (False, True):
-            with compressed(model, random_plan(model), fold_values=fold):
-                assert float((model(input_ids=tokens).logits - before).abs().max()) > 0.01
-            with (
-                pytest.raises(KeyError),
-                compressed(model, random_plan(model), fold_values=fold),
-            ):
-                raise KeyError
-            assert hooks() == count
-            assert model.config._attn_implementation == implementation
-            assert set(vars(model)) == attributes
-            assert torch.equal(model(input_ids=tokens).logits, before)
+        with compressed(model, random_plan(model)):
+            assert float((model(input_ids=tokens).logits - before).abs().max()) > 0.01
+        with pytest.raises(KeyError), compressed(model, random_plan(model)):
+            raise KeyError
+        assert hooks() == count
+        assert model.config._attn_implementation == implementation
+        assert set(vars(model)) == attributes
+        assert torch.equal(model(input_ids=tokens).logits, before)
 
     def test_a_call_without_a_cache_is_compressed(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
@@ -673,7 +527,7 @@ class TestTheBlock:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with compressed(model, random_plan(model)) as new_cache:
             cache = new_cache()
-        for other in ({"key_rank": 4}, {"oblique": True}, {"rotary": "post"}, {"recent": 3}):
+        for other in ({"key_rank": 4}, {"oblique": True}, {"rotary": "post"}, {"sinks": 3}):
             with (
                 compressed(model, random_plan(model, **other)),
                 pytest.raises(CacheError, match="another plan"),
@@ -712,13 +566,8 @@ class TestTheBlock:
         with pytest.raises(PlanError, match="3 layers, the model 4"), compressed(deeper, plan):
             pass
 
-    def test_options_that_contradict_each_other_are_refused(self) -> None:
+    def test_an_unknown_prefill_is_refused(self) -> None:
         model = tiny_model("llama")
-        with (
-            pytest.raises(CacheError, match="do not fold"),
-            compressed(model, random_plan(model), prefill="exact", fold_values=True),
-        ):
-            pass
         with (
             pytest.raises(CacheError, match="unknown prefill"),
             compressed(model, random_plan(model), prefill="none"),
@@ -734,7 +583,7 @@ class TestTheBlock:
 
     def test_gradients_do_not_keep_old_steps_alive(self) -> None:
         model, tokens = tiny_model("llama").requires_grad_(True), tiny_tokens()
-        with compressed(model, random_plan(model, recent=2)) as new_cache:
+        with compressed(model, random_plan(model)) as new_cache:
             cache = new_cache()
             for token in tokens.split(1, dim=1):
                 model(input_ids=token, past_key_values=cache)

@@ -19,7 +19,6 @@ from tests.plans import random_plan
 PREFIX = 8
 KINDS = {
     "exact": {},
-    "recent": {"recent": 3},
     "sinks": {"sinks": 3},
     "static": {"quantization": Quantization(4, "static", group_size=4)},
     "token": {"quantization": Quantization(4, "token", group_size=4)},
@@ -127,11 +126,10 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(kind: str, rotary: str
     assert_equal(torch.cat(found, dim=1), expected[:, PREFIX:])
 
 
-@pytest.mark.parametrize("fold", [False, True])
 class TestModelsInABlock:
-    def test_they_are_not_copied(self, fold: bool) -> None:
+    def test_they_are_not_copied(self) -> None:
         model = tiny_model("llama")
-        with compressed(model, random_plan(model), fold_values=fold):
+        with compressed(model, random_plan(model)):
             for part in (model, model.model, attention_of(decoder_layers(model)[0])):
                 with pytest.raises(CacheError, match="neither copied nor pickled"):
                     copy.deepcopy(part)
@@ -144,14 +142,14 @@ class TestModelsInABlock:
 
     @pytest.mark.parametrize("family", ["llama", "gpt-oss", "gemma3"])
     @pytest.mark.parametrize("rotary", ROTARIES)
-    def test_they_may_be_converted(self, family: str, rotary: str, fold: bool) -> None:
+    def test_they_may_be_converted(self, family: str, rotary: str) -> None:
         tokens = tiny_tokens(2, LONG)
         expected_model = tiny_model(family).to(torch.float32)
         model = tiny_model(family)
         plan = random_plan(model, rotary=rotary)
         with compressed(expected_model, plan), torch.no_grad():
             expected = expected_model(input_ids=tokens).logits
-        with compressed(model, plan, fold_values=fold) as new_cache, torch.no_grad():
+        with compressed(model, plan) as new_cache, torch.no_grad():
             old = new_cache()
             model(input_ids=tokens, past_key_values=old)
             model.to(torch.float32)
@@ -163,23 +161,7 @@ class TestModelsInABlock:
         plain, stock = model(input_ids=tokens).logits, expected_model(input_ids=tokens).logits
         assert torch.equal(plain, stock)
 
-
-class TestSaving:
-    def test_a_model_with_folded_values_is_not_saved(self, tmp_path: Path) -> None:
-        model = tiny_model("llama")
-        with compressed(model, random_plan(model), fold_values=True):
-            with pytest.raises(CacheError, match="leave the block before saving"):
-                model.save_pretrained(tmp_path / "model")
-            with pytest.raises(CacheError, match="leave the block before saving"):
-                model.push_to_hub("user/model")
-            for part in (model, model.model, attention_of(decoder_layers(model)[0])):
-                with pytest.raises(CacheError, match="leave the block before saving"):
-                    part.state_dict()
-        assert not (tmp_path / "model").exists()
-        model.save_pretrained(tmp_path / "model")
-        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-    def test_any_other_is_saved_as_it_was(self, tmp_path: Path) -> None:
+    def test_they_are_saved_as_they_were(self, tmp_path: Path) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         with compressed(model, random_plan(model)):
             model.save_pretrained(tmp_path)

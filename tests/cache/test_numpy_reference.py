@@ -34,7 +34,7 @@ def reconstructed(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys or values (tokens, D), all heads side by side, and their latents."""
     down, up = basis.down[0].numpy(), basis.up[0].numpy()
-    expected = np.broadcast_to(coding.mean[0].numpy().astype(x.dtype), x.shape)
+    expected = np.broadcast_to(coding.mean.numpy().astype(x.dtype), x.shape)
     if coding.prediction is not None:
         weights = coding.prediction.numpy()
         inputs = np.concatenate(below, axis=1)[:, : len(weights)]
@@ -42,9 +42,7 @@ def reconstructed(
     bits = coding.bits.numpy().astype(int)
     stored = bits > 0
     latents = ((x - expected) @ down).astype(np.float32)
-    deviation, step, gain = (
-        each[0].numpy() for each in (coding.deviation, coding.step, coding.gain)
-    )
+    deviation, step, gain = (y.numpy() for y in (coding.deviation, coding.step, coding.gain))
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
     norm = norm.astype(HALF).astype(np.float32)
     scaled = mid_rise(latents / np.maximum(norm, np.finfo(HALF).tiny), bits, step)

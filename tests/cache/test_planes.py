@@ -32,8 +32,10 @@ def test_what_is_packed_comes_back(widths: list[int], seed: int) -> None:
 def test_a_coding_counts_the_bytes_that_are_there(widths: list[int]) -> None:
     widths = sorted(widths, reverse=True)
     packed = BitPlanes(widths, CPU).pack(drawn(widths, 0))
-    coding = Coding(torch.tensor([*widths, 0], dtype=torch.uint8), torch.ones(3, len(widths) + 1))
-    assert coding.token_bytes(torch.float32) == (packed.shape[2] if widths else 0)
+    ones = torch.ones(len(widths) + 1)
+    coding = Coding(torch.tensor([*widths, 0], dtype=torch.uint8), ones, ones, ones, ones)
+    scale = 2  # bytes
+    assert coding.token_bytes == scale + (packed.shape[2] if widths else 0)
 
 
 @pytest.mark.parametrize("width", range(1, 9))

@@ -1,6 +1,7 @@
-"""Predictive coding along the layers: what the cache gives back, however its tokens came in."""
+"""Predictive coding along the layers: what the cache reconstructs, however its tokens came in."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,25 +15,28 @@ from manifoldkv import (
     BitRecipe,
     CompressionPlan,
     PlanError,
+    Quantization,
     RankError,
     capture,
     compress,
     compressed,
-    tune,
 )
-from manifoldkv.plan.coded import CodedBasis
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.plan.coded import reconstructed
 from tests.families import tiny_model, tiny_tokens
+from tests.stored import stored_plan
 
 SINKS = 2
 
 
+@cache
 def predicted_plan(family: str, below: int | None = 1, **settings: object) -> CompressionPlan:
     recipe = BitRecipe(sinks=SINKS, below=below)
     return compress(tiny_model(family), tiny_tokens(3, 24), recipe=recipe, ratio=0.4, **settings)
 
 
-def given_back_by_hand(plan: CompressionPlan, family: str, tokens: Tensor) -> list[list[Tensor]]:
-    """Keys before rotation and values of every layer, as codes give those of a stock model back."""
+def reconstructed_by_hand(plan: CompressionPlan, family: str, tokens: Tensor) -> list[list[Tensor]]:
+    """Keys before rotation and values of every layer, from the codes of those of a stock model."""
     found: list[list[Tensor]] = []
     for activations in capture(tiny_model(family), tokens):
         layer = plan.layers[activations.layer]
@@ -42,14 +46,20 @@ def given_back_by_hand(plan: CompressionPlan, family: str, tokens: Tensor) -> li
             layer.sites, (activations.keys_in("pre"), activations.values_of()), strict=True
         ):
             coding = layer.codings[site]
-            before = torch.cat([basis.grouping.split(y) for y in (*sites, *inputs)] or [x], dim=-1)
-            if coding.prediction is None:
-                sites.append(CodedBasis(basis, coding).project(x))
-            else:
-                before = before[..., : len(coding.prediction)]
-                sites.append(CodedBasis(basis, coding).project(x, before))
+            before = None
+            if coding.prediction is not None:
+                before = torch.cat([side_by_side(y) for y in (*sites, *inputs)], dim=-1)
+                before = before[:, : len(coding.prediction)]
+            flat = reconstructed(basis, coding, side_by_side(x), before)
+            batch, heads, length, _ = x.shape
+            sites.append(flat.view(batch, length, heads, -1).transpose(1, 2))
         found.append(sites)
     return found
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Heads of (B, H, n, d) as (B·n, H·d)."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
@@ -60,9 +70,9 @@ def test_decoding_token_by_token_is_one_pass(family: str, below: int) -> None:
     assert plan.predicted
     with compressed(model, plan) as new_cache:
         whole = model(input_ids=tokens).logits
-        cache = new_cache()
-        steps = [model(input_ids=t, past_key_values=cache).logits for t in tokens.split(1, dim=1)]
-        assert cache.nbytes() == plan.nbytes(14, batch=2, dtype=model.dtype)
+        held = new_cache()
+        steps = [model(input_ids=t, past_key_values=held).logits for t in tokens.split(1, dim=1)]
+        assert held.nbytes() == plan.nbytes(14, batch=2, dtype=model.dtype)
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
@@ -71,16 +81,16 @@ def test_a_prompt_of_many_tokens_is_decoded_on() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 44)
     with compressed(model, predicted_plan("llama", 2)) as new_cache:
         whole = model(input_ids=tokens).logits
-        cache = new_cache()
-        parts = [model(input_ids=t, past_key_values=cache).logits for t in tokens.split([40, 4], 1)]
+        held = new_cache()
+        parts = [model(input_ids=t, past_key_values=held).logits for t in tokens.split([40, 4], 1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
 
 
-def test_a_stock_cache_is_given_back_as_by_hand() -> None:
-    """With exact prefill, attention is that over keys and values given back by hand."""
+def test_a_stock_cache_is_reconstructed_as_by_hand() -> None:
+    """With exact prefill, attention is that over keys and values reconstructed by hand."""
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
     plan = replace(predicted_plan("llama", 2), sinks=0)
-    expected = given_back_by_hand(plan, "llama", tokens[:, :-1])
+    expected = reconstructed_by_hand(plan, "llama", tokens[:, :-1])
     stock = DynamicCache(config=model.config)
     model(tokens[:, :-1], past_key_values=stock)
     rotary = model.model.rotary_emb
@@ -93,9 +103,9 @@ def test_a_stock_cache_is_given_back_as_by_hand() -> None:
     wanted = model(tokens[:, -1:], past_key_values=by_hand).logits
     with compressed(model, plan, prefill="exact") as new_cache:
         taken = model(tokens[:, -1:], past_key_values=new_cache(stock)).logits
-        cache = new_cache()
-        model(tokens[:, :-1], past_key_values=cache)
-        filled = model(tokens[:, -1:], past_key_values=cache).logits
+        held = new_cache()
+        model(tokens[:, :-1], past_key_values=held)
+        filled = model(tokens[:, -1:], past_key_values=held).logits
     torch.testing.assert_close(taken, filled, atol=1e-5, rtol=1e-5)
     # The newest token is coded in the one and exact in the other: it is one of twenty.
     stock_logits = model(tokens).logits[:, -1:]
@@ -109,11 +119,11 @@ def test_crop_and_reorder(data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, 12))
     order = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)))
     with compressed(model, predicted_plan("llama")) as new_cache:
-        cache = new_cache()
-        model(tokens[:, :12], past_key_values=cache)
-        cache.crop(kept - 12)
-        cache.reorder_cache(order)
-        gone_on = model(tokens[order, kept:], past_key_values=cache).logits
+        held = new_cache()
+        model(tokens[:, :12], past_key_values=held)
+        held.crop(kept - 12)
+        held.reorder_cache(order)
+        gone_on = model(tokens[order, kept:], past_key_values=held).logits
         whole = model(tokens[order]).logits[:, kept:]
     torch.testing.assert_close(gone_on, whole, atol=1e-4, rtol=1e-4)
 
@@ -174,26 +184,45 @@ def test_what_predicts_is_the_layers_that_hold_the_same_tokens() -> None:
 
 def test_what_does_not_go_together() -> None:
     plan = predicted_plan("llama")
-    for changed in ({"recent": 4}, {"rotary": "post"}):
-        with pytest.raises(PlanError, match=r"predicted only where|no mean to take away"):
-            replace(plan, **changed)
+    with pytest.raises(PlanError, match="coded latents need keys that are stored before rotation"):
+        replace(plan, rotary="post")
     first = replace(plan.layers[0], key_coding=plan.layers[1].key_coding)
     with pytest.raises(PlanError, match="layer 0 key: 32 numbers predict, which are not whole"):
         replace(plan, layers=(first, *plan.layers[1:]))
     coding = plan.layers[1].key_coding
-    with pytest.raises(PlanError, match="predictions of latents are"):
+    with pytest.raises(PlanError, match="prediction of latents must be"):
         replace(coding, prediction=coding.prediction[:, :-1])
-    with pytest.raises(PlanError, match="have a mean"):
-        replace(coding, mean=None)
-    with pytest.raises(PlanError, match="not known here"):
-        CodedBasis(plan.layers[1].key, coding).project(torch.randn(1, 2, 3, 8))
-    with pytest.raises(PlanError, match="cannot be tuned"):
-        tune(tiny_model("llama"), plan, tiny_tokens(), steps=1)
-    with pytest.raises(RankError, match="predictions cannot be tuned: take recipe bits"):
-        BitRecipe(tuning_steps=1)
-    with pytest.raises(RankError, match="from -1 layers"):
+    with pytest.raises(PlanError, match="layer 0 key: coded latents cannot be quantised again"):
+        replace(plan, quantization=Quantization(4, "token"))
+    with pytest.raises(RankError, match="below must be >= 0, got -1"):
         BitRecipe(below=-1)
-    with pytest.raises(RankError, match="predictions cannot"):
-        replace(BitRecipe(), tuning_steps=3)
-    rotated = predicted_plan("llama", 2, rotary="post")
-    assert not rotated.predicted
+    with pytest.raises(PlanError, match="rotation"):
+        predicted_plan("llama", 2, rotary="post")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_coding_is_one_of_the_latents_of_its_basis(stored: bool) -> None:
+    plan = stored_plan() if stored else predicted_plan("llama", None)
+    layer = plan.layers[0]
+    coding = replace(layer.coding("key"), prediction=None)
+
+    def changed(**parts: object) -> None:
+        replace(plan, layers=(replace(layer, **parts), *plan.layers[1:]))
+
+    size, latents = len(coding.mean), len(coding.gain)
+    fewer = {
+        name: tensor if name in ("mean", "tables") else tensor[:-1]
+        for name, tensor in coding.tensors().items()
+    }
+    if stored:
+        fewer["tables"] = torch.cat(coding.split_tables()[:-1])
+    for other, mean, gain in (
+        (replace(coding, mean=coding.mean[:-1]), size - 1, latents),
+        (replace(coding, **fewer), size, latents - 1),
+    ):
+        said = f"layer 0 key: a coding of {mean} features and {gain} latents does not fit a basis"
+        with pytest.raises(PlanError, match=said):
+            changed(key_coding=other)
+    columns = torch.eye(size // 2).repeat(2, 1, 1)
+    with pytest.raises(PlanError, match="coded latents need a basis of all heads together"):
+        changed(key=Basis(columns, columns, HeadGrouping(1, 2)))

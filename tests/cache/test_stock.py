@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
 
-from manifoldkv import CacheError, CompressedCache, CompressionPlan, Quantization, compressed
+from manifoldkv import (
+    CacheError,
+    CompressedCache,
+    CompressionPlan,
+    Quantization,
+    compressed,
+    full_rank_plan,
+)
 from manifoldkv.cache.rotation import Angles, angles_at
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import decoder_layers
@@ -45,7 +52,6 @@ def assert_same(found: CompressedCache, expected: CompressedCache, tolerance: fl
     assert found.get_seq_length() == expected.get_seq_length()
     for own, other in zip(found.layers, expected.layers, strict=True):
         assert own.tokens_seen == other.tokens_seen
-        assert own.exact_tokens == other.exact_tokens
         assert own.tokens_held == other.tokens_held
         for store, like in zip(own.stores, other.stores, strict=True):
             assert len(store) == len(like)
@@ -95,27 +101,25 @@ def check_law(
     assert cache.nbytes() == plan.nbytes(tokens.shape[1], batch=len(tokens), dtype=dtype)
 
 
-@pytest.mark.parametrize("recent", [0, 3])
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("family", EVERY)
-def test_it_is_an_exact_prefill(family: str, rotary: str, recent: int) -> None:
+def test_it_is_an_exact_prefill(family: str, rotary: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-    plan = random_plan(model, rotary=rotary, recent=recent)
+    plan = random_plan(model, rotary=rotary)
     for start in (SHORT, LONG - 3):
         check_law(model, plan, tokens, start)
 
 
-@pytest.mark.parametrize("recent", [0, 3])
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_texts(family: str, rotary: str, recent: int) -> None:
+def test_padded_texts(family: str, rotary: str) -> None:
     # The stock Gemma 2 makes pads that see nothing NaN in float64.
     dtype = torch.float32 if family == "gemma2" else torch.float64
     model, tokens = tiny_model(family, dtype), tiny_tokens(2, LONG)
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
-    plan = random_plan(model, rotary=rotary, recent=recent)
+    plan = random_plan(model, rotary=rotary)
     check_law(model, plan, tokens, LONG - 4, attention_mask=mask, position_ids=positions)
 
 
@@ -152,11 +156,10 @@ def test_rounded_latents(rotary: str, bits: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_rounded_latents_with_windows_and_recent_tokens(family: str) -> None:
+def test_rounded_latents_with_windows(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, LONG)
     quantization = Quantization(4, "static", group_size=4)
-    for recent in (0, 3):
-        check_law(model, random_plan(model, quantization=quantization, recent=recent), tokens, 9)
+    check_law(model, random_plan(model, quantization=quantization), tokens, 9)
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)
@@ -188,6 +191,7 @@ class TestShortDtypes:
     def test_keys_are_rotated_back_in_more_than_two_bytes(self, family: str) -> None:
         """Rotated again by the model's own angles, they are off by one rounding of their own."""
         model, tokens = tiny_model(family, torch.bfloat16), tiny_tokens(8, LONG)
+        plan = full_rank_plan(model, "pre")  # stores keys themselves
         angles = {}
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -197,11 +201,11 @@ class TestShortDtypes:
         for layer in layers:
             layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
         stock = stock_cache(model, tokens)
-        with compressed(model, random_plan(model, recent=LONG)) as new_cache:
+        with compressed(model, plan) as new_cache:
             cache = new_cache(stock)
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count, rotated = held.keys.shape[2], held.keys.double()
-            keys = layer.recent_keys.newest(count)
+            keys = layer.key_store.newest(count)
             assert keys.dtype == torch.bfloat16
             assert float((keys - rotated).abs().max()) > 0.1
             cos, sin = (x[:, -count:].double() for x in angles[index])
@@ -228,7 +232,7 @@ def test_a_rotation_there_and_back_changes_nothing(family: str) -> None:
 class TestHowTheStockCacheWasMade:
     def test_in_several_calls(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=2)
+        plan = random_plan(model, rotary=rotary)
         stock = stock_cache(model, tokens[:, :6])
         with torch.no_grad():
             for piece in tokens[:, 6:].split([1, 4, 3], 1):
@@ -239,7 +243,7 @@ class TestHowTheStockCacheWasMade:
 
     def test_without_windows_or_with_more_than_they_show(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=2)
+        plan = random_plan(model, rotary=rotary)
         whole, recorded = DynamicCache(), DynamicCache(config=model.config)
         recorded.activate_past_recording()
         expected = prefilled(model, plan, tokens)
@@ -252,7 +256,7 @@ class TestHowTheStockCacheWasMade:
 
     def test_with_a_gradient_or_in_inference_mode(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family).requires_grad_(True), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary, recent=2)
+        plan = random_plan(model, rotary=rotary)
         expected = prefilled(model, plan, tokens)
         with_gradient, inferred = (DynamicCache(config=model.config) for _ in range(2))
         model(input_ids=tokens, past_key_values=with_gradient)
@@ -277,7 +281,7 @@ class TestWhatComesAfterwards:
         stock = stock_cache(model, tokens[:, :-2])
         before = copy.deepcopy(stock)
         for rank in (2, 8):  # at full rank nothing need be multiplied
-            plan = random_plan(model, rotary=rotary, key_rank=rank, recent=rank)
+            plan = random_plan(model, rotary=rotary, key_rank=rank)
             with compressed(model, plan) as new_cache:
                 cache = new_cache(stock)
                 rest_of(model, cache, tokens, LONG - 2)
@@ -312,7 +316,7 @@ class TestWhatComesAfterwards:
 
     def test_sequences_can_be_selected_and_repeated(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(3, LONG)
-        plan = random_plan(model, rotary=rotary, recent=2)
+        plan = random_plan(model, rotary=rotary)
         chosen = tokens[[2, 0]].repeat_interleave(2, dim=0)
         stock, expected = stock_cache(model, tokens), prefilled(model, plan, chosen)
         for positions in (None, torch.arange(LONG).repeat(3, 1)):
@@ -337,15 +341,6 @@ class TestWhatComesAfterwards:
             assert_same(cache, exact)
             again = rest_of(model, cache, tokens, LONG - 2)
             assert_equal(again, rest_of(model, exact, tokens, LONG - 2))
-
-    def test_folded_values_are_no_obstacle(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-        plan = random_plan(model, rotary=rotary)
-        stock, exact = stock_cache(model, tokens[:, :9]), prefilled(model, plan, tokens[:, :9])
-        with compressed(model, plan):
-            expected = rest_of(model, exact, tokens, 9)
-        with compressed(model, plan, fold_values=True) as new_cache:
-            assert_equal(rest_of(model, new_cache(stock), tokens, 9), expected)
 
 
 def test_no_tokens_make_an_empty_cache() -> None:

@@ -12,7 +12,7 @@ from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill": "exact"}, {"fold_values": True}])
+@pytest.mark.parametrize("options", [{}, {"prefill": "exact"}])
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gradient_is_refused_and_a_forward_pass_is_not(
@@ -38,7 +38,7 @@ def test_nothing_below_an_attention_is_trained(chosen: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 9)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen in name)
-    with compressed(model, random_plan(model, recent=2)):
+    with compressed(model, random_plan(model)):
         output = model(input_ids=tokens, labels=tokens)
         with pytest.raises(CacheError, match="no gradient passes"):
             output.loss.backward()
@@ -65,7 +65,7 @@ def test_what_is_above_all_attention_can_be_trained() -> None:
 class TestGradientCheckpointing:
     def test_it_changes_no_result(self, family: str, rotary: str, reentrant: bool) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, 9)
-        plan = random_plan(model, rotary=rotary, recent=2)
+        plan = random_plan(model, rotary=rotary)
         expected = reference(model, plan, tokens)
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         for mode in (model.eval, model.train):
