@@ -141,7 +141,7 @@ def plan_errors(
     """Yield the activations and the errors of one layer of a plan after the other.
 
     Every layer has the inputs of the uncompressed model and attends to keys and values as its cache
-    holds them: projected, rounded, predicted, with sink tokens and newest tokens exact. Keys and
+    holds them: projected, rounded, predicted, with uncompressed sink tokens. Keys and
     values are predicted from those that the layers below hold. The cache is filled in float32 at
     least: rounding in the dtype of the model is not part of an error.
 

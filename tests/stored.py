@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import CompressionPlan, StoredRecipe, compress
-from manifoldkv.basis import Rotary
 from tests.families import COMMON, tiny_model
 
 CONTEXT = 600
@@ -23,11 +22,10 @@ def stored_plan(
     family: str = "llama",
     ratio: float = 0.4,
     recipe: str | StoredRecipe = "stored",
-    rotary: Rotary = "pre",
 ) -> CompressionPlan:
     """A plan made on random tokens."""
     tokens, settings = some_tokens(16, 64, seed=1), {"context": CONTEXT, "ratio": ratio}
-    return compress(stored_model(family), tokens, recipe=recipe, rotary=rotary, **settings)
+    return compress(stored_model(family), tokens, recipe=recipe, **settings)
 
 
 def some_tokens(sequences: int, length: int, seed: int = 0) -> Tensor:

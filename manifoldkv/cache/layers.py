@@ -1,4 +1,4 @@
-"""What is stored: the latents and newest tokens of a layer, and the cache of all layers."""
+"""The latents of a layer, and the cache of all layers."""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ def report(
 
 @app.command("list")
 def list_registered(as_json: JsonOption = False) -> None:
-    """List recipes with their fields, objectives, solvers and rank rules."""
+    """List recipes, objectives, solvers and rank rules."""
     from manifoldkv.cli import listing
 
     show(listing.listed(), as_json)
