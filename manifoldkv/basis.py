@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from manifoldkv.errors import PlanError, RankError
+from manifoldkv.errors import ArgumentError, PlanError
 
 Site = Literal["key", "value"]
 """What a basis projects."""
@@ -37,7 +37,7 @@ class HeadGrouping:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the name is none of these or the number does not divide `heads`.
     """
 
@@ -48,7 +48,7 @@ class HeadGrouping:
         parse_grouping(self.name)
         if isinstance(self.name, int) and self.heads % self.name:
             divisors = [g for g in range(1, self.heads + 1) if self.heads % g == 0]
-            raise RankError(
+            raise ArgumentError(
                 f"grouping {self.name} does not divide the {self.heads} KV heads; "
                 f"possible: shared, all, {', '.join(map(str, divisors))}"
             )
@@ -87,14 +87,16 @@ def parse_grouping(value: str | int) -> str | int:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If it is none of these.
     """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if value in ("shared", "all") or (isinstance(value, int) and value >= 1):
         return value
-    raise RankError(f"unknown head grouping {value!r}; known: shared, all, or a number of heads")
+    raise ArgumentError(
+        f"unknown head grouping {value!r}; known: shared, all, or a number of heads"
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,12 +199,12 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the columns are not orthonormal to `ORTHONORMAL_TOLERANCE`.
     """
     error = orthonormality_error(Basis(columns, columns, grouping))
     if not error <= ORTHONORMAL_TOLERANCE:
-        raise RankError(f"columns are not orthonormal: largest entry of PᵀP - I is {error:.1e}")
+        raise ArgumentError(f"columns are not orthonormal: largest entry of PᵀP - I is {error:.1e}")
     columns = fix_signs(columns)
     return Basis(down=columns, up=columns, grouping=grouping)
 
@@ -249,9 +251,9 @@ def check_rotary(rotary: Rotary) -> None:
 
 
 def check_rank(rank: int, head_dim: int) -> None:
-    """Raise `RankError` unless 1 <= rank <= head_dim."""
+    """Raise `ArgumentError` unless 1 <= rank <= head_dim."""
     if not 1 <= rank <= head_dim:
-        raise RankError(f"rank {rank} is not between 1 and head_dim {head_dim}")
+        raise ArgumentError(f"rank {rank} is not between 1 and head_dim {head_dim}")
 
 
 def rank_from_ratio(ratio: float, head_dim: int) -> int:
@@ -259,13 +261,13 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If that is not between 1 and `head_dim`.
     """
     # A number that is not finite has no integer next to it.
     rank = round(ratio * head_dim) if math.isfinite(ratio) else 0
     if not 1 <= rank <= head_dim:
-        raise RankError(
+        raise ArgumentError(
             f"rank ratio {ratio:g} gives rank {rank} of head_dim {head_dim}; "
             f"possible ratios: {1 / head_dim:g} to 1"
         )

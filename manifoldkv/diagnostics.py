@@ -124,7 +124,7 @@ def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor)
 
     Raises
     ------
-    PlanError, CodecError
+    PlanError, CacheError
         As `plan_errors`.
     """
     rows = []
@@ -158,7 +158,7 @@ def plan_errors(
     ------
     PlanError
         If the plan was made for another model.
-    CodecError
+    CacheError
         If the plan is of recipe stored and constriction is not installed.
     """
     plan.check_model(model)

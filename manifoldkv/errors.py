@@ -1,57 +1,28 @@
-"""Everything manifoldkv raises on purpose."""
+"""Exceptions that manifoldkv raises on purpose.
+
+Each is also a builtin exception, and is one line that names the value and the fix.
+"""
 
 
 class ManifoldKVError(Exception):
-    """Base class: one clear line that names the value and the way out."""
+    """Base class of all exceptions of the package."""
 
 
-class TextError(ManifoldKVError):
-    """A text source is missing, unreadable, empty or too short."""
+class ArgumentError(ManifoldKVError, ValueError):
+    """An argument, a name or a text cannot be used."""
 
 
-class ModelError(ManifoldKVError):
-    """A model cannot be loaded."""
+class ModelError(ManifoldKVError, ValueError):
+    """A model cannot be loaded, or its attention is not supported."""
 
 
-class UnsupportedModelError(ModelError):
-    """A model loads but has an attention that cannot be compressed."""
-
-
-class RankError(ManifoldKVError):
-    """A rank, rank ratio or head grouping does not fit the model."""
-
-
-class UnknownNameError(ManifoldKVError):
-    """No objective or solver is registered under this name."""
-
-
-class UnsolvableError(ManifoldKVError):
-    """A solver cannot solve the problem of an objective."""
-
-
-class DivergenceError(ManifoldKVError):
-    """A solve met a loss that is not finite."""
-
-
-class OutputError(ManifoldKVError):
-    """A result cannot be written."""
-
-
-class SeedError(ManifoldKVError):
-    """A seed is not an integer of 64 bits."""
-
-
-class PlanError(ManifoldKVError):
+class PlanError(ManifoldKVError, ValueError):
     """A compression plan is damaged, impossible, or made for another model."""
 
 
-class CacheError(ManifoldKVError):
-    """A cache is used where it does not belong, or asked for what it cannot do."""
+class CacheError(ManifoldKVError, ValueError):
+    """A cache, in memory or stored, is damaged, foreign, or asked for an impossible operation."""
 
 
-class CodecError(ManifoldKVError):
-    """A stored cache is damaged or foreign, or a cache cannot be stored."""
-
-
-class ExecutorError(ManifoldKVError):
-    """Tasks cannot be run where they were to be run."""
+class RunError(ManifoldKVError, RuntimeError):
+    """A run cannot go on: a result cannot be written, a loss is not finite, a task is lost."""

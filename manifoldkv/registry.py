@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
-from manifoldkv.errors import UnknownNameError
+from manifoldkv.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Registry(Generic[T]):
 
         Raises
         ------
-        UnknownNameError
+        ArgumentError
             If there is none; the message lists the known names.
         """
         if name not in self._classes:
@@ -63,7 +63,7 @@ class Registry(Generic[T]):
                     self._classes[name] = entry_point.load()
         if name not in self._classes:
             known = ", ".join(self.names())
-            raise UnknownNameError(f"unknown {self._kind} {name!r}; known: {known}")
+            raise ArgumentError(f"unknown {self._kind} {name!r}; known: {known}")
         return self._classes[name]
 
     def resolve(self, method: str | T) -> T:
@@ -71,7 +71,7 @@ class Registry(Generic[T]):
 
         Raises
         ------
-        UnknownNameError
+        ArgumentError
             If there is none of this name.
         """
         return self.get(method)() if isinstance(method, str) else method

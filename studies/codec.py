@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv import Codec, CompressionPlan, RankError, compress, open_text, sample_tokens
+from manifoldkv import ArgumentError, Codec, CompressionPlan, compress, open_text, sample_tokens
 from manifoldkv.evaluation.questions import TASKS, Question, questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
 from manifoldkv.figures import legend_below, mark_of
@@ -78,7 +78,7 @@ def main() -> int:
 def study(given: argparse.Namespace) -> None:
     for times in given.times:
         if not times >= 1:
-            raise RankError(f"--times {times:g} is not at least 1")
+            raise ArgumentError(f"--times {times:g} is not at least 1")
     check_seed(given.seed)
     name = Path(given.model).name
     out = common.output_folder(given, "codec", name)

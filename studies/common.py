@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import (
     ManifoldKVError,
-    OutputError,
     Perplexity,
+    RunError,
     load_model,
     open_text,
     sample_tokens,
@@ -144,11 +144,11 @@ def draw(
 
     Raises
     ------
-    OutputError
+    RunError
         If there is no such table.
     """
     if not (out / table).is_file():
-        raise OutputError(f"{out} has no {table} to draw; without --redraw it is measured")
+        raise RunError(f"{out} has no {table} to draw; without --redraw it is measured")
     for stem, figure in figures(pd.read_csv(out / table)).items():
         save_figure(figure, out / stem)
 

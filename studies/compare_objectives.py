@@ -36,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.basis import Basis, HeadGrouping, Site, parse_grouping, rank_from_ratio
 from manifoldkv.diagnostics import layer_errors
-from manifoldkv.errors import ManifoldKVError, RankError, UnsolvableError
+from manifoldkv.errors import ArgumentError, ManifoldKVError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import attention_of, decoder_layers
@@ -188,7 +188,7 @@ def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
 
     Raises
     ------
-    UnsolvableError
+    ArgumentError
         If no pair can be solved.
     """
     pairs: list[Pair] = []
@@ -208,7 +208,7 @@ def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
                     line += " (solved with grouping 1 instead)"
                 skipped.append(line)
     if not pairs:
-        raise UnsolvableError("nothing to solve: " + "; ".join(skipped))
+        raise ArgumentError("nothing to solve: " + "; ".join(skipped))
     return pairs, skipped
 
 
@@ -242,7 +242,7 @@ def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> li
     for grouping in (given.key_grouping, given.value_grouping):
         HeadGrouping(grouping, config.num_key_value_heads)
     if given.sequence_length > config.max_position_embeddings:
-        raise RankError(
+        raise ArgumentError(
             f"--sequence-length {given.sequence_length} is longer than the "
             f"{config.max_position_embeddings} positions of the model"
         )

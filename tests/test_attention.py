@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.models.interface import (
     NAME,
     AttentionSettings,
@@ -135,7 +135,7 @@ def test_settings_are_read_from_the_keywords_of_the_call():
 @pytest.mark.parametrize("value", [False, 0.0, torch.zeros(1)], ids=str)
 def test_unknown_keywords_are_refused_by_name(value):
     arguments = {"scaling": 0.3, "sliding_window": 4, "temperature": value, "bias": value}
-    with pytest.raises(UnsupportedModelError, match="Identity calls attention with bias, temp"):
+    with pytest.raises(ModelError, match="Identity calls attention with bias, temp"):
         AttentionSettings.from_arguments(torch.nn.Identity(), arguments)
 
 

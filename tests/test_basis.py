@@ -18,7 +18,7 @@ from manifoldkv.basis import (
     projector_distance,
     rank_from_ratio,
 )
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.testing import HEAD_DIM, random_basis
 
 GROUPINGS = ["shared", 1, 2, "all"]
@@ -108,20 +108,22 @@ def test_signs_are_fixed_without_turning_the_span():
 
 
 def test_columns_that_are_not_orthonormal_are_refused():
-    with pytest.raises(RankError, match="not orthonormal"):
+    with pytest.raises(ArgumentError, match="not orthonormal"):
         orthonormal_basis(2 * torch.eye(4).unsqueeze(0), HeadGrouping("shared", 1))
-    with pytest.raises(RankError, match="not orthonormal"):
+    with pytest.raises(ArgumentError, match="not orthonormal"):
         orthonormal_basis(torch.full((1, 4, 2), float("nan")), HeadGrouping("shared", 1))
 
 
 def test_grouping_must_divide_the_heads():
-    with pytest.raises(RankError, match=r"grouping 3 does not divide the 8 KV heads.*1, 2, 4, 8"):
+    with pytest.raises(
+        ArgumentError, match=r"grouping 3 does not divide the 8 KV heads.*1, 2, 4, 8"
+    ):
         HeadGrouping(3, 8)
 
 
 @pytest.mark.parametrize("value", ["some", "0", 0, -1, "1.5"])
 def test_unknown_grouping_names_the_known_ones(value):
-    with pytest.raises(RankError, match="known: shared, all"):
+    with pytest.raises(ArgumentError, match="known: shared, all"):
         parse_grouping(value)
 
 
@@ -134,7 +136,7 @@ def test_rank_is_possible_or_refused(ratio, head_dim):
     if 1 <= round(ratio * head_dim) <= head_dim:
         assert abs(rank_from_ratio(ratio, head_dim) - ratio * head_dim) <= 0.5
     else:
-        with pytest.raises(RankError, match="possible ratios"):
+        with pytest.raises(ArgumentError, match="possible ratios"):
             rank_from_ratio(ratio, head_dim)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import (
+    ArgumentError,
     BitRecipe,
     CompressionPlan,
-    RankError,
     compress,
     compressed,
     load_model,
@@ -69,7 +69,7 @@ def test_the_budget_is_never_exceeded(
     full = stock_bytes(model, 24, layers)
     exact = stock_bytes(model, sinks, layers) + 24 * 2 * 2 * len(layers)  # and scales
     if ratio * full < exact:
-        with pytest.raises(RankError, match="too small"):
+        with pytest.raises(ArgumentError, match="too small"):
             bits_plan(model, tokens, ratio=ratio, **options)
         return
     plan = bits_plan(model, tokens, ratio=ratio, **options)
@@ -199,9 +199,9 @@ def log_costs(basis: Basis, moments: SiteMoments) -> Tensor:
 def test_what_cannot_be_done() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     for ratio in (0, 1.5, float("nan")):
-        with pytest.raises(RankError, match="is not in"):
+        with pytest.raises(ArgumentError, match="is not in"):
             bits_plan(model, tokens, ratio=ratio)
     with pytest.raises(
-        RankError, match="too small: 4 uncompressed tokens and the scales of tokens take"
+        ArgumentError, match="too small: 4 uncompressed tokens and the scales of tokens take"
     ):
         bits_plan(model, tokens, ratio=0.1)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from manifoldkv import Quantization, capture, compress, quantize, tune
-from manifoldkv.errors import RankError, TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.text import sources
 from manifoldkv.text import tokens as tokens_module
@@ -71,7 +71,9 @@ def test_windows_are_the_start_of_the_joined_text_or_what_is_possible_is_said(
     else:
         held = len(STREAM) // length
         said = rf"holds {held} sequences of {length} tokens \(14 tokens\), not {sequences}:"
-        with pytest.raises(TextError, match=said if held else "has 14 tokens, .* at most 14 tok"):
+        with pytest.raises(
+            ArgumentError, match=said if held else "has 14 tokens, .* at most 14 tok"
+        ):
             sample_tokens(source, tokenizer, sequences=sequences, length=length)
 
 
@@ -98,7 +100,7 @@ def test_windows_come_from_the_split_asked_for(tmp_path, tokenizer, split, docum
     expected = [i for i in range(50) if (i % 5 == 4) == (split == "held-out")]
     assert tokens[:, 0].tolist() == expected
     message = f"the {split} part of text .* holds {documents} sequences of 2 tokens"
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         sample_tokens(source, tokenizer, sequences=documents + 1, length=2, split=split)
 
 
@@ -116,7 +118,7 @@ def test_a_jsonl_file_is_read_no_further_than_needed(tmp_path, tokenizer):
     source = open_text(str(write_jsonl(tmp_path / "text.jsonl", ['{"text": "1 2 3"}', "{broken"])))
     tokens = sample_tokens(source, tokenizer, sequences=2, length=2)
     assert tokens.tolist() == [[1, 2], [3, END]]
-    with pytest.raises(TextError, match="line 2"):
+    with pytest.raises(ArgumentError, match="line 2"):
         sample_tokens(source, tokenizer, sequences=5, length=1)
 
 
@@ -125,7 +127,7 @@ def test_a_short_text_says_how_many_sequences_it_holds(tokenizer):
         r"^the text given holds 2 sequences of 3 tokens \(8 tokens\), not 5: ask for fewer or "
         "shorter sequences$"
     )
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         sample_tokens(source_of("1 2 3", "4 5 6"), tokenizer, sequences=5, length=3)
 
 
@@ -147,7 +149,7 @@ def test_sequences_are_counted_while_a_text_is_read(tokenizer, monkeypatch):
 def test_nothing_is_read_for_a_run_that_is_refused(recipe):
     """Sequences too long for the model, or a ratio too small for the recipe."""
     model = tiny_model("llama")
-    for settings, error in (({"length": 10**6}, TextError), ({"ratio": 1e-4}, RankError)):
+    for settings, error in (({"length": 10**6}, ArgumentError), ({"ratio": 1e-4}, ArgumentError)):
         with pytest.raises(error):
             compress(model, TextSource("unread", None), recipe=recipe, **settings)
 
@@ -155,19 +157,21 @@ def test_nothing_is_read_for_a_run_that_is_refused(recipe):
 def test_a_text_too_short_for_one_sequence_says_how_long_one_can_be(tokenizer):
     message = r"has 8 tokens, too few for even one sequence of 9: .* of at most 8 tokens"
     source = source_of("1 2 3", "4 5 6")
-    with pytest.raises(TextError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         sample_tokens(source, tokenizer, sequences=5, length=9)
     assert sample_tokens(source, tokenizer, sequences=1, length=8).shape == (1, 8)
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(0, 4), (4, 0), (-1, -4)])
 def test_no_tokens_are_refused(tokenizer, sequences, length):
-    with pytest.raises(TextError, match=f"{sequences} sequences of {length} .* at least 1"):
+    with pytest.raises(ArgumentError, match=f"{sequences} sequences of {length} .* at least 1"):
         sample_tokens(source_of(*DOCUMENTS), tokenizer, sequences=sequences, length=length)
 
 
 def test_a_text_without_a_name_is_refused():
-    with pytest.raises(TextError, match=r"^the name of the text is empty; a text is a \.txt file"):
+    with pytest.raises(
+        ArgumentError, match=r"^the name of the text is empty; a text is a \.txt file"
+    ):
         open_text("")
 
 
@@ -200,7 +204,7 @@ class TestTokensOfAModel:
         ],
     )
     def test_what_it_cannot_read_is_named(self, entry, tokens, message):
-        with pytest.raises(TextError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             ENTRIES[entry](tiny_model("llama"), tokens)
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
@@ -217,12 +221,12 @@ class TestTokensOfAModel:
             raise AssertionError("read")
 
         message = "sequences of 1,000 tokens are longer than the 64 positions of the model"
-        with pytest.raises(TextError, match=message):
+        with pytest.raises(ArgumentError, match=message):
             compress(tiny_model("llama"), TextSource("unread", unread), length=1000)
 
 
 def test_empty_text_is_refused(tokenizer):
-    with pytest.raises(TextError, match="the held-out part of text given is empty"):
+    with pytest.raises(ArgumentError, match="the held-out part of text given is empty"):
         sample_tokens(source_of(" "), tokenizer, sequences=1, length=1, split="held-out")
 
 
@@ -288,7 +292,7 @@ def test_blank_documents_do_not_count(tmp_path_factory, texts):
 )
 def test_line_without_text_is_named(tmp_path, line):
     path = write_jsonl(tmp_path / "text.jsonl", ['{"text": "fine"}', line])
-    with pytest.raises(TextError, match=r"text\.jsonl, line 2: no JSON with a 'text' field"):
+    with pytest.raises(ArgumentError, match=r"text\.jsonl, line 2: no JSON with a 'text' field"):
         list(open_text(str(path)).documents(None))
 
 
@@ -297,13 +301,15 @@ def test_half_a_character_is_named(tmp_path, half, named):
     path = write_jsonl(tmp_path / "text.jsonl", ['{"text": "fine \\ud83d\\ude00"}'])
     assert list(open_text(str(path)).documents(None)) == ["fine \U0001f600"]
     write_jsonl(path, ['{"text": "fine"}', f'{{"text": "{half}"}}'])
-    with pytest.raises(TextError, match=rf"text\.jsonl, line 2: 'text' holds \\{named}, half of"):
+    with pytest.raises(
+        ArgumentError, match=rf"text\.jsonl, line 2: 'text' holds \\{named}, half of"
+    ):
         list(open_text(str(path)).documents(None))
 
 
 def test_text_that_is_no_string_is_named(tmp_path):
     path = write_jsonl(tmp_path / "text.jsonl", ['{"text": 3}'])
-    with pytest.raises(TextError, match="line 1: 'text' is not a string"):
+    with pytest.raises(ArgumentError, match="line 1: 'text' is not a string"):
         list(open_text(str(path)).documents(None))
 
 
@@ -314,11 +320,11 @@ def test_unreadable_files_are_refused_at_once(tmp_path, suffix):
     )
     empty.write_text("\n \n", encoding="utf-8")
     binary.write_bytes(b"\xff\xfe\x00 text")
-    with pytest.raises(TextError, match=f"cannot read text .*missing{suffix}: No such file"):
+    with pytest.raises(ArgumentError, match=f"cannot read text .*missing{suffix}: No such file"):
         open_text(str(missing))
-    with pytest.raises(TextError, match=f"empty{suffix} is empty"):
+    with pytest.raises(ArgumentError, match=f"empty{suffix} is empty"):
         open_text(str(empty))
-    with pytest.raises(TextError, match=f"binary{suffix}: not UTF-8"):
+    with pytest.raises(ArgumentError, match=f"binary{suffix}: not UTF-8"):
         open_text(str(binary))
 
 
@@ -327,7 +333,7 @@ def test_bytes_that_are_no_text_are_named_however_late_they_come(tmp_path, suffi
     path = tmp_path / f"late{suffix}"
     path.write_bytes(b'{"text": "a"}\n' * 20_000 + b"\xff")
     source = open_text(str(path))
-    with pytest.raises(TextError, match=f"cannot read text .*late{suffix}: not UTF-8"):
+    with pytest.raises(ArgumentError, match=f"cannot read text .*late{suffix}: not UTF-8"):
         list(source.documents(None))
 
 
@@ -335,14 +341,14 @@ def test_bytes_that_are_no_text_are_named_however_late_they_come(tmp_path, suffi
 def test_a_folder_is_refused(tmp_path, suffix):
     folder = tmp_path / f"folder{suffix}"
     folder.mkdir()
-    with pytest.raises(TextError, match=f"folder{suffix}"):
+    with pytest.raises(ArgumentError, match=f"folder{suffix}"):
         open_text(str(folder))
 
 
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "text.pdf"
     path.touch()
-    with pytest.raises(TextError, match=r"neither a \.txt nor a \.jsonl"):
+    with pytest.raises(ArgumentError, match=r"neither a \.txt nor a \.jsonl"):
         open_text(str(path))
 
 
@@ -409,12 +415,14 @@ def test_hub_out_of_reach_is_one_line(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(TextError, match="cannot read data set owner/name from the Hub") as caught:
+    with pytest.raises(
+        ArgumentError, match="cannot read data set owner/name from the Hub"
+    ) as caught:
         list(open_text("owner/name").documents(None))
     assert "\n" not in str(caught.value)
 
 
 def test_data_set_without_text_is_named(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: [{"body": "x"}])
-    with pytest.raises(TextError, match="data set owner/name has no column 'text'"):
+    with pytest.raises(ArgumentError, match="data set owner/name has no column 'text'"):
         list(open_text("owner/name").documents(None))

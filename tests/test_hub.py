@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import close_session, constants
 
-from manifoldkv import CompressionPlan, OutputError, PlanError
+from manifoldkv import CompressionPlan, PlanError, RunError
 from tests.families import tiny_model
 from tests.plans import random_plan
 
@@ -164,7 +164,7 @@ def test_offline_mode_is_honoured(
 ) -> None:
     with monkeypatch.context() as offline:
         offline.setattr(constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(OutputError, match="cannot push to"):
+        with pytest.raises(RunError, match="cannot push to"):
             plan.push_to_hub(REPO)
         unknown = "neither in the local cache of the Hub nor to be reached there"
         with pytest.raises(PlanError, match=unknown):

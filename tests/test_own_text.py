@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manifoldkv import SeedError, TextError, open_text, own_text
+from manifoldkv import ArgumentError, open_text, own_text
 from tests.families import tiny_model
 
 
@@ -55,11 +55,11 @@ def test_a_model_without_a_start_token_begins_anywhere() -> None:
 def test_what_cannot_be_written() -> None:
     model = tiny_model("llama")
     for counts in ((0, 5), (2, 0)):
-        with pytest.raises(TextError, match="both must be at least 1"):
+        with pytest.raises(ArgumentError, match="both must be at least 1"):
             own_text(model, *counts)
-    with pytest.raises(TextError, match="longer than the"):
+    with pytest.raises(ArgumentError, match="longer than the"):
         own_text(model, 1, 100_000)
-    with pytest.raises(SeedError):
+    with pytest.raises(ArgumentError):
         own_text(model, 1, 4, seed=-1 - 2**64)
-    with pytest.raises(TextError, match="own_text"):
+    with pytest.raises(ArgumentError, match="own_text"):
         open_text("own")

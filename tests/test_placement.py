@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import RECIPES, OutputError, compress
+from manifoldkv import RECIPES, RunError, compress
 from manifoldkv.layers import placement
 from manifoldkv.layers.capture import capture
 from manifoldkv.layers.placement import Placement
@@ -44,7 +44,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutputError, match=f"nor into {tmp_path}: No space left on device; use few"):
+    with pytest.raises(RunError, match=f"nor into {tmp_path}: No space left on device; use few"):
         next(capture(tiny_model("llama"), tiny_tokens(2, 8), folder=tmp_path))
     assert not list(tmp_path.iterdir())
 

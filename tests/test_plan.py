@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manifoldkv import Basis, CompressionPlan, LayerPlan, OutputError, PlanError, Quantization
+from manifoldkv import Basis, CompressionPlan, LayerPlan, PlanError, Quantization, RunError
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.plan.files import signed
 from manifoldkv.plan.plan import config_hash
@@ -403,7 +403,7 @@ def test_config_hash_ignores_names_and_dtypes(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot write plan to"):
+    with pytest.raises(RunError, match="cannot write plan to"):
         plan_named("plain").save(tmp_path / "file")
 
 
@@ -413,7 +413,7 @@ def test_an_empty_name_is_not_the_current_folder(
     plan = plan_named("plain")
     plan.save(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="the name of the plan's folder is empty"):
+    with pytest.raises(RunError, match="the name of the plan's folder is empty"):
         plan.save("")
     for load in (CompressionPlan.load, CompressionPlan.from_pretrained):
         with pytest.raises(PlanError, match="the name of the plan's folder is empty"):

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from manifoldkv import OBJECTIVES, SOLVERS, registry
-from manifoldkv.errors import UnknownNameError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.registry import Registry
 
@@ -22,7 +22,7 @@ def test_ours_are_known():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(UnknownNameError, match="unknown objective 'svd'; known: k-svd, eigen-"):
+    with pytest.raises(ArgumentError, match="unknown objective 'svd'; known: k-svd, eigen-"):
         OBJECTIVES.get("svd")
 
 

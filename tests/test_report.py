@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, OutputError, Quantization, quantize
+from manifoldkv import CompressionPlan, Quantization, RunError, quantize
 from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.evaluation.continuation import continuation
 from manifoldkv.reports.plan import model_name, write_report
@@ -194,7 +194,7 @@ def test_one_sequence_has_no_standard_error(tmp_path: Path) -> None:
 
 def test_an_absent_library_is_named_before_anything_is_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly", None)
-    with pytest.raises(OutputError, match=r'needs plotly: pip install .* -e "\.\[report\]"'):
+    with pytest.raises(RunError, match=r'needs plotly: pip install .* -e "\.\[report\]"'):
         write_report(tmp_path / "r.html", None, None, None)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, LayerPlan, OutputError, Recipe, RiemannianAdam, compress
+from manifoldkv import CompressionPlan, LayerPlan, Recipe, RiemannianAdam, RunError, compress
 from manifoldkv.runs.files import only_run
 from tests.families import tiny_model, tiny_tokens
 
@@ -202,7 +202,7 @@ def test_code_without_a_source_is_not_stored(tmp_path: Path) -> None:
     file = vars(main).pop("__file__", None)
     try:
         recipe = Recipe("layer-output", made(steps=1))
-        with pytest.raises(OutputError, match="the source of Nowhere cannot be read"):
+        with pytest.raises(RunError, match="the source of Nowhere cannot be read"):
             compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=tmp_path)
         compress(tiny_model("llama"), tiny_tokens(), recipe=recipe)
     finally:
@@ -214,7 +214,7 @@ def test_a_damaged_basis_is_named_and_made_again_on_request(solved: Path) -> Non
     path = sorted(solved.glob("layer-1-key-*"))[0]
     whole = path.read_bytes()
     path.write_bytes(whole[:100])
-    with pytest.raises(OutputError, match=f"{path.name} is damaged .*delete it"):
+    with pytest.raises(RunError, match=f"{path.name} is damaged .*delete it"):
         again(solved)
     path.unlink()
     again(solved)
@@ -238,14 +238,14 @@ def test_the_number_of_threads_is_set_though_nothing_is_solved(
 
 
 def test_a_second_run_is_refused(solved: Path) -> None:
-    with only_run(solved), pytest.raises(OutputError, match=f"another run is at work in {solved}"):
+    with only_run(solved), pytest.raises(RunError, match=f"another run is at work in {solved}"):
         again(solved)
     again(solved)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"cannot write to .*file"):
+    with pytest.raises(RunError, match=r"cannot write to .*file"):
         again(tmp_path / "file")
 
 
@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_what_is_finished(
         sync(descriptor)
 
     monkeypatch.setattr(output.os, "fsync", full)
-    with pytest.raises(OutputError, match=r"cannot write .*layer-1-value.*No space left"):
+    with pytest.raises(RunError, match=r"cannot write .*layer-1-value.*No space left"):
         again(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     assert not list(tmp_path.glob("*.partial"))

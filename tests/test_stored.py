@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifoldkv import (
+    ArgumentError,
     CompressionPlan,
     PlanError,
     Quantization,
-    RankError,
     StoredRecipe,
     compress,
     quantize,
@@ -61,7 +61,7 @@ def test_tables_promise_the_entropy_of_a_rounded_gaussian(deviation: float) -> N
 
 def test_no_step_takes_fewer_bits_than_symbols_that_are_all_0() -> None:
     latents = latents_like([1.0, 2.0])
-    with pytest.raises(RankError, match="too few even for latents that are all 0"):
+    with pytest.raises(ArgumentError, match="too few even for latents that are all 0"):
         find_step([latents], 1e-4)
     assert find_step([latents], 100) == pytest.approx(2 / 512, rel=0.1)  # the narrowest
 
@@ -127,9 +127,9 @@ def test_the_same_seed_gives_the_same_plan_and_a_killed_run_goes_on(tmp_path: Pa
 @pytest.mark.parametrize(
     ("asked", "error", "said"),
     [
-        ({"ratio": 1.5}, RankError, r"ratio 1.5 is not in \(0, 1\]"),
-        ({"ratio": 0.01}, RankError, "ratio 0.01 is too small: 4 tokens that stay as they are"),
-        ({"ranks": "uniform"}, RankError, "finds its step from one budget"),
+        ({"ratio": 1.5}, ArgumentError, r"ratio 1.5 is not in \(0, 1\]"),
+        ({"ratio": 0.01}, ArgumentError, "ratio 0.01 is too small: 4 tokens that stay as they are"),
+        ({"ranks": "uniform"}, ArgumentError, "finds its step from one budget"),
         ({"rotary": "both"}, PlanError, "unknown rotary space"),
         ({"context": 0}, PlanError, "a context of 0 tokens"),
     ],
@@ -145,9 +145,9 @@ def test_sliding_windows_are_refused_by_name() -> None:
 
 
 def test_first_tokens_are_not_fewer_than_none() -> None:
-    with pytest.raises(RankError, match="-1 first tokens"):
+    with pytest.raises(ArgumentError, match="-1 first tokens"):
         StoredRecipe(sinks=-1)
-    with pytest.raises(RankError, match="from -2 layers below"):
+    with pytest.raises(ArgumentError, match="from -2 layers below"):
         StoredRecipe(below=-2)
 
 

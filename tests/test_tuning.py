@@ -5,9 +5,9 @@ import torch
 
 from manifoldkv import (
     CompressionPlan,
-    DivergenceError,
     PlanError,
     Quantization,
+    RunError,
     compress,
     compressed,
     load_model,
@@ -160,7 +160,7 @@ def test_impossible_starts_are_refused() -> None:
     broken.lm_head.weight.data.fill_(float("nan"))
     plan = random_plan(broken)
     assert plan.config_hash == config_hash(broken.config)
-    with pytest.raises(DivergenceError, match="at step 0 of tuning"):
+    with pytest.raises(RunError, match="at step 0 of tuning"):
         tune(broken, plan, tokens)
 
 

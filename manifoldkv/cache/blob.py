@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 
-from manifoldkv.errors import CodecError
+from manifoldkv.errors import CacheError
 from manifoldkv.plan.entropy import BLOCK_BYTES, BLOCK_TOKENS, HEADER_BYTES
 
 MAGIC = b"mkvcache"
@@ -97,15 +97,15 @@ def read_blob(path: str | Path) -> bytes:
 
     Raises
     ------
-    CodecError
+    CacheError
         If it cannot be read.
     """
     if not str(path):
-        raise CodecError(EMPTY_NAME)
+        raise CacheError(EMPTY_NAME)
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise CodecError(f"cannot read {path}: {error.strerror}") from error
+        raise CacheError(f"cannot read {path}: {error.strerror}") from error
 
 
 def write_blob(header: Header, blocks: list[Block]) -> bytes:
@@ -137,22 +137,22 @@ def read_header(blob: bytes) -> Header:
 
     Raises
     ------
-    CodecError
+    CacheError
         If it is not one that this version reads, or is damaged.
     """
     if len(blob) < HEADER_BYTES or blob[: len(MAGIC)] != MAGIC:
-        raise CodecError(f"{len(blob)} bytes are no stored cache")
+        raise CacheError(f"{len(blob)} bytes are no stored cache")
     fixed = blob[: _HEADER.size]
     _, version, dtype, sequences, tokens, plan, model = _HEADER.unpack(fixed)
     if version != VERSION:
-        raise CodecError(
+        raise CacheError(
             f"the stored cache is of version {version}, and this manifoldkv reads {VERSION}: "
             "encode the cache again"
         )
     if blob[_HEADER.size : HEADER_BYTES] != _check(fixed, _CHECK_BYTES):
-        raise CodecError("the header of the stored cache is damaged")
+        raise CacheError("the header of the stored cache is damaged")
     if dtype >= len(DTYPES) or not sequences or not tokens:
-        raise CodecError("the header of the stored cache describes none")
+        raise CacheError("the header of the stored cache describes none")
     return Header(DTYPES[dtype], sequences, tokens, plan, model)
 
 
@@ -172,32 +172,32 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
 
     Raises
     ------
-    CodecError
+    CacheError
         If the blob is longer or shorter than its blocks, or a block is damaged.
     """
     view, found, place, start = memoryview(blob), [], HEADER_BYTES, 0
     while start < header.tokens:
         if len(blob) - place < BLOCK_BYTES:
-            raise CodecError(f"the stored cache ends after {start} of {header.tokens} tokens")
+            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
         size, count, check = _BLOCK.unpack_from(blob, place)
         place += BLOCK_BYTES
         if len(blob) - place < size:
-            raise CodecError(f"the stored cache ends after {start} of {header.tokens} tokens")
+            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
         if not 0 < count <= min(BLOCK_TOKENS, header.tokens - start):
-            raise CodecError(f"the block at token {start} of the stored cache is damaged")
+            raise CacheError(f"the block at token {start} of the stored cache is damaged")
         if size < least_payload(header.sequences * count * token_bytes):
-            raise CodecError(f"the block at token {start} asks for more memory than it may")
+            raise CacheError(f"the block at token {start} asks for more memory than it may")
         found.append((start, count, place, size, check))
         place, start = place + size, start + count
     if place != len(blob):
-        raise CodecError(f"{len(blob) - place} bytes follow the stored cache")
+        raise CacheError(f"{len(blob) - place} bytes follow the stored cache")
     before = _FIRST
     for start, count, place, size, check in found:
         if start >= stop:
             return
         block = Block(start, start + count, view[place : place + size])
         if check != _block_check(header, block, before):
-            raise CodecError(
+            raise CacheError(
                 f"the block at token {start} of the stored cache is damaged, or of another one"
             )
         before = check

@@ -28,7 +28,7 @@ from manifoldkv.cache.payload import LENGTHS, PayloadReader, exact_bytes
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.cache.stock import check_stock
 from manifoldkv.cache.symbols import SiteCodec
-from manifoldkv.errors import CodecError, OutputError, PlanError
+from manifoldkv.errors import CacheError, PlanError, RunError
 from manifoldkv.models.offloading import device_of
 from manifoldkv.models.support import check_supported, decoder_layers, unwrapped
 from manifoldkv.plan.below import Below
@@ -59,11 +59,11 @@ class Codec:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If the attention of the model cannot be handled.
     PlanError
         If the plan is of another recipe, or was made for another model.
-    CodecError
+    CacheError
         If constriction is not installed (``pip install -c constraints.txt -e ".[codec]"``).
     """
 
@@ -103,7 +103,6 @@ class Codec:
         ------
         CacheError
             If it is another kind of cache, incomplete, or of another model or dtype.
-        CodecError
             If it holds no tokens, or elements that are not finite, or the ids do not fit.
         """
         tokens = self._check(cache)
@@ -130,24 +129,24 @@ class Codec:
 
         Raises
         ------
-        CacheError, CodecError
+        CacheError
             As `encode` and `decode`; and if the cache has no more tokens or other sequences, or
             the ids begin otherwise.
         """
         header, tokens = self._header(blob), self._check(cache)
         if header.dtype != self._model.dtype:
-            raise CodecError(f"the stored cache is in {header.dtype}, not in {self._model.dtype}")
+            raise CacheError(f"the stored cache is in {header.dtype}, not in {self._model.dtype}")
         if cache.layers[0].keys.shape[0] != header.sequences or tokens <= header.tokens:
-            raise CodecError(
+            raise CacheError(
                 f"a cache of {cache.layers[0].keys.shape[0]} × {tokens} tokens does not go on from "
                 f"a stored one of {header.sequences} × {header.tokens}"
             )
         held = self.input_ids(blob)
         if (held is None) != (input_ids is None):
-            raise CodecError("token ids are those of all tokens of a stored cache, or of none")
+            raise CacheError("token ids are those of all tokens of a stored cache, or of none")
         prompt = None if input_ids is None else input_ids[:, : header.tokens].cpu()
         if held is not None and prompt is not None and not torch.equal(held, prompt):
-            raise CodecError("the stored cache is that of other tokens")
+            raise CacheError("the stored cache is that of other tokens")
         blocks = list(self._blocks(blob, header, header.tokens))
         longer = extended(header, tokens - header.tokens)
         return write_blob(longer, blocks + self._encoded(longer, cache, input_ids, header.tokens))
@@ -164,7 +163,7 @@ class Codec:
 
         Raises
         ------
-        CodecError
+        CacheError
             If the blob is damaged, is of another plan, model or format, or holds fewer tokens.
         """
         header = self._header(blob)
@@ -187,7 +186,7 @@ class Codec:
         return cache
 
     def tokens(self, blob: bytes) -> int:
-        """Return how many tokens of each sequence a blob holds. Raises `CodecError` as `decode`."""
+        """Return how many tokens of each sequence a blob holds. Raises `CacheError` as `decode`."""
         return self._header(blob).tokens
 
     def input_ids(self, blob: bytes) -> Tensor | None:
@@ -195,7 +194,7 @@ class Codec:
 
         Raises
         ------
-        CodecError
+        CacheError
             As `decode`.
         """
         header = self._header(blob)
@@ -209,13 +208,13 @@ class Codec:
 
         Raises
         ------
-        OutputError
+        RunError
             If the name is empty, or the file cannot be written.
-        CacheError, CodecError
+        CacheError
             As `encode`.
         """
         if not str(path):
-            raise OutputError(EMPTY_NAME)
+            raise RunError(EMPTY_NAME)
         write_whole(Path(path), self.encode(cache, input_ids))
 
     def load(self, path: str | Path, tokens: int | None = None) -> DynamicCache:
@@ -223,7 +222,7 @@ class Codec:
 
         Raises
         ------
-        CodecError
+        CacheError
             If the file cannot be read, or as `decode`.
         """
         return self.decode(read_blob(path), tokens)
@@ -232,9 +231,9 @@ class Codec:
         """Return the header of a blob of this plan and model."""
         header = read_header(blob)
         if header.model != self._plan.model_digest():
-            raise CodecError("the stored cache is that of another model")
+            raise CacheError("the stored cache is that of another model")
         if header.plan != bytes.fromhex(self._plan.digest()):
-            raise CodecError("the stored cache was made with another plan for this model")
+            raise CacheError("the stored cache was made with another plan for this model")
         return header
 
     def _blocks(self, blob: bytes, header: Header, stop: int) -> Sequence[Block]:
@@ -250,7 +249,7 @@ class Codec:
             return header.tokens
         whole = isinstance(tokens, Integral) and not isinstance(tokens, bool)
         if not whole or not 0 < tokens <= header.tokens:
-            raise CodecError(
+            raise CacheError(
                 f"tokens must be an integer: the stored cache has 1 to {header.tokens} tokens, not "
                 f"{tokens!r}"
             )
@@ -262,7 +261,7 @@ class Codec:
         check_stock(cache, self._plan, self._model.dtype, devices)
         tokens = int(cache.get_seq_length())
         if not tokens:
-            raise CodecError("the cache holds no tokens")
+            raise CacheError("the cache holds no tokens")
         return tokens
 
     def _shape(self, header: Header, tokens: int) -> tuple[int, int, int, int]:
@@ -308,7 +307,7 @@ class Codec:
             or (input_ids.shape[0], input_ids[:, : shape[1]].shape[1]) != shape
             or not 0 <= int(input_ids.min()) <= int(input_ids.max()) < 1 << 31
         ):
-            raise CodecError(f"token ids are {tuple(input_ids.shape)}, of {shape} tokens")
+            raise CacheError(f"token ids are {tuple(input_ids.shape)}, of {shape} tokens")
         blocks = []
         for start in range(first, header.tokens, BLOCK_TOKENS):
             stop = min(start + BLOCK_TOKENS, header.tokens)

@@ -41,7 +41,7 @@ from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.cache.running import running_attention
 from manifoldkv.cache.stock import check_stock, checked_positions, unpadded
-from manifoldkv.errors import CacheError, UnsupportedModelError
+from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -107,7 +107,7 @@ def compressed(
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If the attention of the model cannot be handled.
     PlanError
         If the plan was made for another model (see `CompressionPlan.transferred_to`), or for caches
@@ -292,7 +292,7 @@ class _Run:
         attended = self._pass.attended
         self._pass.end()
         if attended == 0:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(self._model).__name__} is not supported: its attention does not hand "
                 "keywords on to the attention function"
             )

@@ -12,7 +12,7 @@ from manifoldkv.cache.layers import CompressedCache
 from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.rotation import tokens_last
 from manifoldkv.cache.storage import working_dtype
-from manifoldkv.errors import CacheError, UnsupportedModelError
+from manifoldkv.errors import CacheError, ModelError
 
 
 @dataclass
@@ -97,12 +97,12 @@ class ForwardPass(threading.local):
 
         Raises
         ------
-        UnsupportedModelError
+        ModelError
             If `cos` comes from no recorded call.
         """
         calls = [call for call in self._rotary_calls if call.cos is cos]
         if not calls:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{self._family} is not supported with keys stored before rotation: "
                 "its layers do not receive the angles its rotary embedding made"
             )

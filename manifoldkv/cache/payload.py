@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from manifoldkv.cache.blob import Block
-from manifoldkv.errors import CodecError
+from manifoldkv.errors import CacheError
 
 LENGTHS = struct.Struct("<II")
 """Two numbers: whether there are token ids, or how many words of symbols and beside them."""
@@ -22,11 +22,11 @@ def exact_bytes(x: Tensor) -> bytes:
 
     Raises
     ------
-    CodecError
+    CacheError
         If an element is not finite.
     """
     if not bool(x.isfinite().all()):
-        raise CodecError("the first tokens of the cache hold keys or values that are not finite")
+        raise CacheError("the first tokens of the cache hold keys or values that are not finite")
     return x.contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
@@ -46,7 +46,7 @@ class PayloadReader:
 
     Raises
     ------
-    CodecError
+    CacheError
         From here and from all methods, if the payload ends too early.
     """
 
@@ -88,11 +88,11 @@ class PayloadReader:
         """Refuse what follows the last stream, but for zeros up to the least size."""
         rest = bytes(self._view[self._place :])
         if rest.strip(b"\0") or (rest and len(self._view) != self._least):
-            raise CodecError(f"the block at token {self.start} of the stored cache is damaged")
+            raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
 
     def _take(self, size: int) -> memoryview:
         taken = self._view[self._place : self._place + size]
         if len(taken) != size:
-            raise CodecError(f"the block at token {self.start} of the stored cache is damaged")
+            raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
         self._place += size
         return taken

@@ -8,7 +8,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.models.interface import Rotate, rotation_of
 from manifoldkv.models.support import attention_of
 
@@ -92,12 +92,12 @@ def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If it has none.
     """
     embedding = getattr(decoder, "rotary_emb", None)
     if not isinstance(embedding, nn.Module):
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{type(decoder).__name__} has no rotary_emb, which is asked for the angles of keys: "
             "it is not supported with keys stored before rotation, nor where codes of rotated keys "
             "are to be fitted"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manifoldkv.basis import Basis
 from manifoldkv.cache.payload import LENGTHS
-from manifoldkv.errors import CodecError
+from manifoldkv.errors import CacheError
 from manifoldkv.plan.entropy import EntropyCoding
 
 FARTHEST_PAST = 1 << 30
@@ -37,13 +37,13 @@ class SymbolCoder:
 
     Raises
     ------
-    CodecError
+    CacheError
         If constriction is not installed.
     """
 
     def __init__(self, coding: EntropyCoding) -> None:
         if find_spec("constriction") is None:
-            raise CodecError(
+            raise CacheError(
                 "caches are coded by constriction, which is not installed: "
                 'pip install -c constraints.txt -e ".[codec]"'
             )
@@ -82,7 +82,7 @@ class SymbolCoder:
 
         Raises
         ------
-        CodecError
+        CacheError
             If words or distances are not those of so many tokens by these tables.
         """
         symbols = np.empty((self.features, tokens), dtype=np.int32)
@@ -97,7 +97,7 @@ class SymbolCoder:
         symbols -= reach
         ends = np.abs(symbols) == reach
         if not whole or ends.sum() != len(past) or (past > FARTHEST_PAST).any():
-            raise CodecError("symbols are not those of the plan's tables")
+            raise CacheError("symbols are not those of the plan's tables")
         symbols[ends] += np.sign(symbols[ends]) * past.astype(np.int32)
         return symbols
 
@@ -132,12 +132,12 @@ class SiteCodec:
 
         Raises
         ------
-        CodecError
+        CacheError
             If there are none.
         """
         latents = ((x - expected) @ self._down).mT
         if not bool((latents.abs() < FARTHEST_PAST).all()):  # false of NaN too
-            raise CodecError("the cache holds keys or values that are not finite, or far too large")
+            raise CacheError("the cache holds keys or values that are not finite, or far too large")
         return latents.round().int().contiguous()
 
     def given_back(self, symbols: Tensor, expected: Tensor) -> Tensor:

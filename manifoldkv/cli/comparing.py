@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.continuation import beginning, continuation
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
@@ -76,17 +76,17 @@ def _prompt(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If it is empty, or leaves no room for new tokens.
     """
     if given is None:
         return beginning(model, tokens, new_tokens)
     asked: Tensor = tokenizer(given, return_tensors="pt")["input_ids"]
     if not asked.numel():
-        raise TextError("the prompt has no token: write something after --prompt")
+        raise ArgumentError("the prompt has no token: write something after --prompt")
     room = positions(model) - new_tokens
     if asked.shape[1] > room:
-        raise TextError(
+        raise ArgumentError(
             f"{new_tokens} new tokens after a prompt of {asked.shape[1]} are more than the "
             f"{positions(model)} positions of the model"
         )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.loading import load_model
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.sources import HELP, TextSource, open_text
@@ -58,11 +58,11 @@ def text_to_measure(name: str | None, model: str) -> TextSource:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If none is named for another model, or it is no such text.
     """
     if name is None and not is_reference(model):
-        raise TextError(f"name a text to measure {model} on with --text: {HELP}")
+        raise ArgumentError(f"name a text to measure {model} on with --text: {HELP}")
     return open_text(REFERENCE_TEXT if name is None else name)
 
 

@@ -17,7 +17,7 @@ from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measu
 from manifoldkv.cli.options import GivenModel, GivenPlan, GivenTasks, GivenText, Sampling
 from manifoldkv.cli.storing import cache_of_prompt
 from manifoldkv.diagnostics import diagnose_plan
-from manifoldkv.errors import CodecError, OutputError, TextError
+from manifoldkv.errors import ArgumentError, CacheError, RunError
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.evaluation.questions import questions
 from manifoldkv.evaluation.retrieval import retrieval, summarize
@@ -51,7 +51,7 @@ def generate(
     """
     options = _sampling_options(sampling)
     if cache is not None and plan is None:
-        raise CodecError(f"--cache {cache} goes with the --plan of recipe stored that made it")
+        raise CacheError(f"--cache {cache} goes with the --plan of recipe stored that made it")
     loaded, tokenizer = load(model)
     known = None if plan is None else plan_for(plan, loaded, attended=cache is None)
     inputs = _inputs(tokenizer, prompt, chat).to(loaded.device)
@@ -81,17 +81,16 @@ def _sampling_options(sampling: Sampling) -> dict[str, Any]:
 
     Raises
     ------
-    SeedError
+    ArgumentError
         If the seed is none.
-    TextError
         If there is nothing to draw among, or nothing is drawn.
     """
     check_seed(sampling.seed)
     drawn = sampling.temperature > COLDEST
     if not 0 < sampling.top_p <= 1:
-        raise TextError(f"--top-p {sampling.top_p:g} is not in (0, 1]")
+        raise ArgumentError(f"--top-p {sampling.top_p:g} is not in (0, 1]")
     if sampling.top_p < 1 and not drawn:
-        raise TextError(
+        raise ArgumentError(
             f"--top-p {sampling.top_p:g} draws tokens: give a --temperature above 0 too, 1 say"
         )
     if not drawn:
@@ -104,7 +103,7 @@ def _inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Any:
     if not chat:
         return tokenizer(prompt, return_tensors="pt")
     if tokenizer.chat_template is None:
-        raise TextError("the tokenizer of the model has no chat template: leave --chat out")
+        raise ArgumentError("the tokenizer of the model has no chat template: leave --chat out")
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}],
         add_generation_prompt=True,
@@ -226,15 +225,15 @@ def _new_tokens(model: Any, prompt: torch.Tensor, wanted: int | None) -> int:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the prompt is empty, or too long.
     """
     if not prompt.numel():
-        raise TextError("the prompt has no token: write something after --prompt")
+        raise ArgumentError("the prompt has no token: write something after --prompt")
     checked_tokens(model, prompt)
     room = positions(model) - prompt.shape[1]
     if room < (wanted or 1):
-        raise TextError(
+        raise ArgumentError(
             f"{wanted or 1} new tokens after a prompt of {prompt.shape[1]} are more than the "
             f"{positions(model)} positions of the model"
         )
@@ -246,7 +245,7 @@ def report(
 ) -> Answer:
     """Write an HTML report of a plan."""
     if out.suffix != ".html" or out.is_dir():
-        raise OutputError(f"--out {out} is no file that ends in .html")
+        raise RunError(f"--out {out} is no file that ends in .html")
     template("plan.html")  # an absent library is named before the model is loaded
     check_writable(out.parent)
     source = text_to_measure(text.name, model.name)

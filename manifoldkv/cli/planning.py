@@ -18,7 +18,7 @@ from manifoldkv.cli.answers import Answer, duration, size
 from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
 from manifoldkv.cli.options import GivenModel, Interrupted
 from manifoldkv.cli.settings import configured
-from manifoldkv.errors import OutputError, RankError
+from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.pipeline.compress import check as check_before_text
 from manifoldkv.pipeline.compress import compress as find_plan
 from manifoldkv.pipeline.compress import ratio_from_bytes
@@ -83,9 +83,9 @@ class Request:
     def check(self) -> None:
         """Refuse a budget that contradicts itself."""
         if self.nbytes is not None and self.ratio is not None:
-            raise RankError("--ratio and --bytes both say how much the cache takes: give one")
+            raise ArgumentError("--ratio and --bytes both say how much the cache takes: give one")
         if self.nbytes is not None and self.context is None:
-            raise RankError(
+            raise ArgumentError(
                 "--bytes are those of a text: say with --context how many tokens it has"
             )
 
@@ -134,7 +134,7 @@ def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
     """Refuse to overwrite a plan, unless it is told to or the folder is the run's own."""
     own = work is not None and work.resolve() == out.resolve()
     if not force and not own and any((out / name).exists() for name in CompressionPlan.FILES):
-        raise OutputError(
+        raise RunError(
             f"{out} holds a plan already: take another folder as --out, or --force to overwrite it"
         )
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 
 from manifoldkv.cli.app import app
 from manifoldkv.cli.options import Interrupted
-from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.errors import ManifoldKVError, RunError
 
 FAILED, INTERRUPTED = 2, 130
 
@@ -30,7 +30,7 @@ def _run() -> int:
     """Run the command and return the exit code."""
     try:
         if sys.__stdout__ is None:
-            raise OutputError("standard output is closed: there is nowhere to print results")
+            raise RunError("standard output is closed: there is nowhere to print results")
         app(standalone_mode=True)
     except Interrupted as interruption:
         return _complain(interruption, INTERRUPTED)

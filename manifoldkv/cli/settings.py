@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.pipeline.config import CompressionConfig
 from manifoldkv.pipeline.recipes import AnyRecipe, recipe_named
 from manifoldkv.plan.quantization import Quantization
@@ -33,9 +33,8 @@ def configured(recipe: str, settings: Sequence[str]) -> CompressionConfig:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If a recipe or a method of a name does not exist.
-    RankError
         If a setting is not ``name=value``, has an unknown name or a value of another type.
     PlanError
         If a setting of the run does not go with the recipe.
@@ -44,7 +43,7 @@ def configured(recipe: str, settings: Sequence[str]) -> CompressionConfig:
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name:
-            raise RankError(f"--set takes name=value, got {setting!r}")
+            raise ArgumentError(f"--set takes name=value, got {setting!r}")
         if name in RUN:
             run[name] = _value(text)
         else:
@@ -58,13 +57,15 @@ def _with(chosen: AnyRecipe, name: str, text: str, recipe: str) -> AnyRecipe:
     part, dot, field = name.partition(".")
     if part not in {known.name for known in fields(chosen)}:
         known = ", ".join([*(known.name for known in fields(chosen)), *RUN])
-        raise RankError(f"recipe {recipe} has no field {part!r}; known: {known}")
+        raise ArgumentError(f"recipe {recipe} has no field {part!r}; known: {known}")
     if not dot:
         return _replaced(chosen, part, text)
     method = getattr(chosen, part)
     own = {known.name for known in fields(method)} if is_dataclass(method) else set()
     if field not in own:
-        raise RankError(f"{part} of recipe {recipe} has no field {field!r}; known: {sorted(own)}")
+        raise ArgumentError(
+            f"{part} of recipe {recipe} has no field {field!r}; known: {sorted(own)}"
+        )
     return replace(chosen, **{part: _replaced(method, field, text)})
 
 
@@ -74,7 +75,7 @@ def _replaced(owner: T, name: str, text: str) -> T:
     accepted = get_args(hint) or (hint,)
     plain = tuple(kind for kind in accepted if kind in PLAIN)
     if plain and len(plain) == len(accepted) and not isinstance(value, plain):
-        raise RankError(f"{name}={text} must be {' or '.join(kind.__name__ for kind in plain)}")
+        raise ArgumentError(f"{name}={text} must be {' or '.join(kind.__name__ for kind in plain)}")
     return replace(owner, **{name: value})
 
 

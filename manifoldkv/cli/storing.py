@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache.blob import read_blob
 from manifoldkv.cache.codec import Codec
-from manifoldkv.errors import CodecError, TextError
+from manifoldkv.errors import ArgumentError, CacheError
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import write_whole
 
@@ -41,18 +41,20 @@ def cache_of_prompt(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the prompt has no token before its last.
-    CodecError
+    CacheError
         If the file is something else, or of another plan or model: it is left as it is.
     PlanError
         As `Codec`.
-    OutputError
+    RunError
         If the file cannot be written.
     """
     codec, wanted = Codec(model, plan), prompt[:, :-1]
     if not wanted.numel():
-        raise TextError("the cache of a prompt of one token is empty: write more after --prompt")
+        raise ArgumentError(
+            "the cache of a prompt of one token is empty: write more after --prompt"
+        )
     blob = _stored(codec, path, wanted)
     known = 0 if blob is None else min(codec.tokens(blob), wanted.shape[1])
     if blob is None or known < wanted.shape[1]:
@@ -71,10 +73,10 @@ def _stored(codec: Codec, path: Path, wanted: Tensor) -> bytes | None:
     blob = read_blob(path)
     try:
         held = codec.input_ids(blob)
-    except CodecError as error:
-        raise CodecError(f"{path}: {error}; take another file as --cache") from error
+    except CacheError as error:
+        raise CacheError(f"{path}: {error}; take another file as --cache") from error
     if held is None:
-        raise CodecError(f"{path} holds no token ids; take another file as --cache")
+        raise CacheError(f"{path} holds no token ids; take another file as --cache")
     both = min(held.shape[1], wanted.shape[1])
     same = len(held) == 1 and torch.equal(held[:, :both], wanted[:, :both].cpu())
     return blob if same else None

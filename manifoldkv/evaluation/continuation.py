@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import checked_tokens, positions
 
@@ -42,7 +42,7 @@ def continuation(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the prompt has another shape, or is longer than the model takes.
     """
     prompt = checked_tokens(model, prompt).to(model.device)
@@ -61,12 +61,12 @@ def beginning(model: PreTrainedModel, tokens: Tensor, new_tokens: int) -> Tensor
 
     Raises
     ------
-    TextError
+    ArgumentError
         If new tokens alone are more than the model takes.
     """
     room = positions(model) - new_tokens
     if room < 1:
-        raise TextError(
+        raise ArgumentError(
             f"{new_tokens} new tokens leave no room for a prompt: the model takes "
             f"{positions(model)}"
         )

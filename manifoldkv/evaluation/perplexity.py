@@ -92,7 +92,7 @@ def perplexity(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the tokens have another shape, or are not ids and lengths that the model takes.
     """
     tokens = checked_tokens(model, tokens, shortest=2)

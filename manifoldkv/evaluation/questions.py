@@ -10,7 +10,7 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from manifoldkv.errors import TextError, UnknownNameError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import sample_tokens
@@ -81,12 +81,12 @@ class _Request:
 
         Raises
         ------
-        TextError
+        ArgumentError
             If there is none.
         """
         room = self.length - sum(map(len, parts))
         if room < 1:
-            raise TextError(
+            raise ArgumentError(
                 f"a prompt of {self.length} tokens has no room for anything but the question: ask "
                 f"for more than {self.length - room} tokens"
             )
@@ -125,16 +125,15 @@ def questions(
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If there is no such task.
-    TextError
         If the text is too short for so many questions, or the length for a single one.
     """
     request = _Request(tokenizer, text, length, items, seed)
     if task in RULER:
         return _ruler(request, task)
     if task not in _MADE_HERE:
-        raise UnknownNameError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+        raise ArgumentError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     return _MADE_HERE[task](request, random.Random(f"{task} {length} {seed}"))
 
 
@@ -159,7 +158,7 @@ def _copying(request: _Request, numbers: random.Random) -> list[Question]:
     start, gap = request.start(""), request.ids("\n\n")
     room = request.room(start, gap, [0] * CUE)
     if room < CUE + COPIED:
-        raise TextError(f"a prompt of {request.length} tokens is too short to copy from")
+        raise ArgumentError(f"a prompt of {request.length} tokens is too short to copy from")
     found = []
     for filler in request.filler(room):
         place = numbers.randrange(room - CUE - COPIED + 1)
@@ -187,7 +186,7 @@ def _key_value(request: _Request, numbers: random.Random) -> list[Question]:
             lines.append(line)
             left -= len(line)
         if not lines:
-            raise TextError(f"a prompt of {request.length} tokens has no room for a key")
+            raise ArgumentError(f"a prompt of {request.length} tokens has no room for a key")
         wanted = numbers.randrange(len(lines))
         asked = request.ids(f"\nThe value of key {keys[wanted]} is")
         prompt = [*start, *chain.from_iterable(lines), *asked]

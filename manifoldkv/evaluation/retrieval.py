@@ -30,7 +30,7 @@ from transformers import (
 
 from manifoldkv.cache import compressed
 from manifoldkv.cache.compressed import Prefill
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.perplexity import standard_error
 from manifoldkv.evaluation.questions import Question
 from manifoldkv.plan.plan import CompressionPlan
@@ -98,7 +98,7 @@ def retrieval(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If there is no question, or one is longer than the model takes.
     """
     held = uncompressed if plan is None else partial(through_plan, plan=plan, prefill=prefill)
@@ -131,7 +131,7 @@ def retrieval_through(
 
     Raises
     ------
-    TextError
+    ArgumentError
         As `retrieval`.
     """
     check_questions(model, questions)
@@ -165,12 +165,12 @@ def retrieval_through(
 
 
 def check_questions(model: PreTrainedModel, questions: Sequence[Question]) -> None:
-    """Raise `TextError` if there is no question, or one is longer than the model takes."""
+    """Raise `ArgumentError` if there is no question, or one is longer than the model takes."""
     if not questions:
-        raise TextError("there is no question to ask")
+        raise ArgumentError("there is no question to ask")
     longest = max(len(q.prompt) + max(q.new_tokens, len(q.continuation)) for q in questions)
     if longest > positions(model):
-        raise TextError(
+        raise ArgumentError(
             f"a question with its answer takes {longest:,} tokens, the model "
             f"{positions(model):,}: ask for shorter prompts"
         )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 
 SHORTEST = 1024
 """Below it some tasks have no room for their examples, and the harness seeks one without end."""
@@ -67,17 +67,17 @@ def ruler_documents(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the length is below `SHORTEST`, or the extra ``manifoldkv[eval]`` is not installed.
     """
     if length < SHORTEST:
-        raise TextError(f"{task} needs prompts of at least {SHORTEST} tokens, not {length}")
+        raise ArgumentError(f"{task} needs prompts of at least {SHORTEST} tokens, not {length}")
     made_by = RULER[task]
     with _quiet(), _seeded(seed):
         try:
             documents = made_by.documents(tokenizer, length, items)
         except ImportError as error:
-            raise TextError(f"{task} is made by packages that are missing: {error}") from error
+            raise ArgumentError(f"{task} is made by packages that are missing: {error}") from error
     return [
         RulerDocument(
             f"{document['input']}{made_by.delimiter}{document['gen_prefix']}",

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache import compressed
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.memory import peak_bytes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
@@ -85,14 +85,14 @@ def decode_speed(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If a count is not positive, or the model does not take so many tokens.
     """
     longest = positions(model)
     if tokens is None:
         tokens = min(PROMPT, longest - new_tokens)
     if min(tokens, new_tokens, rounds) < 1 or tokens + new_tokens > longest:
-        raise TextError(
+        raise ArgumentError(
             f"cannot decode {new_tokens} tokens after {tokens} in {rounds} rounds: counts must be "
             f"positive, and the model takes {longest} tokens"
         )

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import write_whole
 from manifoldkv.text.docstrings import Split
@@ -141,7 +141,7 @@ def zero_shot(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If a local file is missing.
     """
     wanted = [task if data is None else local_task(task, data) for task in tasks]
@@ -185,13 +185,13 @@ def local_task(task: str, data: Path) -> dict[str, Any]:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the file does not exist.
     """
     known = LOCAL_TASKS.get(task, CONTINUATION_TASK | {"file": f"{task}.jsonl"})
     path = data / known["file"]
     if not path.is_file():
-        raise TextError(f"no documents for task {task}: {path} does not exist")
+        raise ArgumentError(f"no documents for task {task}: {path} does not exist")
     metrics = ["acc", "acc_norm"] if known["metric"] == "acc_norm" else ["acc"]
     return {
         "task": task,
@@ -238,7 +238,7 @@ def write_continuation_task(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the text has too few documents of that length.
     """
     halves = []
@@ -250,7 +250,7 @@ def write_continuation_task(
         if len(halves) == items:
             break
     if len(halves) < max(items, CHOICES):
-        raise TextError(
+        raise ArgumentError(
             f"{source.name} has {len(halves)} documents of {context + continuation} tokens, too "
             f"few for {items} items"
         )

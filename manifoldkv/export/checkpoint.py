@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.errors import OutputError
+from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
 from manifoldkv.models.support import unwrapped
@@ -84,11 +84,11 @@ def export_checkpoint(
 
     Raises
     ------
-    UnsupportedModelError, PlanError
+    ModelError, PlanError
         If the model or the plan cannot be exported: what is in the way is named, before any work.
-    TextError
+    ArgumentError
         If the tokenizer cannot be read, or the tokens are not ids and lengths of the model.
-    OutputError
+    RunError
         If there is something in the folder already, or it cannot be written to.
     """
     model, folder = unwrapped(model), Path(folder)
@@ -120,19 +120,19 @@ def check_replaceable(folder: Path, *, force: bool) -> None:
 
     Raises
     ------
-    OutputError
+    RunError
         Naming the way out.
     """
     if not str(folder).strip() or folder == Path():
-        raise OutputError("a checkpoint needs a folder of its own, not the current one")
+        raise RunError("a checkpoint needs a folder of its own, not the current one")
     if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} is a file: take another folder")
+        raise RunError(f"{folder} is a file: take another folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not any((folder / name).exists() for name in WEIGHTS):
-        raise OutputError(f"{folder} holds something that is no checkpoint: take another folder")
+        raise RunError(f"{folder} holds something that is no checkpoint: take another folder")
     if not force:
-        raise OutputError(
+        raise RunError(
             f"{folder} holds a checkpoint already: take another folder, or --force (force=True) to "
             "replace it"
         )
@@ -144,7 +144,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
     Raises
     ------
-    OutputError
+    RunError
         If it cannot be written; what was there before is still there.
     """
     folder = folder.absolute()
@@ -162,7 +162,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if old.exists() and not folder.exists():
             old.replace(folder)
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from manifoldkv.basis import Basis
 from manifoldkv.cache.rotation import rotary_embedding_of
-from manifoldkv.errors import PlanError, UnsupportedModelError
+from manifoldkv.errors import ModelError, PlanError
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.support import (
     attention_of,
@@ -40,7 +40,7 @@ def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If something between the weights and the scores of a model is not linear, or other than
         what one list of frequencies and one window can say.
     PlanError
@@ -59,13 +59,13 @@ def check_foldable_model(model: PreTrainedModel) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         As `check_foldable`.
     """
     check_supported(model)
     obstacle = _obstacle(model)
     if obstacle is not None:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be exported: "
             f"{obstacle}"
         )
@@ -132,7 +132,7 @@ def folded(model: PreTrainedModel, plan: CompressionPlan) -> PreTrainedModel:
 
     Raises
     ------
-    UnsupportedModelError, PlanError
+    ModelError, PlanError
         As `check_foldable`.
     """
     check_foldable(model, plan)

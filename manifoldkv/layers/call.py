@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.models.interface import Attend, identity_rotation, intercepted
 from manifoldkv.models.support import attention_of, uncompiled
 
@@ -60,7 +60,7 @@ def call_layer(
             **keywords,
         )
     if not isinstance(output, Tensor):
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{type(module).__name__} is not supported: it returns {type(output).__name__}"
         )
     return output

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import ModelError, UnsupportedModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.layers.activations import SEQUENCES_PER_FORWARD, LayerActivations
 from manifoldkv.layers.call import StopForward, call_layer
 from manifoldkv.layers.placement import Placement
@@ -68,15 +68,14 @@ def capture(
 
     Raises
     ------
-    UnsupportedModelError
-        Before any forward pass, if the model's attention cannot be handled, or dropout is on.
     ModelError
+        Before any forward pass, if the model's attention cannot be handled, or dropout is on.
         If the output of a layer is not finite.
-    TextError
+    ArgumentError
         If the tokens are not ids and lengths that the model takes.
     ValueError
         If a layer index is out of range.
-    OutputError
+    RunError
         If the activations of a layer fit nowhere.
     """
     model = unwrapped(model)
@@ -152,7 +151,7 @@ def _record_calls(
             hook.remove()
     for module, call in zip(modules, calls, strict=True):
         if "position_embeddings" not in call or call.get("attention_mask") is None:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(module).__name__} is not supported: it is called without rotary angles "
                 "or without an attention mask"
             )
@@ -177,7 +176,7 @@ def _check_output(activations: LayerActivations, stock: tuple[Tensor, Tensor] | 
         )
         if difference < OUTPUT_TOLERANCE + DRIFT_FACTOR * drift:
             return
-    raise UnsupportedModelError(
+    raise ModelError(
         f"{type(activations.module).__name__} is not supported: layer {activations.layer} computes "
         "something else when its keys and queries are rotated outside of it"
     )
@@ -234,7 +233,7 @@ def _run_layer(
         arguments: dict[str, Any],
     ) -> Tensor:
         if values.shape != keys.shape:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(attention).__name__} is not supported: its keys have {keys.shape[3]} "
                 f"features in {keys.shape[1]} heads, its values {values.shape[3]} in "
                 f"{values.shape[1]}"
@@ -253,7 +252,7 @@ def _run_layer(
         x = inputs[chunk].to(weight)
         outputs[chunk] = call_layer(module, x, record, cos.shape[-1], keywords).to(outputs)
         if len(shapes) != calls:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(attention_of(module)).__name__} is not supported: it calls its attention "
                 f"function {len(shapes)} times at once"
             )

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from manifoldkv.errors import OutputError
+from manifoldkv.errors import RunError
 
 SHARE = 0.5
 """Largest share of the free bytes that the inputs and outputs of a layer may take: more of it is
@@ -46,7 +46,7 @@ class Placement:
 
         Raises
         ------
-        OutputError
+        RunError
             If the folder cannot hold it.
         """
         if not self.in_files:
@@ -62,7 +62,7 @@ class Placement:
                 os.close(descriptor)
                 os.unlink(path)
         except OSError as error:
-            raise OutputError(
+            raise RunError(
                 f"activations of {elements * dtype.itemsize / 2**30:.1f} GiB fit neither into "
                 f"memory nor into {self.folder}: {error.strerror}; use fewer calibration "
                 "sequences, or a folder (TMPDIR) on another disk"

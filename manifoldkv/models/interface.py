@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.models.support import modeling_module
 
 NAME = "manifoldkv"
@@ -53,18 +53,18 @@ class AttentionSettings:
 
         Raises
         ------
-        UnsupportedModelError
+        ModelError
             If a keyword is set whose meaning is not known: ignoring it would change the result.
         """
         if arguments.get("dropout"):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(module).__name__} drops attention weights at random while it is trained, "
                 "which manifoldkv does not implement: call model.eval() first"
             )
         known = {"scaling", "softcap", "s_aux"} | _WITHOUT_EFFECT
         unknown = [k for k, v in arguments.items() if k not in known and v is not None]
         if unknown:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, "
                 "which manifoldkv does not implement"
             )
@@ -192,7 +192,7 @@ def _attention_function(
     if manifoldkv_attend is not None:
         return manifoldkv_attend(module, query, key, value, attention_mask, arguments), None
     if attention_mask is None:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{type(module).__name__} is not supported: its layer does not hand keywords on to it"
         )
     settings = AttentionSettings.from_arguments(module, arguments)

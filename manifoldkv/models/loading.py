@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from manifoldkv.errors import ModelError, TextError
+from manifoldkv.errors import ArgumentError, ModelError
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.models.support import check_supported
@@ -56,7 +56,6 @@ def load_model(
     ------
     ModelError
         If there is no such folder, file, package, model or device, or the model does not load.
-    UnsupportedModelError
         If its attention cannot be handled (see `check_supported`).
     """
     if not name.strip():
@@ -114,6 +113,8 @@ def _load_weights(
             name, dtype=dtype, output_loading_info=True
         )
         return model.to(device), loaded
+    except ModelError:
+        raise
     except _UNREADABLE as error:
         reason = _first_line(error)
         if "ignore_mismatched_sizes" in reason:  # the report it points to goes into a log
@@ -124,7 +125,7 @@ def _load_weights(
 def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return read_tokenizer(name)
-    except TextError as error:
+    except ArgumentError as error:
         raise ModelError(f"cannot load model {name}: {error}") from error
 
 

@@ -62,7 +62,7 @@ def projected(
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If the attention of the model cannot be handled, or dropout is on.
     """
     model = unwrapped(model)

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from manifoldkv.errors import UnsupportedModelError
+from manifoldkv.errors import ModelError
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -23,7 +23,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If there is no model of transformers inside, or its cache is not filled by its layers.
     """
     if isinstance(model, OptimizedModule):
@@ -31,13 +31,13 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         adapter = getattr(model, "active_peft_config", None)
         if getattr(adapter, "peft_type", None) == "PREFIX_TUNING":
-            raise UnsupportedModelError(
+            raise ModelError(
                 "prefix tuning fills the cache with keys and values that no layer made, which is "
                 "not supported: take another kind of adapter"
             )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{type(model).__name__} is not a transformers model: pass the model inside it"
         )
     return model
@@ -51,12 +51,12 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If a part of it is inside what `torch.compile` puts around a module.
     """
     for name, part in module.named_modules():
         if isinstance(part, OptimizedModule):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{name or 'the layer'} is compiled by itself: compile the model as a whole, or "
                 "call the compile() methods of its parts"
             )
@@ -81,7 +81,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             if _looks_ahead(model)
             else "it has no list of decoder layers"
         )
-        raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
+        raise ModelError(f"{_family(model)} is not supported: {obstacle}")
     return layers
 
 
@@ -149,7 +149,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         Naming the family and the feature in the way: latent attention (MLA), linear or recurrent
         layers, chunked attention, layers that share their cache, rotations that depend on length,
         or attention that does not go through transformers' attention interface.
@@ -160,7 +160,7 @@ def check_supported(model: PreTrainedModel) -> None:
         for layer in decoder_layers(model):
             obstacle = obstacle or _layer_obstacle(layer)
     if obstacle is not None:
-        raise UnsupportedModelError(f"{_family(model)} is not supported: {obstacle}")
+        raise ModelError(f"{_family(model)} is not supported: {obstacle}")
 
 
 def check_without_dropout(model: PreTrainedModel) -> None:
@@ -168,12 +168,12 @@ def check_without_dropout(model: PreTrainedModel) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         Naming the part that drops elements at random.
     """
     for name, part in model.named_modules():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
-            raise UnsupportedModelError(f"{name} drops elements at random: call model.eval() first")
+            raise ModelError(f"{name} drops elements at random: call model.eval() first")
 
 
 def _obstacle(config: PretrainedConfig) -> str | None:

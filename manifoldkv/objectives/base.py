@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rank
-from manifoldkv.errors import UnsolvableError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.activations import Batch, LayerActivations
 from manifoldkv.objectives.linear_algebra import gram_by_group, leading_basis
 from manifoldkv.registry import Registry
@@ -62,10 +62,10 @@ class Objective(ABC):
 
         Raises
         ------
-        UnsolvableError
+        ArgumentError
             If none is.
         """
-        raise UnsolvableError(self.has_closed_form(problem.site, problem.grouping.name)[1])
+        raise ArgumentError(self.has_closed_form(problem.site, problem.grouping.name)[1])
 
     def initial(self, problem: Problem, rank: int) -> Basis:
         """Return an orthonormal basis that is cheap and good to start from: here K-SVD's."""
@@ -124,9 +124,8 @@ class Problem:
 
         Raises
         ------
-        RankError
+        ArgumentError
             If the rank is not between 1 and head_dim.
-        UnsolvableError
             If no closed form is known.
         """
         check_rank(rank, self.activations.head_dim)
@@ -137,7 +136,7 @@ class Problem:
 
         Raises
         ------
-        RankError
+        ArgumentError
             If the rank is not between 1 and head_dim.
         """
         check_rank(rank, self.activations.head_dim)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis, HeadGrouping, Site
-from manifoldkv.errors import UnsolvableError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.base import Problem, register_objective
 from manifoldkv.objectives.gram import GramObjective
@@ -49,7 +49,7 @@ class KQSVD(GramObjective):
     def closed_form(self, problem: Problem, rank: int) -> Basis:
         exists, reason = self.has_closed_form(problem.site, problem.grouping.name)
         if not exists:
-            raise UnsolvableError(reason)
+            raise ArgumentError(reason)
         return super().closed_form(problem, rank)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import HeadGrouping
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import (
     attention_of,
@@ -66,7 +66,7 @@ def solve_bits(
 
     Raises
     ------
-    OutputError, DivergenceError
+    RunError
         As `PreparedCodes.moments`.
     """
     moments = run.moments(model, run.fitted, folder)
@@ -150,7 +150,7 @@ def check_bits(
 def _check_packs(features: int, widths: tuple[int, ...]) -> None:
     """Refuse widths of which packs of latents do not fit the features of a head group."""
     if features % pack_size(widths):
-        raise RankError(
+        raise ArgumentError(
             f"widths {widths} need features in multiples of {pack_size(widths)}, a layer has "
             f"{features}: leave out the odd widths"
         )
@@ -201,7 +201,7 @@ def _latent_bytes(
     of_scales = 2 * SCALE_BYTES * sum(cached)
     left = int(ratio * full + 1e-9) - of_sinks - of_scales
     if left < 0:
-        raise RankError(
+        raise ArgumentError(
             f"ratio {ratio:g} is too small: {sinks} uncompressed tokens and the scales of tokens "
             f"take {(of_sinks + of_scales) / full:.3g} of the cache of {context} tokens"
         )

@@ -21,7 +21,7 @@ from manifoldkv.cache.rotation import (
     rotation_of_keys,
 )
 from manifoldkv.commuting import commuting_basis, hermitian_parts
-from manifoldkv.errors import PlanError, RankError, UnsupportedModelError
+from manifoldkv.errors import ArgumentError, ModelError, PlanError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import (
     attention_of,
@@ -105,7 +105,7 @@ def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
     features, step = head_dim * grouping.width, math.lcm(2, grouping.width)
     latents = int(ratio * features / step + 1e-9) * step
     if not latents:
-        raise RankError(
+        raise ArgumentError(
             f"ratio {ratio:g} leaves no latent: {grouping.width} heads of {head_dim} together have "
             f"a multiple of {step}, so that {step / features:g} is the least"
         )
@@ -117,7 +117,7 @@ def check_turns_halves(model: PreTrainedModel) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If it turns neighbours, or a part of the features only.
     """
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
@@ -127,7 +127,7 @@ def check_turns_halves(model: PreTrainedModel) -> None:
         cos, _ = angles_at(embedding, start, kind, like=start.float())
         if rotation_of_keys(layer, cos.shape[-1]) is not rotate_halves:
             half = attention_of(layer).head_dim // 2
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{type(model).__name__} has no commuting bases: it does not rotate features j and "
                 f"{half} + j of a head by one angle, for all of them"
             )
@@ -149,7 +149,7 @@ def solve_commuting(
 
     Raises
     ------
-    OutputError, DivergenceError
+    RunError
         As `fisher_moments`.
     """
     keys, values = [], []

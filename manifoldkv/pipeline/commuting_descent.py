@@ -43,7 +43,7 @@ def descended(
 
     Raises
     ------
-    DivergenceError
+    RunError
         If a loss is not finite.
     """
     for activations in follow(capture(model, run.tokens), len(bases), "layers"):

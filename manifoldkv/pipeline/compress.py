@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
@@ -84,27 +84,22 @@ def compress(
 
     Raises
     ------
-    UnsupportedModelError
-        If the attention of the model cannot be handled.
     ModelError
+        If the attention of the model cannot be handled.
         If a weight of the model is not finite, or what a layer computes is not.
-    RankError
+    ArgumentError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
         given to a recipe other than a `Recipe`, or packs of latents do not fit the features of a
         layer.
-    UnknownNameError, UnsolvableError
         If a recipe, objective or solver does not exist, or the two do not go together.
-    SeedError
         If the seed is not an integer of 64 bits.
-    TextError
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
         short, or the sequences are longer than the model takes.
     PlanError
         If the layout of the quantisation does not fit the model, there is no plan for a context
         of so many tokens, or a `StoredRecipe` is asked for a model with sliding windows.
-    ExecutorError
+    RunError
         If Ray is not installed or reached, or a task is lost for good.
-    OutputError
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
     """
@@ -232,7 +227,7 @@ def _choose_ranks(run: PreparedRanks, problem: RankProblem) -> list[Ranks]:
     LOG.info("choosing ranks by the %s rule", name)
     ranks = run.recipe.ranks.choose(problem)
     if run.budget.cost(ranks) > run.budget.latent_elements:
-        raise RankError(f"rank rule {name} exceeds the ratio {run.budget.ratio:g}")
+        raise ArgumentError(f"rank rule {name} exceeds the ratio {run.budget.ratio:g}")
     return ranks
 
 
@@ -273,12 +268,11 @@ def ratio_from_bytes(
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If there is no recipe of the name.
-    UnsupportedModelError
-        If the attention of the model cannot be handled.
-    RankError
         If there is no token or no byte, or the first tokens take all of them.
+    ModelError
+        If the attention of the model cannot be handled.
     """
     recipe = recipe_named(recipe)
     check_supported(model)
@@ -292,6 +286,6 @@ def ratio_from_bytes(
     if isinstance(recipe, BitRecipe | StoredRecipe):
         itemsize = 2
     if context < 1 or not nbytes > beyond:
-        raise RankError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")
+        raise ArgumentError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")
     tokens = sum(cached_tokens(context, window) for window in windows)
     return min(1.0, (nbytes - beyond) / (tokens * elements * itemsize))

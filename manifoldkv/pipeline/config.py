@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from manifoldkv.basis import Rotary, check_rotary
-from manifoldkv.errors import PlanError, RankError
+from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.pipeline.recipes import (
     DEFAULT_RECIPE,
     AnyRecipe,
@@ -52,11 +52,10 @@ class CompressionConfig:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If a recipe, a rank rule or a rotary space does not exist.
-    SeedError
         If the seed is not an integer of 64 bits.
-    RankError, PlanError
+    ArgumentError, PlanError
         If a rank rule is given to a recipe other than a `Recipe`, or a quantisation or keys after
         rotation to a `BitRecipe` or a `StoredRecipe`.
     """
@@ -82,7 +81,7 @@ class CompressionConfig:
         if isinstance(recipe, BitRecipe | StoredRecipe):
             name = "ranks and bits" if isinstance(recipe, BitRecipe) else "its step"
             if self.ranks is not None:
-                raise RankError(
+                raise ArgumentError(
                     f"the recipe finds {name} from one budget: leave the rank rule out, or take "
                     "another recipe (low-rank)"
                 )
@@ -98,7 +97,7 @@ class CompressionConfig:
                 )
             return recipe
         if isinstance(recipe, CommutingRecipe) and self.ranks is not None:
-            raise RankError(
+            raise ArgumentError(
                 "recipe commuting has the same ranks in all layers: leave the rank rule out, or "
                 "take another recipe"
             )

@@ -44,7 +44,7 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If the attention of the model cannot be handled.
     PlanError
         If there is no such rotary space.

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.errors import ModelError, TextError
+from manifoldkv.errors import ArgumentError, ModelError
 from manifoldkv.models.support import unwrapped
 from manifoldkv.models.weights import check_finite
 from manifoldkv.solvers.base import check_seed
@@ -52,9 +52,8 @@ def own_text(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If a count is not positive, or a text is longer than the model takes.
-    SeedError
         If the seed is none.
     ModelError
         If a weight of the model is not finite, or its predictions are not.
@@ -64,7 +63,7 @@ def own_text(
     if length is None:
         length = min(LENGTH, positions(model))
     if min(sequences, length) < 1:
-        raise TextError(
+        raise ArgumentError(
             f"cannot write {sequences} sequences of {length} tokens: both must be at least 1"
         )
     check_length(model, length)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import (
     attention_of,
@@ -204,7 +204,7 @@ class PreparedCodes(Prepared):
 
         Raises
         ------
-        OutputError, DivergenceError
+        RunError
             As `fisher_moments`.
         """
         return fisher_moments(
@@ -220,7 +220,7 @@ class PreparedCodes(Prepared):
 def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
     """Refuse what no recipe can do, before the text is read."""
     if not 0 < config.ratio <= 1:
-        raise RankError(f"ratio {config.ratio:g} is not in (0, 1]")
+        raise ArgumentError(f"ratio {config.ratio:g} is not in (0, 1]")
     if config.context is not None:
         check_context(config.context)
     check_supported(model)

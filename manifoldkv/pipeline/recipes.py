@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from manifoldkv.basis import Site, parse_grouping
-from manifoldkv.errors import RankError, UnknownNameError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives import KQSVD, OBJECTIVES, EigenAttention, LayerOutput, Objective
 from manifoldkv.ranks import PAPER_CANDIDATES, RANK_RULES, Optimal, RankRule, Sequential, Uniform
 from manifoldkv.ranks.bits import WIDTHS, checked_widths
@@ -35,9 +35,8 @@ class Recipe:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If a name is not registered.
-    RankError
         If a grouping does not exist.
     """
 
@@ -106,7 +105,7 @@ class BitRecipe:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the widths do not increase from 0 to at most 8 bits, or `sinks` or `below` is negative.
     """
 
@@ -158,9 +157,8 @@ class CommutingRecipe:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If there is no such objective.
-    RankError
         If the grouping is none, or shares one small basis between heads.
     """
 
@@ -171,13 +169,13 @@ class CommutingRecipe:
     def __post_init__(self) -> None:
         known = get_args(Weights)
         if self.objective not in known:
-            raise UnknownNameError(
+            raise ArgumentError(
                 f"unknown objective {self.objective!r} of commuting bases; known: "
                 f"{', '.join(known)}"
             )
         object.__setattr__(self, "grouping", parse_grouping(self.grouping))
         if self.grouping == "shared":
-            raise RankError(
+            raise ArgumentError(
                 "a commuting basis is one of heads side by side: take grouping all, or a number"
             )
 
@@ -218,7 +216,7 @@ class StoredRecipe:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If there are no such first tokens or layers below.
     """
 
@@ -245,7 +243,7 @@ def _check_coded(recipe: BitRecipe | StoredRecipe) -> None:
     for name in ("sinks", "below"):
         value = getattr(recipe, name)
         if value is not None and value < 0:
-            raise RankError(f"{name} must be >= 0, got {value}")
+            raise ArgumentError(f"{name} must be >= 0, got {value}")
 
 
 AnyRecipe = Recipe | BitRecipe | CommutingRecipe | StoredRecipe
@@ -279,11 +277,11 @@ def recipe_named(recipe: str | AnyRecipe) -> AnyRecipe:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If there is none of this name.
     """
     if isinstance(recipe, AnyRecipe):
         return recipe
     if recipe not in RECIPES:
-        raise UnknownNameError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
+        raise ArgumentError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
     return RECIPES[recipe]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, fix_signs
 from manifoldkv.cache.packed import group_ranges
-from manifoldkv.errors import PlanError, UnknownNameError
+from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan.layer import detached
@@ -73,7 +73,7 @@ def quantize(
     plan.check_model(model)
     plan.check_attended()
     if rotation not in ROTATIONS:
-        raise UnknownNameError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
+        raise ArgumentError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     for index, layer in enumerate(plan.layers):
         check_layout(quantization, index, layer.window)
     _, tokens = calibration_tokens(model, tokens)

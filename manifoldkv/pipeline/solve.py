@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, identity_basis
-from manifoldkv.errors import UnsolvableError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.pipeline.recipes import Recipe
@@ -42,7 +42,7 @@ class BasisFinder:
 
     Raises
     ------
-    UnsolvableError
+    ArgumentError
         If the objective and the solver do not go together.
     """
 
@@ -53,7 +53,7 @@ class BasisFinder:
         for site in SITES:
             accepted, reason = recipe.solver.accepts(recipe.objective, site, recipe.grouping(site))
             if not accepted:
-                raise UnsolvableError(reason)
+                raise ArgumentError(reason)
 
     def __call__(
         self, activations: LayerActivations, site: Site, ranks: Sequence[int]

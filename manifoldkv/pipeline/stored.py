@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.errors import PlanError, RankError
+from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import (
     attention_of,
@@ -112,7 +112,7 @@ def _symbol_bits(
     around += 2 * layers  # the symbols of a site fill whole bytes
     left = ratio * full - around
     if left <= 0:
-        raise RankError(
+        raise ArgumentError(
             f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are, token ids and "
             f"frames take {around / full:.3g} of the cache of {context} tokens"
         )
@@ -135,9 +135,9 @@ def solve_stored(
 
     Raises
     ------
-    RankError
+    ArgumentError
         If no step takes so few bits.
-    OutputError, DivergenceError
+    RunError
         As `PreparedCodes.moments`.
     """
     moments = run.moments(model, run.fitted, folder)

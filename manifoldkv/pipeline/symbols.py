@@ -16,7 +16,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.plan.entropy import FARTHEST, FREQUENT, EntropyCoding
 from manifoldkv.ranks.bits import TINY, best_gains
 
@@ -44,7 +44,7 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If no step takes so few.
     """
     deviations = torch.cat([latents.square().mean(dim=0).sqrt() for latents in sites]).double()
@@ -73,7 +73,7 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
         first = max(first - NEIGHBOUR, narrowest)
     while left(last) < 0:
         if last >= widest:
-            raise RankError(
+            raise ArgumentError(
                 f"{bits:.1f} bits of a token are too few even for latents that are all 0: ask for "
                 "a larger ratio"
             )

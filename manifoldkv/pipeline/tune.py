@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import DivergenceError, PlanError
+from manifoldkv.errors import PlanError, RunError
 from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import projected
@@ -81,9 +81,9 @@ def tune(
     ------
     PlanError
         If the plan is quantised or coded, or made for another model.
-    SeedError, TextError
+    ArgumentError
         As in `compress`.
-    DivergenceError
+    RunError
         If the divergence is not finite.
     """
     if plan.quantization is not None:
@@ -123,7 +123,7 @@ def tune(
             optimizer.zero_grad(set_to_none=True)
             loss = differentiate(model, tokens[chosen.to(tokens.device)], plan, bases)
             if not math.isfinite(loss):
-                raise DivergenceError(
+                raise RunError(
                     f"the divergence of the predictions is {loss} at step {step} of tuning; "
                     "try a smaller learning rate"
                 )

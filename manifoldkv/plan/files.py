@@ -23,7 +23,7 @@ from manifoldkv.basis import (
     Rotary,
     Site,
 )
-from manifoldkv.errors import ManifoldKVError, OutputError, PlanError
+from manifoldkv.errors import ManifoldKVError, PlanError, RunError
 from manifoldkv.plan.coding import Coding
 from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.layer import LayerPlan, check_basis, parts
@@ -97,18 +97,18 @@ def write(folder: str | Path, contents: PlanContents, summary: dict[str, Any]) -
 
     Raises
     ------
-    OutputError
+    RunError
         If the folder cannot be written to.
     """
     if not str(folder):
-        raise OutputError("the name of the plan's folder is empty")
+        raise RunError("the name of the plan's folder is empty")
     payload = payload_of(contents)
     described = signed(summary | _description(contents, payload))
     description = json.dumps(described, indent=2, sort_keys=True) + "\n"
     try:
         _write_both(Path(folder), payload, description.encode())
     except OSError as error:
-        raise OutputError(f"cannot write plan to {folder}: {error.strerror}") from error
+        raise RunError(f"cannot write plan to {folder}: {error.strerror}") from error
 
 
 def signed(description: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _write_both(folder: Path, payload: bytes, description: bytes) -> None:
         write_together({tensors: payload, described: description})
         if tensors.read_bytes() == payload or described.read_bytes() != description:
             return
-    raise OutputError(f"cannot write plan to {folder}: others are written there at the same time")
+    raise RunError(f"cannot write plan to {folder}: others are written there at the same time")
 
 
 def read(folder: str | Path) -> PlanContents:

@@ -10,7 +10,7 @@ from typing import Self
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from manifoldkv.errors import OutputError, PlanError
+from manifoldkv.errors import PlanError, RunError
 from manifoldkv.runs.files import write_whole
 
 CARD = "README.md"
@@ -58,7 +58,7 @@ class OnHub:
 
         Raises
         ------
-        OutputError
+        RunError
             If the Hub refuses, cannot be reached, or offline mode is set (``HF_HUB_OFFLINE``).
         """
         api = HfApi(token=token)
@@ -72,7 +72,7 @@ class OnHub:
                     repo_id=repo_id, folder_path=folder, commit_message=message
                 )
         except (HfHubHTTPError, ValueError, OSError) as error:
-            raise OutputError(f"cannot push to {repo_id}: {_first_line(error)}") from error
+            raise RunError(f"cannot push to {repo_id}: {_first_line(error)}") from error
         return str(commit.commit_url)
 
     @classmethod

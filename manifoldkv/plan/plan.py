@@ -372,7 +372,7 @@ class CompressionPlan(OnHub):
 
         Raises
         ------
-        OutputError
+        RunError
             If the folder cannot be written to.
         """
         summary = {"ratio": self.ratio, "bytes_per_token": self.bytes_per_token()}

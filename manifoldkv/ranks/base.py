@@ -110,7 +110,7 @@ class RankRule(ABC):
 
         Raises
         ------
-        RankError
+        ArgumentError
             If no choice of them is within the budget.
         """
         ranks = candidate_ranks(budget.head_dim, self.candidates, self.multiple)
@@ -131,7 +131,7 @@ class RankRule(ABC):
 
         Raises
         ------
-        RankError
+        ArgumentError
             If the budget cannot be met.
         """
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 
 WIDTHS = tuple(range(9))
 """Bits that a latent may have."""
@@ -103,7 +103,7 @@ def fit_quantizers(
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the widths are not such.
     """
     widths = checked_widths(widths)
@@ -230,12 +230,12 @@ def allocate(
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the widths are not such, or the budget is negative.
     """
     widths = checked_widths(widths)
     if budget < 0:
-        raise RankError(f"a budget of {budget} bytes is none")
+        raise ArgumentError(f"a budget of {budget} bytes is none")
     bytes_of = np.array(widths) * pack_size(widths) // 8
     every = np.concatenate([np.asarray(cost, dtype=np.float64) for cost in costs])
     cached = np.repeat([1] * len(costs) if tokens is None else tokens, [len(c) for c in costs])
@@ -256,7 +256,7 @@ def checked_widths(widths: Sequence[int]) -> tuple[int, ...]:
     found = tuple(widths)
     increasing = all(a < b for a, b in pairwise(found))
     if len(found) < 2 or not increasing or found[0] != 0 or found[-1] > 8:
-        raise RankError(f"widths of latents increase from 0 to at most 8 bits, unlike {found}")
+        raise ArgumentError(f"widths of latents increase from 0 to at most 8 bits, unlike {found}")
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import cached_tokens
 
 CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
@@ -40,7 +40,7 @@ class Budget:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If the ratio is not in (0, 1], or the context is not positive.
     """
 
@@ -51,9 +51,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise RankError(f"ratio {self.ratio:g} is not in (0, 1]")
+            raise ArgumentError(f"ratio {self.ratio:g} is not in (0, 1]")
         if self.context < 1:
-            raise RankError(f"a budget for a context of {self.context} tokens: one is the least")
+            raise ArgumentError(
+                f"a budget for a context of {self.context} tokens: one is the least"
+            )
 
     @property
     def layers(self) -> int:
@@ -81,11 +83,11 @@ class Budget:
         return sum(tokens * (key + value) for tokens, (key, value) in pairs)
 
     def check(self, cheapest: Sequence[Ranks]) -> None:
-        """Raise `RankError` if not even the cheapest ranks of every layer fit."""
+        """Raise `ArgumentError` if not even the cheapest ranks of every layer fit."""
         needed = self.cost(cheapest)
         if needed > self.latent_elements:
             smallest = needed / self.full
-            raise RankError(
+            raise ArgumentError(
                 f"ratio {self.ratio:.3g} is too small for the candidate ranks; the smallest "
                 f"feasible ratio is {smallest:.4g}"
             )
@@ -107,14 +109,14 @@ def candidate_ranks(
 
     Raises
     ------
-    RankError
+    ArgumentError
         If a ratio is not in (0, 1], or the multiple is not positive.
     """
     for ratio in ratios:
         if not 0 < ratio <= 1:
-            raise RankError(f"candidate ratio {ratio:g} is not in (0, 1]")
+            raise ArgumentError(f"candidate ratio {ratio:g} is not in (0, 1]")
     if multiple < 1:
-        raise RankError(f"ranks cannot be multiples of {multiple}")
+        raise ArgumentError(f"ranks cannot be multiples of {multiple}")
     rounded = {round(ratio * head_dim / multiple) * multiple for ratio in ratios if ratio < 1}
     full = {head_dim} if 1 in ratios else set()
     return tuple(sorted({r for r in rounded if 0 < r < head_dim} | full))

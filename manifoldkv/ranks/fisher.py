@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary, Site, check_rotary
-from manifoldkv.errors import DivergenceError, TextError
+from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.call import call_layer
 from manifoldkv.layers.capture import capture
@@ -163,19 +163,17 @@ def fisher_moments(
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If the attention of the model cannot be handled.
-    TextError
+    ArgumentError
         If the tokens are not ids and lengths that the model takes, all of them are `first`, or no
         token is left for the prompt or after it.
-    SeedError
         If the seed is not an integer of 64 bits.
     PlanError
         If keys cannot be stored as `rotary` says.
-    OutputError
+    RunError
         If another run is at work in the folder, it cannot be written to, a file in it is damaged,
         or the activations fit nowhere.
-    DivergenceError
         If a gradient is not finite.
     """
     model = unwrapped(model)
@@ -184,9 +182,9 @@ def fisher_moments(
     check_rotary(rotary)
     tokens = checked_tokens(model, tokens)
     if not 0 <= first < tokens.shape[1]:
-        raise TextError(f"of sequences of {tokens.shape[1]} tokens, {first} cannot be left out")
+        raise ArgumentError(f"of sequences of {tokens.shape[1]} tokens, {first} cannot be left out")
     if prompt is not None and not first < prompt < tokens.shape[1]:
-        raise TextError(
+        raise ArgumentError(
             f"of sequences of {tokens.shape[1]} tokens, {prompt} cannot be a prompt without its "
             f"first {first}"
         )
@@ -342,7 +340,7 @@ def _differentiate_layer(
                 of_site.add(x.detach()[:, :, counted], of_x[:, :, counted])
     found = LayerMoments(*(of_site.moments() for of_site in sums.values()))
     if not all(x.isfinite().all() for site in SITES for x in found.of(site).tensors().values()):
-        raise DivergenceError(
+        raise RunError(
             f"keys, values or gradients of layer {activations.layer} are not finite: load the "
             "model in float32 or bfloat16, and look at its weights"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manifoldkv.basis import check_rank
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import CandidateRanks, RankProblem, RankRule
 from manifoldkv.ranks.budget import Budget, Ranks
 
@@ -24,7 +24,7 @@ class GivenRanks(RankRule):
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
         if len(self.ranks) != budget.layers:
-            raise RankError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
+            raise ArgumentError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
         for pair in self.ranks:
             for rank in pair:
                 check_rank(rank, budget.head_dim)

@@ -57,7 +57,7 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
 
     Raises
     ------
-    RankError
+    ArgumentError
         If not even the cheapest pairs fit.
     """
     budget.check([(min(c.key_ranks), min(c.value_ranks)) for c in costs])

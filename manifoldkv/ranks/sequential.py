@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.layers.capture import capture
 from manifoldkv.layers.decoder import compressed_output
@@ -139,12 +139,12 @@ class Selection:
 
         Raises
         ------
-        RankError
+        ArgumentError
             If no candidate fits.
         """
         pair = surface.best(self.share)
         if pair is None:
-            raise RankError(
+            raise ArgumentError(
                 f"no candidate pair of layer {len(self.ranks)} fits its share of the budget, "
                 f"r_K + r_V = {self.share:.4g}; the cheapest is "
                 f"{min(surface.key_ranks) + min(surface.value_ranks)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import CandidateRanks, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks, candidate_ranks
 
@@ -39,7 +39,7 @@ class Uniform(RankRule):
         shares = self.candidates or tuple(rank / d for rank in range(1, d + 1))
         ranks = candidate_ranks(d, shares, self.multiple)
         if not ranks:
-            raise RankError(f"no candidate rank of {self} is between 1 and head_dim {d}")
+            raise ArgumentError(f"no candidate rank of {self} is between 1 and head_dim {d}")
         budget.check([(ranks[0], ranks[0])] * budget.layers)
         most = budget.latent_elements // max(1, sum(budget.latent_tokens))
         pairs = [(k, v) for k in ranks for v in ranks if k + v <= most]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.diagnostics import plan_errors
-from manifoldkv.errors import OutputError
+from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import beginning, continuation
 from manifoldkv.evaluation.perplexity import compare
 from manifoldkv.layers.activations import LayerActivations
@@ -75,7 +75,7 @@ def write_report(
 
     Raises
     ------
-    OutputError
+    RunError
         If plotly is not installed, or the file cannot be written.
     """
     page = template("plan.html")  # an absent library is found before anything is measured
@@ -124,7 +124,7 @@ def template(name: str) -> Any:
 
     Raises
     ------
-    OutputError
+    RunError
         If a library that reports need is not installed.
     """
     try:
@@ -132,7 +132,7 @@ def template(name: str) -> Any:
         import markdown_it  # noqa: F401
         import plotly  # noqa: F401
     except ImportError as error:
-        raise OutputError(
+        raise RunError(
             f'a report needs {error.name}: pip install -c constraints.txt -e ".[report]"'
         ) from error
     environment = jinja2.Environment(

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, parse_grouping
-from manifoldkv.errors import ManifoldKVError, OutputError
+from manifoldkv.errors import ManifoldKVError, RunError
 from manifoldkv.models.offloading import named_weights
 from manifoldkv.runs.files import write_whole
 from manifoldkv.runs.source import digest_of_code
@@ -71,7 +71,7 @@ class Checkpoints:
 
         Raises
         ------
-        OutputError
+        RunError
             If there is a folder, and the source of one cannot be read (`digest_of_code`).
         """
         return self if self.folder is None else self.keyed(code=digest_of_code(*parts))
@@ -96,7 +96,7 @@ class Checkpoints:
 
         Raises
         ------
-        OutputError
+        RunError
             As in `read_tensors`.
         """
         known = self.read_tensors(name)
@@ -110,7 +110,7 @@ class Checkpoints:
 
         Raises
         ------
-        OutputError
+        RunError
             If the file is damaged; it is named, and computed again once it is deleted.
         """
         return self._read(name, lambda content: _tensors_from_bytes(content)[0])
@@ -138,9 +138,7 @@ class Checkpoints:
         try:
             return parse(path.read_bytes())
         except (SafetensorError, KeyError, ValueError, OSError, ManifoldKVError) as error:
-            raise OutputError(
-                f"{path} is damaged ({error}); delete it to compute it again"
-            ) from error
+            raise RunError(f"{path} is damaged ({error}); delete it to compute it again") from error
 
     def _write(self, path: Path, content: bytes) -> None:
         write_whole(path, content)

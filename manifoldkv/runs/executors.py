@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from manifoldkv.errors import ExecutorError, UnknownNameError
+from manifoldkv.errors import ArgumentError, RunError
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ class Executor(ABC):
 
         Raises
         ------
-        ExecutorError
+        RunError
             If a task is lost for good.
         """
 
@@ -89,7 +89,7 @@ class RayExecutor(Executor):
 
     Raises
     ------
-    ExecutorError
+    RunError
         If Ray is not installed, or there is no cluster at the address.
     """
 
@@ -97,7 +97,7 @@ class RayExecutor(Executor):
         try:
             import ray
         except ImportError as error:
-            raise ExecutorError(
+            raise RunError(
                 'Ray is not installed: pip install -c constraints.txt -e ".[ray]"'
             ) from error
         self._ray = ray
@@ -106,7 +106,7 @@ class RayExecutor(Executor):
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="warning")
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ExecutorError(f"no Ray cluster at {address!r}: {error}") from error
+                raise RunError(f"no Ray cluster at {address!r}: {error}") from error
 
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
@@ -129,9 +129,7 @@ class RayExecutor(Executor):
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
-                raise ExecutorError(
-                    f"task {key} was lost {self._retries + 1} times: {error}"
-                ) from error
+                raise RunError(f"task {key} was lost {self._retries + 1} times: {error}") from error
             for found in results:
                 yield key, found
 
@@ -156,11 +154,11 @@ def set_threads(count: int) -> None:
 
     Raises
     ------
-    ExecutorError
+    RunError
         If that is not between 1 and `MOST_THREADS`.
     """
     if not 1 <= count <= MOST_THREADS:
-        raise ExecutorError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
+        raise RunError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
     torch.set_num_threads(count)
 
 
@@ -191,14 +189,14 @@ def executor_named(executor: str | Executor) -> Executor:
 
     Raises
     ------
-    UnknownNameError
+    ArgumentError
         If there is none of this name.
-    ExecutorError
+    RunError
         If it cannot be started.
     """
     if isinstance(executor, Executor):
         return executor
     known: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
     if executor not in known:
-        raise UnknownNameError(f"unknown executor {executor!r}; known: {', '.join(known)}")
+        raise ArgumentError(f"unknown executor {executor!r}; known: {', '.join(known)}")
     return known[executor]()

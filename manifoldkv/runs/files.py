@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from manifoldkv.errors import OutputError
+from manifoldkv.errors import RunError
 
 PROBE_BYTES = 4 << 20
 
@@ -23,7 +23,7 @@ def check_writable(folder: Path) -> None:
 
     Raises
     ------
-    OutputError
+    RunError
         If that does not work: a read-only folder, a full disk, a file in the way.
     """
     probe = folder / ".probe"
@@ -32,7 +32,7 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(PROBE_BYTES))
     except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}") from error
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from error
     finally:
         if probe.exists():
             probe.unlink()
@@ -48,7 +48,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Raises
     ------
-    OutputError
+    RunError
         If it cannot be written; what was there before is still there.
     """
     write_together({path: content})
@@ -59,7 +59,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
 
     Raises
     ------
-    OutputError
+    RunError
         If one cannot be written.
     """
     # Names of this call alone: another writer of the same path has other ones.
@@ -76,7 +76,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
                     partial.unlink()
     except OSError as error:
         named = " and ".join(map(str, contents))
-        raise OutputError(f"cannot write {named}: {error.strerror}") from error
+        raise RunError(f"cannot write {named}: {error.strerror}") from error
     for folder in {path.parent for path in contents}:
         _sync_folder(folder)
 
@@ -105,7 +105,7 @@ def only_run(folder: Path) -> Iterator[None]:
 
     Raises
     ------
-    OutputError
+    RunError
         If another run is at work there, or the folder cannot be written to.
     """
     try:
@@ -113,11 +113,11 @@ def only_run(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / ".lock", blocking=False)
         lock.acquire()
     except Timeout as error:
-        raise OutputError(
+        raise RunError(
             f"another run is at work in {folder}: wait for it, or take another folder"
         ) from error
     except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}") from error
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from error
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from manifoldkv.errors import OutputError
+from manifoldkv.errors import RunError
 
 PACKAGES = ("manifoldkv", "torch", "transformers", "geoopt")
 """What the bases of a plan depend on."""
@@ -38,7 +38,7 @@ def digest_of_code(*parts: Callable[..., Any]) -> str:
 
     Raises
     ------
-    OutputError
+    RunError
         If the source of one cannot be read: nothing that it computes can be stored.
     """
     described = versions()
@@ -47,7 +47,7 @@ def digest_of_code(*parts: Callable[..., Any]) -> str:
     ):
         module = sys.modules[part.__module__]
         if part.__module__ == "__main__" and not hasattr(module, "__file__"):
-            raise OutputError(
+            raise RunError(
                 f"the source of {part.__qualname__} cannot be read, so that a later run could not "
                 "tell whether it has changed: define it in a file, or store no checkpoints"
             )

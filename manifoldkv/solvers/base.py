@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import DivergenceError, SeedError
+from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
 
@@ -80,11 +80,10 @@ class Solver(ABC):
 
         Raises
         ------
-        RankError
+        ArgumentError
             If the rank does not fit.
-        UnsolvableError
             If the solver cannot solve this problem.
-        DivergenceError
+        RunError
             If a loss is not finite; no basis is returned then.
         """
 
@@ -98,12 +97,12 @@ def checked(loss: Tensor, problem: Problem, step: int) -> float:
 
     Raises
     ------
-    DivergenceError
+    RunError
         If it is not finite.
     """
     value = loss.item()
     if not math.isfinite(value):
-        raise DivergenceError(
+        raise RunError(
             f"the loss is {value} at step {step} of layer {problem.activations.layer}, "
             f"{problem.site}s; try a smaller learning rate"
         )
@@ -121,11 +120,11 @@ def check_seed(seed: int) -> None:
 
     Raises
     ------
-    SeedError
+    ArgumentError
         If it is not an integer of 64 bits, with or without a sign.
     """
     if not isinstance(seed, int) or not SMALLEST_SEED <= seed <= LARGEST_SEED:
-        raise SeedError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")
+        raise ArgumentError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, identity_basis
-from manifoldkv.errors import RankError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule, Ranks
 from manifoldkv.ranks.base import CandidateRanks
@@ -79,7 +79,7 @@ class RankRuleConformance:
         budget = Budget(0.01, HEAD_DIM, (None, None), context=16)
         try:
             self.rule.candidate_ranks(budget)
-        except RankError as error:
+        except ArgumentError as error:
             assert "0.01" in str(error) or "layers" in str(error)
         else:
             raise AssertionError("a ratio of 0.01 is accepted")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Basis, HeadGrouping, Site
-from manifoldkv.errors import DivergenceError, RankError
+from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives import KSVD, Objective, Problem
 from manifoldkv.solvers import SOLVERS, Solver
@@ -106,7 +106,7 @@ class SolverConformance:
             for rank in (0, HEAD_DIM + 1):
                 try:
                     self.solver.solve(problem, rank)
-                except RankError as error:
+                except ArgumentError as error:
                     assert str(rank) in str(error)
                 else:
                     raise AssertionError(f"rank {rank} of head_dim {HEAD_DIM} is accepted")
@@ -118,7 +118,7 @@ class SolverConformance:
             broken = _Broken().problem(problem.activations, problem.site, problem.grouping)
             try:
                 self.solver.solve(broken, 3)
-            except DivergenceError as error:
+            except RunError as error:
                 assert "layer 1" in str(error)
                 assert problem.site in str(error)
                 assert "step" in str(error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.text.docstrings import HELD_OUT_FRACTION, Split, read_docstrings, read_pydoc_topics
 
 HELP = (
@@ -65,13 +65,13 @@ def open_text(name: str) -> TextSource:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the file is missing, unreadable or empty, or the name is not a text source.
     """
     if not name.strip():
-        raise TextError(f"the name of the text is empty; a text is {HELP}")
+        raise ArgumentError(f"the name of the text is empty; a text is {HELP}")
     if name == OWN:
-        raise TextError(
+        raise ArgumentError(
             f"{OWN} is a text to calibrate on, which a model writes itself (manifoldkv.own_text): "
             "name another one"
         )
@@ -87,9 +87,9 @@ def open_text(name: str) -> TextSource:
         _check_file(path)
         return TextSource(name, _every_fifth(lambda: _read_jsonl(path)))
     if path.exists() or name.startswith((".", "/", "~")):
-        raise TextError(f"{name} is neither a .txt nor a .jsonl file; a text is {HELP}")
+        raise ArgumentError(f"{name} is neither a .txt nor a .jsonl file; a text is {HELP}")
     if name.count(":") > 2:
-        raise TextError(f"{name} has more than a name, a configuration and a split")
+        raise ArgumentError(f"{name} has more than a name, a configuration and a split")
     if name.partition(":")[0] in WIKITEXT:
         return TextSource(name, lambda split: _cut("\n\n".join(_read_hub(name)), split))
     return TextSource(name, _every_fifth(lambda: _read_hub(name)))
@@ -101,16 +101,16 @@ def _check_file(path: Path) -> None:
             start = file.read(1 << 16)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
-        raise TextError(f"cannot read text {path}: {reason}") from error
+        raise ArgumentError(f"cannot read text {path}: {reason}") from error
     if not start.strip():
-        raise TextError(f"text {path} is empty")
+        raise ArgumentError(f"text {path} is empty")
 
 
 def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+        raise ArgumentError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
     yield from _cut(text, split)
 
 
@@ -127,7 +127,7 @@ def _read_jsonl(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield _text_field(path, number, line)
     except UnicodeDecodeError as error:
-        raise TextError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+        raise ArgumentError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
 
 
 def _text_field(path: Path, number: int, line: str) -> str:
@@ -135,13 +135,13 @@ def _text_field(path: Path, number: int, line: str) -> str:
         text = json.loads(line)["text"]
     # Not JSON, or JSON with too long a number, too many brackets, or no such field.
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise TextError(f"{path}, line {number}: no JSON with a 'text' field") from error
+        raise ArgumentError(f"{path}, line {number}: no JSON with a 'text' field") from error
     if not isinstance(text, str):
-        raise TextError(f"{path}, line {number}: 'text' is not a string")
+        raise ArgumentError(f"{path}, line {number}: 'text' is not a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TextError(
+        raise ArgumentError(
             f"{path}, line {number}: 'text' holds \\u{ord(text[error.start]):04x}, half of a "
             "character: write both halves, or none"
         ) from error
@@ -160,10 +160,10 @@ def _read_hub(name: str) -> Iterator[str]:
             if isinstance(row["text"], str):  # some data sets have rows without text
                 yield row["text"]
     except KeyError as error:
-        raise TextError(f"data set {name} has no column 'text'") from error
+        raise ArgumentError(f"data set {name} has no column 'text'") from error
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TextError(
+        raise ArgumentError(
             f"cannot read data set {name} from the Hub: {reason}; a text is {HELP}"
         ) from error
 

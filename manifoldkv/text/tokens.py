@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.errors import TextError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import TextSource, open_text
 
@@ -58,11 +58,11 @@ def sample_tokens(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the text is empty or too short; the message says how much there is.
     """
     if length < 1 or (sequences is not None and sequences < 1):
-        raise TextError(
+        raise ArgumentError(
             f"cannot read {sequences} sequences of {length} tokens: both must be at least 1"
         )
     wanted = math.inf if sequences is None else sequences * length
@@ -80,13 +80,13 @@ def sample_tokens(
         return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     part = f"{split} part of " if split else ""
     if not ids:
-        raise TextError(f"the {part}text {source.name} is empty")
+        raise ArgumentError(f"the {part}text {source.name} is empty")
     if len(ids) < length:
-        raise TextError(
+        raise ArgumentError(
             f"the {part}text {source.name} has {len(ids):,} tokens, too few for even one sequence "
             f"of {length:,}: ask for sequences of at most {len(ids):,} tokens"
         )
-    raise TextError(
+    raise ArgumentError(
         f"the {part}text {source.name} holds {len(ids) // length:,} sequences of {length:,} tokens "
         f"({len(ids):,} tokens), not {sequences or 1:,}: ask for fewer or shorter sequences"
     )
@@ -98,9 +98,9 @@ def positions(model: PreTrainedModel) -> int:
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
-    """Raise `TextError` if a sequence of so many tokens is longer than the model takes."""
+    """Raise `ArgumentError` if a sequence of so many tokens is longer than the model takes."""
     if length > positions(model):
-        raise TextError(
+        raise ArgumentError(
             f"sequences of {length:,} tokens are longer than the {positions(model):,} positions of "
             "the model: ask for shorter ones"
         )
@@ -125,18 +125,18 @@ def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1)
 
     Raises
     ------
-    TextError
+    ArgumentError
         If they are not such a tensor, or an id or the length is more than the model takes.
     """
     wanted = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
     if not isinstance(tokens, Tensor):
-        raise TextError(
+        raise ArgumentError(
             f"tokens must be a tensor of shape {wanted}, not {type(tokens).__name__}: "
             "torch.tensor makes one of a list"
         )
     shaped = tokens.ndim == 2 and tokens.numel() > 0 and tokens.shape[1] >= shortest
     if tokens.dtype not in INTEGERS or not shaped:
-        raise TextError(
+        raise ArgumentError(
             f"tokens must be integers of shape {wanted}, not {tokens.dtype} {tuple(tokens.shape)}"
         )
     check_length(model, tokens.shape[1])
@@ -145,7 +145,7 @@ def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1)
     smallest, largest = (int(end) for end in tokens.aminmax())
     if smallest < 0 or largest >= vocabulary:
         outside = smallest if smallest < 0 else largest
-        raise TextError(
+        raise ArgumentError(
             f"token id {outside} is not one of the model's, which are 0 to {vocabulary - 1}: read "
             "the text with the tokenizer of this model"
         )
@@ -168,7 +168,7 @@ def calibration_length(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the tokens are not a (sequences, length) tensor of the model's ids, or the sequences are
         longer than the model takes.
     """
@@ -192,7 +192,7 @@ def calibration_tokens(
 
     Raises
     ------
-    TextError
+    ArgumentError
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
         short, or the sequences are longer than the model takes.
     """
@@ -213,7 +213,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If there is none, or it is damaged.
     """
     missing = "no tokenizer is saved with it (tokenizer.save_pretrained writes one)"
@@ -222,11 +222,11 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
         if reason.endswith(":"):  # a list of all that was looked for follows
-            raise TextError(missing) from error
-        raise TextError(f"its tokenizer cannot be read: {reason}") from error
+            raise ArgumentError(missing) from error
+        raise ArgumentError(f"its tokenizer cannot be read: {reason}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # Where some families find no file, they make a tokenizer that knows no word.
-        raise TextError(missing)
+        raise ArgumentError(missing)
     return tokenizer
 
 
@@ -234,5 +234,7 @@ def _tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     name = model.config._name_or_path
     try:
         return read_tokenizer(name)
-    except TextError as error:
-        raise TextError(f"model {name!r}: {error}; or pass token ids instead of a text") from error
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"model {name!r}: {error}; or pass token ids instead of a text"
+        ) from error

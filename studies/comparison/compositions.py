@@ -102,7 +102,7 @@ class Composition(Protocol):
 
         Raises
         ------
-        UnsupportedModelError
+        ModelError
             If it can make nothing for the model.
         """
         ...
@@ -116,7 +116,7 @@ class Point(Protocol):
 
         Raises
         ------
-        RankError, PlanError, UnsupportedModelError
+        ArgumentError, PlanError, ModelError
             If there is no such plan.
         """
         ...

@@ -17,10 +17,9 @@ from tqdm import tqdm
 
 from comparison.compositions import COMPOSITIONS, PlanPoint, Point, Setting
 from manifoldkv import (
+    ArgumentError,
+    ModelError,
     PlanError,
-    RankError,
-    UnknownNameError,
-    UnsupportedModelError,
     open_text,
     sample_tokens,
 )
@@ -75,10 +74,10 @@ def check(given: argparse.Namespace) -> None:
     unknown = [c for c in given.compositions if c not in COMPOSITIONS]
     if unknown:
         known = ", ".join(COMPOSITIONS)
-        raise UnknownNameError(f"unknown composition {unknown[0]!r}; known: {known}")
+        raise ArgumentError(f"unknown composition {unknown[0]!r}; known: {known}")
     for ratio in given.ratios:
         if not 0 < ratio <= 1:
-            raise RankError(f"--ratios {ratio:g} is not in (0, 1]")
+            raise ArgumentError(f"--ratios {ratio:g} is not in (0, 1]")
     check_seed(given.seed)
 
 
@@ -142,9 +141,8 @@ class Contest:
 
         Raises
         ------
-        UnknownNameError
+        ArgumentError
             If there is no such task.
-        TextError
             If there are no such questions, or they and their answers are too long for the model.
         """
         found = questions(
@@ -165,7 +163,7 @@ class Contest:
 
         Raises
         ------
-        RankError
+        ArgumentError
             If nothing can be made.
         """
         found = []
@@ -177,10 +175,10 @@ class Contest:
         for name, ratio in tqdm(asked, desc="plans", disable=None):
             try:
                 found.append(self._asked(name, ratio))
-            except (RankError, PlanError, UnsupportedModelError) as error:
+            except (ArgumentError, PlanError, ModelError) as error:
                 tqdm.write(f"{name} at {ratio:g} is left out: {error}", file=sys.stderr)
         if not found:
-            raise RankError(
+            raise ArgumentError(
                 "no composition can be made for this model at a ratio that was asked for"
             )
         return found

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv import UnsupportedModelError
+from manifoldkv import ModelError
 from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import sliding_windows
@@ -38,12 +38,12 @@ def check_without_windows(model: PreTrainedModel) -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         If a layer has a sliding window.
     """
     for index, window in enumerate(sliding_windows(model.config)):
         if window is not None:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"layer {index} has a sliding window of {window} tokens, and this cache is made "
                 "for layers without one"
             )

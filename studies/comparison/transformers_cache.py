@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
-from manifoldkv import UnsupportedModelError
+from manifoldkv import ModelError
 from manifoldkv.evaluation.retrieval import Prompts
 
 GROUP = 64
@@ -22,11 +22,11 @@ def check_hqq() -> None:
 
     Raises
     ------
-    UnsupportedModelError
+    ModelError
         That says how to install it.
     """
     if importlib.util.find_spec("hqq") is None:
-        raise UnsupportedModelError(
+        raise ModelError(
             "the quantised cache of transformers needs the package hqq: pip install hqq"
         )
 

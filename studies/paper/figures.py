@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldkv import OutputError
+from manifoldkv import RunError
 from manifoldkv import figures as draw
 from manifoldkv.figures import save_figure
 from paper.protocol import SAME_RANKS
@@ -79,13 +79,13 @@ def redraw(models: Iterable[str], out: Path) -> None:
 
     Raises
     ------
-    OutputError
+    RunError
         If one is missing, before any is drawn.
     """
     stems = [(stem, model) for model in models for stem in FIGURES]
     for stem, model in stems:
         if not (out / f"{label(stem, model)}.csv").is_file():
-            raise OutputError(f"{out} has no {label(stem, model)}.csv to draw")
+            raise RunError(f"{out} has no {label(stem, model)}.csv to draw")
     for stem, model in stems:
         draw_figure(stem, model, out)
 

@@ -44,7 +44,7 @@ class Tasks:
 
         Raises
         ------
-        TextError
+        ArgumentError
             If a file is missing.
         """
         if self.data is None:
@@ -69,7 +69,7 @@ def tasks_from(data: Path | None, protocol: Protocol, folder: Path) -> Tasks:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If a file is missing.
     """
     if data is None or protocol.items is None:
@@ -106,7 +106,7 @@ def spread_tasks(items: Mapping[str, int], data: Path, folder: Path) -> Path:
 
     Raises
     ------
-    TextError
+    ArgumentError
         If a file is missing.
     """
     for task, count in items.items():

@@ -18,10 +18,9 @@ from transformers import DynamicCache
 from manifoldkv import (
     CacheError,
     Codec,
-    CodecError,
     CompressionPlan,
-    OutputError,
     PlanError,
+    RunError,
     StoredRecipe,
 )
 from manifoldkv.cache import blob as blobs
@@ -173,7 +172,7 @@ def test_a_prefix_is_read_alone(tokens: int) -> None:
     if tokens <= 256:
         assert_same(codec.decode(damaged, tokens), codec.decode(blob), tokens)
     else:
-        with pytest.raises(CodecError, match="the block at token 256"):
+        with pytest.raises(CacheError, match="the block at token 256"):
             codec.decode(damaged, tokens)
 
 
@@ -199,13 +198,13 @@ def test_a_longer_prompt_is_appended(lengths: list[int]) -> None:
 def test_what_does_not_go_on_is_not_appended(codec: Codec, stock: DynamicCache) -> None:
     model = stored_model()
     blob = codec.encode(filled(model, TOKENS[:, :40]), TOKENS)
-    with pytest.raises(CodecError, match="token ids are those of all tokens"):
+    with pytest.raises(CacheError, match="token ids are those of all tokens"):
         codec.append(blob, stock)
-    with pytest.raises(CodecError, match="that of other tokens"):
+    with pytest.raises(CacheError, match="that of other tokens"):
         codec.append(blob, stock, TOKENS + 1)
-    with pytest.raises(CodecError, match="1 × 50 tokens does not go on from a stored one"):
+    with pytest.raises(CacheError, match="1 × 50 tokens does not go on from a stored one"):
         codec.append(blob, filled(model, TOKENS[:1, :50]), TOKENS)
-    with pytest.raises(CodecError, match="2 × 40 tokens does not go on"):
+    with pytest.raises(CacheError, match="2 × 40 tokens does not go on"):
         codec.append(blob, filled(model, TOKENS[:, :40]), TOKENS)
 
 
@@ -213,7 +212,7 @@ def test_ids_are_given_back_or_none(codec: Codec, stock: DynamicCache, blob: byt
     assert torch.equal(codec.input_ids(blob), TOKENS)
     assert codec.input_ids(codec.encode(stock)) is None
     for wrong in (TOKENS[:, :299], TOKENS[:1], TOKENS[0], -TOKENS):
-        with pytest.raises(CodecError, match="token ids are"):
+        with pytest.raises(CacheError, match="token ids are"):
             codec.encode(stock, wrong)
 
 
@@ -225,7 +224,7 @@ def test_a_blob_of_another_dtype_comes_back_in_the_models(codec: Codec, blob: by
         # This model has rounded the frequencies of its angles too.
         assert (found - given_).norm() < 0.1 * given_.norm()
     assert torch.equal(found, given_.bfloat16())
-    with pytest.raises(CodecError, match=r"is in torch\.float32, not in torch\.bfloat16"):
+    with pytest.raises(CacheError, match=r"is in torch\.float32, not in torch\.bfloat16"):
         other.append(blob, filled(model, some_tokens(2, 301)), some_tokens(2, 301))
     own = filled(model, TOKENS)
     for found, given_ in zip(tensors(other.decode(other.encode(own))), tensors(own), strict=True):
@@ -281,16 +280,16 @@ GOLDEN = (10, 0, "67963a805e6d1f13")
 class TestRefused:
     @pytest.mark.parametrize("cut", [0, 5, 111, 112, 120, 400, -1])
     def test_what_is_cut_off(self, codec: Codec, blob: bytes, cut: int) -> None:
-        with pytest.raises(CodecError, match=r"no stored cache|ends after"):
+        with pytest.raises(CacheError, match=r"no stored cache|ends after"):
             codec.decode(blob[:cut])
 
     def test_what_ends_with_a_block(self, codec: Codec, blob: bytes) -> None:
         (size,) = struct.unpack_from("<I", blob, 112)
-        with pytest.raises(CodecError, match="ends after 256 of 300 tokens"):
+        with pytest.raises(CacheError, match="ends after 256 of 300 tokens"):
             codec.decode(blob[: 112 + 16 + size])
 
     def test_what_follows(self, codec: Codec, blob: bytes) -> None:
-        with pytest.raises(CodecError, match="3 bytes follow"):
+        with pytest.raises(CacheError, match="3 bytes follow"):
             codec.decode(blob + b"abc")
 
     @given(st.data())
@@ -300,15 +299,15 @@ class TestRefused:
         blob = bytearray(codec.encode(filled(stored_model(), tokens), tokens))
         place = data.draw(st.integers(0, len(blob) - 1))
         blob[place] ^= data.draw(st.integers(1, 255))
-        with pytest.raises(CodecError):
+        with pytest.raises(CacheError):
             codec.decode(bytes(blob))
 
     def test_another_model_or_plan(self, blob: bytes) -> None:
         other = tiny_model("llama", torch.float32, seed=1, max_position_embeddings=1024)
         plan = stored_plan().transferred_to(other)
-        with pytest.raises(CodecError, match="that of another model"):
+        with pytest.raises(CacheError, match="that of another model"):
             Codec(other, plan).decode(blob)
-        with pytest.raises(CodecError, match="another plan for this model"):
+        with pytest.raises(CacheError, match="another plan for this model"):
             Codec(stored_model(), stored_plan(ratio=0.3)).decode(blob)
         with pytest.raises(PlanError, match="other weights"):
             Codec(other, stored_plan())
@@ -316,7 +315,7 @@ class TestRefused:
     @pytest.mark.parametrize("version", [0, 1, 3])
     def test_another_version(self, codec: Codec, blob: bytes, version: int) -> None:
         other = blob[:8] + struct.pack("<I", version) + blob[12:]
-        with pytest.raises(CodecError, match=rf"version {version}.* reads 2: encode .* again$"):
+        with pytest.raises(CacheError, match=rf"version {version}.* reads 2: encode .* again$"):
             codec.decode(other)
 
     @pytest.mark.parametrize("place", [0, 1, 2])
@@ -326,7 +325,7 @@ class TestRefused:
         (header, *mine), (_, *other) = (parts_of(blob) for blob in stored)
         assert header + b"".join(mine) == stored[0]
         mine[place] = other[place]
-        with pytest.raises(CodecError, match=r"the block at token \d+ of the stored cache is dama"):
+        with pytest.raises(CacheError, match=r"the block at token \d+ of the stored cache is dama"):
             codec.decode(header + b"".join(mine))
         if place:  # what comes before it is read
             assert codec.decode(header + b"".join(mine), 256).get_seq_length() == 256
@@ -340,7 +339,7 @@ class TestRefused:
             stored.append(codec.append(blob, filled(model, text), text))
             assert torch.equal(codec.input_ids(stored[-1]), text)
         (header, first, _), (_, _, second) = (parts_of(blob) for blob in stored)
-        with pytest.raises(CodecError, match="the block at token 20 of the stored cache is damag"):
+        with pytest.raises(CacheError, match="the block at token 20 of the stored cache is damag"):
             codec.decode(header + first + second)
 
     def test_plans_of_other_recipes(self) -> None:
@@ -349,14 +348,14 @@ class TestRefused:
             Codec(model, random_plan(model))
 
     def test_caches_that_cannot_be_stored(self, codec: Codec, stock: DynamicCache) -> None:
-        with pytest.raises(CodecError, match="holds no tokens"):
+        with pytest.raises(CacheError, match="holds no tokens"):
             codec.encode(DynamicCache(config=stored_model().config))
         with pytest.raises(CacheError, match="DynamicCache"):
             codec.encode("a cache")
         for wrong in (torch.nan, torch.inf, 1e30):
             cache = filled(stored_model(), TOKENS[:, :20])
             cache.layers[2].keys[0, 1, 9, 3] = wrong
-            with pytest.raises(CodecError, match="not finite, or far too large"):
+            with pytest.raises(CacheError, match="not finite, or far too large"):
                 codec.encode(cache)
 
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
@@ -367,18 +366,18 @@ class TestRefused:
     ) -> None:
         cache = filled(stored_model(), TOKENS[:, :20])
         getattr(cache.layers[1], site)[1, 0, token, 2] = wrong
-        with pytest.raises(CodecError, match="not finite"):
+        with pytest.raises(CacheError, match="not finite"):
             codec.encode(cache)
 
     def test_tokens_that_are_not_there(self, codec: Codec, blob: bytes) -> None:
         for tokens in (0, 301, -1, 1.5, 2.0, True, "5"):
-            with pytest.raises(CodecError, match=f"1 to 300 tokens, not {tokens!r}"):
+            with pytest.raises(CacheError, match=f"1 to 300 tokens, not {tokens!r}"):
                 codec.decode(blob, tokens)
         assert codec.decode(blob, np.int64(5)).get_seq_length() == 5
 
     def test_a_missing_coder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("manifoldkv.cache.symbols.find_spec", lambda name: None)
-        with pytest.raises(CodecError, match=r'pip install .* -e "\.\[codec\]"'):
+        with pytest.raises(CacheError, match=r'pip install .* -e "\.\[codec\]"'):
             Codec(stored_model(), stored_plan())
 
 
@@ -420,7 +419,7 @@ def test_a_strangers_blob_is_refused_or_small(
     blob = forged(codec, payload, sequences, tokens, dtype)
     try:
         cache = codec.decode(blob)
-    except CodecError:
+    except CacheError:
         return
     assert sum(x.nbytes for x in tensors(cache)) <= 1024 * len(blob)
 
@@ -428,7 +427,7 @@ def test_a_strangers_blob_is_refused_or_small(
 def test_a_blob_cannot_ask_for_unbounded_memory(codec: Codec) -> None:
     for sequences, tokens in ((2**31, 256), (1, 256), (2**20, 1)):
         blob = forged(codec, bytes(8), sequences, tokens, 0)
-        with pytest.raises(CodecError, match="asks for more memory than it may"):
+        with pytest.raises(CacheError, match="asks for more memory than it may"):
             codec.decode(blob)
 
 
@@ -460,7 +459,7 @@ class TestFiles:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("os.fsync", full)
-        with pytest.raises(OutputError, match="No space left"):
+        with pytest.raises(RunError, match="No space left"):
             codec.save(stock, path)
         assert path.read_bytes() == b"before"
 
@@ -468,18 +467,18 @@ class TestFiles:
         self, codec: Codec, stock: DynamicCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(OutputError, match="the name of the stored cache's file is empty"):
+        with pytest.raises(RunError, match="the name of the stored cache's file is empty"):
             codec.save(stock, "")
-        with pytest.raises(CodecError, match="the name of the stored cache's file is empty"):
+        with pytest.raises(CacheError, match="the name of the stored cache's file is empty"):
             codec.load("")
-        with pytest.raises(OutputError, match="cannot write"):
+        with pytest.raises(RunError, match="cannot write"):
             codec.save(stock, tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_what_is_not_there_is_named(self, codec: Codec, tmp_path: Path) -> None:
-        with pytest.raises(CodecError, match=r"cannot read .*nothing\.kv: No such file"):
+        with pytest.raises(CacheError, match=r"cannot read .*nothing\.kv: No such file"):
             codec.load(tmp_path / "nothing.kv")
-        with pytest.raises(CodecError, match="cannot read"):
+        with pytest.raises(CacheError, match="cannot read"):
             codec.load(tmp_path)
 
 

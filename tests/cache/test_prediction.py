@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from manifoldkv import (
+    ArgumentError,
     BitRecipe,
     CompressionPlan,
     PlanError,
     Quantization,
-    RankError,
     capture,
     compress,
     compressed,
@@ -194,7 +194,7 @@ def test_what_does_not_go_together() -> None:
         replace(coding, prediction=coding.prediction[:, :-1])
     with pytest.raises(PlanError, match="layer 0 key: coded latents cannot be quantised again"):
         replace(plan, quantization=Quantization(4, "token"))
-    with pytest.raises(RankError, match="below must be >= 0, got -1"):
+    with pytest.raises(ArgumentError, match="below must be >= 0, got -1"):
         BitRecipe(below=-1)
     with pytest.raises(PlanError, match="rotation"):
         predicted_plan("llama", 2, rotary="post")

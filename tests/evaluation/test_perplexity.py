@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from manifoldkv import TextError, compressed
+from manifoldkv import ArgumentError, compressed
 from manifoldkv.evaluation import Perplexity, perplexity
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
@@ -60,7 +60,7 @@ def test_it_is_that_of_decoding_token_by_token() -> None:
 
 def test_tokens_of_another_shape_are_refused() -> None:
     for tokens in (torch.zeros(3).long(), torch.zeros(2, 1).long(), torch.zeros(0, 5).long()):
-        with pytest.raises(TextError, match="sequences, length > 1"):
+        with pytest.raises(ArgumentError, match="sequences, length > 1"):
             perplexity(tiny_model("llama"), tokens)
 
 

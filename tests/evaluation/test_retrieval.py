@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import TextError, compressed, load_model, open_text
+from manifoldkv import ArgumentError, compressed, load_model, open_text
 from manifoldkv.evaluation.questions import Question, questions
 from manifoldkv.evaluation.retrieval import (
     retrieval,
@@ -157,9 +157,9 @@ def test_a_summary_is_beside_the_uncompressed_model() -> None:
 
 
 def test_questions_that_do_not_fit(model: Model) -> None:
-    with pytest.raises(TextError, match="no question"):
+    with pytest.raises(ArgumentError, match="no question"):
         retrieval(*model, [])
     longest = model[0].config.max_position_embeddings
     question = Question("long", (1,) * longest, ("x",), (1,), 1)
-    with pytest.raises(TextError, match=f"takes {longest + 1:,} tokens, the model {longest:,}"):
+    with pytest.raises(ArgumentError, match=f"takes {longest + 1:,} tokens, the model {longest:,}"):
         retrieval(*model, [question])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from manifoldkv import TextError, compressed
+from manifoldkv import ArgumentError, compressed
 from manifoldkv.evaluation import decode_speed, speed
 from tests.families import tiny_model
 from tests.plans import random_plan
@@ -69,5 +69,5 @@ def test_the_prompt_is_as_long_as_the_model_takes(new_tokens: int) -> None:
 )
 def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
     model = tiny_model("llama")  # takes 64 tokens
-    with pytest.raises(TextError, match="and the model takes 64 tokens"):
+    with pytest.raises(ArgumentError, match="and the model takes 64 tokens"):
         decode_speed(model, random_plan(model), **counts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import PlanError, TextError, compress, compressed, load_model, open_text
+from manifoldkv import ArgumentError, PlanError, compress, compressed, load_model, open_text
 from manifoldkv.evaluation.zero_shot import (
     ManifoldKVLM,
     local_task,
@@ -109,7 +109,7 @@ def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -
 
 
 def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"no documents for task piqa: .*validation\.jsonl"):
+    with pytest.raises(ArgumentError, match=r"no documents for task piqa: .*validation\.jsonl"):
         zero_shot(*model, ["piqa"], data=tmp_path)
 
 
@@ -168,7 +168,7 @@ class TestContinuationTask:
 
     def test_a_text_that_is_too_short_is_refused(self, model: Model, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("too short for an item")
-        with pytest.raises(TextError, match="documents of 64 tokens"):
+        with pytest.raises(ArgumentError, match="documents of 64 tokens"):
             write_continuation_task(
                 open_text(str(tmp_path / "a.txt")), model[1], tmp_path / "b", items=4, split=None
             )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv.basis import Basis, HeadGrouping, Site
-from manifoldkv.errors import RankError, UnsolvableError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.layers.placement import Placement
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.objectives.eigen_attention import EigenAttention
@@ -172,14 +172,16 @@ def test_a_weighted_closed_form_of_few_tokens_is_a_basis_and_optimal(
 
 def test_kq_svd_of_a_shared_basis_says_why_it_has_no_closed_form():
     problem = KQSVD().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
-    with pytest.raises(UnsolvableError, match="no closed form for a basis shared by all heads"):
+    with pytest.raises(ArgumentError, match="no closed form for a basis shared by all heads"):
         problem.closed_form(RANK)
 
 
 @pytest.mark.parametrize("rank", [0, HEAD_DIM + 1])
 def test_impossible_rank_is_refused(rank):
     problem = KSVD().problem(tiny_activations(), "key", HeadGrouping(1, KV_HEADS))
-    with pytest.raises(RankError, match=f"rank {rank} is not between 1 and head_dim {HEAD_DIM}"):
+    with pytest.raises(
+        ArgumentError, match=f"rank {rank} is not between 1 and head_dim {HEAD_DIM}"
+    ):
         problem.closed_form(rank)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
-from manifoldkv import RankError
+from manifoldkv import ArgumentError
 from manifoldkv.ranks.bits import (
     GAUSSIAN_STEPS,
     WIDTHS,
@@ -197,14 +197,14 @@ def test_packs_fill_whole_bytes(widths: tuple[int, ...], latents: int) -> None:
 
 @pytest.mark.parametrize("widths", [(), (0,), (2, 4), (0, 4, 2), (0, 4, 4), (0, 9)])
 def test_widths_that_are_none(widths: tuple[int, ...]) -> None:
-    with pytest.raises(RankError, match="increase from 0 to at most 8"):
+    with pytest.raises(ArgumentError, match="increase from 0 to at most 8"):
         fit_quantizers(torch.ones(2, 2), widths)
-    with pytest.raises(RankError, match="increase from 0 to at most 8"):
+    with pytest.raises(ArgumentError, match="increase from 0 to at most 8"):
         allocate([np.ones((1, len(widths)))], widths, 1)
 
 
 def test_no_budget_is_negative() -> None:
-    with pytest.raises(RankError, match="a budget of -1 bytes"):
+    with pytest.raises(ArgumentError, match="a budget of -1 bytes"):
         allocate([np.ones((1, 4))], FEW_WIDTHS, -1)
 
 

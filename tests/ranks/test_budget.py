@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import (
+    ArgumentError,
     BitRecipe,
-    RankError,
     Recipe,
     compress,
     compressed,
@@ -37,9 +37,9 @@ class TestCandidates:
         assert all(r % multiple == 0 for r in ranks[:-1])
 
     def test_impossible_ratios_and_multiples(self) -> None:
-        with pytest.raises(RankError, match="candidate ratio"):
+        with pytest.raises(ArgumentError, match="candidate ratio"):
             candidate_ranks(8, (0.5, 1.2))
-        with pytest.raises(RankError, match="multiples of 0"):
+        with pytest.raises(ArgumentError, match="multiples of 0"):
             candidate_ranks(8, multiple=0)
 
 
@@ -62,14 +62,14 @@ class TestBudget:
 
     @pytest.mark.parametrize("ratio", [0.0, -1, 1.1, float("nan")])
     def test_what_is_no_ratio(self, ratio: float) -> None:
-        with pytest.raises(RankError, match="not in"):
+        with pytest.raises(ArgumentError, match="not in"):
             Budget(ratio, 32, (None,), 10)
-        with pytest.raises(RankError, match="context of 0 tokens"):
+        with pytest.raises(ArgumentError, match="context of 0 tokens"):
             Budget(0.5, 32, (None,), 0)
 
     def test_the_smallest_feasible_ratio_is_named(self) -> None:
         budget = Budget(0.2, 8, (None, None), 10)
-        with pytest.raises(RankError, match=r"smallest feasible ratio is 0\.25"):
+        with pytest.raises(ArgumentError, match=r"smallest feasible ratio is 0\.25"):
             budget.check([(2, 2)] * 2)
 
 
@@ -80,7 +80,7 @@ class TestUniform:
     ) -> None:
         budget = Budget(ratio, head_dim, windows, context)
         if int(ratio * budget.full + 1e-9) < 2 * sum(budget.latent_tokens):
-            with pytest.raises(RankError, match="smallest feasible ratio"):
+            with pytest.raises(ArgumentError, match="smallest feasible ratio"):
                 Uniform().candidate_ranks(budget)
             return
         ((key,), (value,)), *others = Uniform().candidate_ranks(budget)
@@ -151,12 +151,12 @@ def test_a_budget_in_bytes_is_kept_by_coded_latents(family: str, sinks: int) -> 
 
 
 def test_first_tokens_alone_can_be_too_much() -> None:
-    with pytest.raises(RankError, match="leave room for nothing"):
+    with pytest.raises(ArgumentError, match="leave room for nothing"):
         ratio_from_bytes(tiny_model("llama"), 1000, context=40, recipe=BitRecipe(sinks=4))
 
 
 def test_no_bytes_are_no_budget() -> None:
-    with pytest.raises(RankError, match="leave room for nothing"):
+    with pytest.raises(ArgumentError, match="leave room for nothing"):
         ratio_from_bytes(tiny_model("llama"), 0, context=1)
-    with pytest.raises(RankError, match="for 0 tokens"):
+    with pytest.raises(ArgumentError, match="for 0 tokens"):
         ratio_from_bytes(tiny_model("llama"), 1000, context=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import RankError
+from manifoldkv import ArgumentError
 from manifoldkv.ranks import PAPER_CANDIDATES, Budget, candidate_ranks
 from manifoldkv.ranks.optimal import allocate
 from manifoldkv.ranks.sequential import Selection
@@ -66,7 +66,7 @@ class TestSelection:
         found, budget = problem
         selection = Selection(budget)
         if not feasible(found, budget):
-            with pytest.raises(RankError, match="fits its share"):
+            with pytest.raises(ArgumentError, match="fits its share"):
                 [selection.select(surface) for surface in found]
             return
         first = selection.share
@@ -107,7 +107,7 @@ class TestAllocate:
     ) -> None:
         found, budget = problem
         if not feasible(found, budget):
-            with pytest.raises(RankError, match="smallest feasible ratio"):
+            with pytest.raises(ArgumentError, match="smallest feasible ratio"):
                 allocate(found, budget)
             return
         ranks = allocate(found, budget)

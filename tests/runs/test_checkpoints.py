@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 import torch
 
-from manifoldkv import HeadGrouping, OutputError
+from manifoldkv import HeadGrouping, RunError
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import any_basis
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
     for damaged in (whole[:-5], b"", flipped, b"x" * len(whole)):
         path.write_bytes(damaged)
-        with pytest.raises(OutputError, match=r"layer-0-.*safetensors is damaged.*delete it"):
+        with pytest.raises(RunError, match=r"layer-0-.*safetensors is damaged.*delete it"):
             checkpoints.read_basis("layer-0", 2)
     path.unlink()
     assert checkpoints.read_basis("layer-0", 2) is None

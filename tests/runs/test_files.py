@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from manifoldkv import CompressionPlan, OutputError, PlanError
+from manifoldkv import CompressionPlan, PlanError, RunError
 from manifoldkv.runs.files import write_whole
 from tests.families import tiny_model
 from tests.plans import random_plan
@@ -107,7 +107,7 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(
         raise error
 
     monkeypatch.setattr(os, step, failing)
-    expected = OutputError if isinstance(error, OSError) else KeyboardInterrupt
+    expected = RunError if isinstance(error, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         write_whole(path, b"after")
     assert path.read_bytes() == b"before"
@@ -133,6 +133,6 @@ def test_a_path_that_is_no_file_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a file").write_bytes(b"")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(RunError, match="cannot write"):
         write_whole(Path(name), b"")
     assert os.listdir(tmp_path) == ["a file"]

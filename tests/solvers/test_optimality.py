@@ -8,7 +8,7 @@ from pymanopt.manifolds import Grassmann
 from pymanopt.optimizers import TrustRegions
 
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.errors import UnsolvableError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives import Problem
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
@@ -135,7 +135,7 @@ def test_closed_form_refuses_with_the_reason():
     assert not accepted
     assert "not linear in its bases" in reason
     problem = LayerOutput().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
-    with pytest.raises(UnsolvableError, match="no closed form"):
+    with pytest.raises(ArgumentError, match="no closed form"):
         ClosedForm().solve(problem, RANK)
 
 

@@ -11,7 +11,7 @@ from paper.solvers import solvers_caption
 from paper.steps import Steps
 from paper.tasks import spread_tasks
 
-from manifoldkv import TextError
+from manifoldkv import ArgumentError
 from manifoldkv.runs.checkpoints import Checkpoints
 
 
@@ -45,7 +45,7 @@ def test_a_short_file_is_taken_whole(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="no documents for task mmlu"):
+    with pytest.raises(ArgumentError, match="no documents for task mmlu"):
         spread_tasks({"mmlu": 2}, tmp_path, tmp_path / "some")
 
 

@@ -14,7 +14,7 @@ from comparison.rivals import losses, seen_beside_sinks
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv import UnsupportedModelError
+from manifoldkv import ModelError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
@@ -178,7 +178,7 @@ def test_the_quantised_cache_of_transformers_loses_more_with_fewer_bits() -> Non
 
 def test_without_hqq_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModelError, match="pip install hqq"):
+    with pytest.raises(ModelError, match="pip install hqq"):
         point_of("transformers-hqq", model_of("llama"), 0.5)
 
 
