@@ -1,5 +1,7 @@
 """What `import manifoldkv` offers; each name is imported when it is first used."""
 
+from .activations.capture import capture
+from .activations.layer import Batch, LayerActivations
 from .basis import (
     Basis,
     HeadGrouping,
@@ -8,7 +10,9 @@ from .basis import (
     projector_distance,
     rank_from_ratio,
 )
-from .cache import Codec, CompressedCache, compressed
+from .cache import CompressedCache, compressed
+from .codec import Codec
+from .coding.integers import Quantization
 from .diagnostics import LayerErrors, diagnose, layer_errors
 from .errors import (
     ArgumentError,
@@ -20,8 +24,6 @@ from .errors import (
 )
 from .evaluation.perplexity import Perplexity, perplexity
 from .export import Exported, export_checkpoint
-from .layers.activations import Batch, LayerActivations
-from .layers.capture import capture
 from .models.loading import load_model
 from .models.support import check_supported
 from .objectives import (
@@ -34,17 +36,9 @@ from .objectives import (
     Problem,
     register_objective,
 )
-from .pipeline.compress import compress, ratio_from_bytes
-from .pipeline.config import CompressionConfig
-from .pipeline.full_rank import full_rank_plan
-from .pipeline.own import own_text
-from .pipeline.recipes import RECIPES, BitRecipe, CommutingRecipe, Recipe, StoredRecipe
-from .pipeline.rounding import quantize
-from .pipeline.tune import tune
 from .plan.layer import LayerPlan
 from .plan.plan import CompressionPlan
 from .plan.provenance import Provenance
-from .plan.quantization import Quantization
 from .ranks import (
     RANK_RULES,
     GivenRanks,
@@ -55,6 +49,13 @@ from .ranks import (
     Uniform,
     register_rank_rule,
 )
+from .recipes.compress import compress, ratio_from_bytes
+from .recipes.config import CompressionConfig
+from .recipes.full_rank import full_rank_plan
+from .recipes.own import own_text
+from .recipes.recipe import RECIPES, BitRecipe, CommutingRecipe, Recipe, StoredRecipe
+from .recipes.rounding import quantize
+from .recipes.tune import tune
 from .runs.executors import Executor, LocalExecutor, RayExecutor
 from .solvers import (
     SOLVERS,

@@ -272,3 +272,8 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
             f"possible ratios: {1 / head_dim:g} to 1"
         )
     return rank
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor as a plan stores it: without gradient, on the CPU, contiguous."""
+    return tensor.detach().cpu().contiguous()

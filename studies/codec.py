@@ -40,13 +40,13 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from manifoldkv import ArgumentError, Codec, CompressionPlan, compress, open_text, sample_tokens
+from manifoldkv.diagnostics.figures import legend_below, mark_of
+from manifoldkv.diagnostics.figures.palette import colour_at
+from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
 from manifoldkv.evaluation.questions import TASKS, Question, questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
-from manifoldkv.figures import legend_below, mark_of
-from manifoldkv.figures.palette import colour_at
-from manifoldkv.figures.style import label_axes, reference, title_above
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.solvers.base import check_seed
+from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import check_length
 
 T = TypeVar("T")

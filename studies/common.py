@@ -21,7 +21,7 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.figures import save_figure
+from manifoldkv.diagnostics.figures import save_figure
 from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from manifoldkv.runs.executors import set_threads

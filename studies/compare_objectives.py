@@ -34,16 +34,16 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Site, parse_grouping, rank_from_ratio
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.errors import ArgumentError, ManifoldKVError
-from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.seeds import check_seed
 from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
-from manifoldkv.solvers.base import check_seed
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 from manifoldkv.text.sources import open_text

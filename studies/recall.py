@@ -35,9 +35,9 @@ from comparison.contest import Asked, Contest
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from manifoldkv.diagnostics.figures.style import title_above
 from manifoldkv.evaluation.questions import TASKS, Question
 from manifoldkv.evaluation.retrieval import Holder, summarize, through_plan
-from manifoldkv.figures.style import title_above
 from manifoldkv.runs.checkpoints import Checkpoints
 
 USUAL = ("integers", "sinks-recent", "snapkv", "eigen-attention", "fast-uniform", "grouped", "best")

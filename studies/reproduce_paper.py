@@ -61,10 +61,10 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.diagnostics import LayerErrors
+from manifoldkv.diagnostics.figures import table_of_results
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.zero_shot import ManifoldKVLM
-from manifoldkv.figures import table_of_results
-from manifoldkv.pipeline.rounding import Rotation
+from manifoldkv.recipes.rounding import Rotation
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.text.docstrings import Split

@@ -49,8 +49,8 @@ from manifoldkv import (
     rank_from_ratio,
 )
 from manifoldkv.basis import Site
-from manifoldkv.figures import legend_below, mark_of
-from manifoldkv.figures.style import label_axes, logarithmic, reference, title_above
+from manifoldkv.diagnostics.figures import legend_below, mark_of
+from manifoldkv.diagnostics.figures.style import label_axes, logarithmic, reference, title_above
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 

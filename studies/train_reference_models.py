@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from manifoldkv.errors import ManifoldKVError
-from manifoldkv.solvers.base import check_seed
+from manifoldkv.seeds import check_seed
 from manifoldkv.text.docstrings import read_docstrings, read_pydoc_topics
 
 HERE = Path(__file__).parent

@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import LayerActivations
 
 COMMON = {
     "vocab_size": 64,

@@ -19,11 +19,11 @@ from manifoldkv import (
     Quantization,
     compress,
 )
+from manifoldkv.coding.allocation import WIDTHS
 from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan.plan import config_hash
-from manifoldkv.ranks.bits import WIDTHS
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)

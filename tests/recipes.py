@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from manifoldkv import RECIPES, Recipe
-from manifoldkv.pipeline.recipes import AnyRecipe
+from manifoldkv.recipes.recipe import AnyRecipe
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 

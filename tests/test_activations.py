@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
+from manifoldkv.activations import layer as activations_module
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.decoder import every_sequence
+from manifoldkv.activations.layer import Batch
 from manifoldkv.errors import ModelError
-from manifoldkv.layers import activations as activations_module
-from manifoldkv.layers.activations import Batch
-from manifoldkv.layers.capture import capture
-from manifoldkv.layers.decoder import every_sequence
 from manifoldkv.models.support import decoder_layers
 from tests.families import (
     COMMON,

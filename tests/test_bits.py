@@ -19,12 +19,12 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.fisher import SiteMoments, fisher_moments
 from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.coding.transform import RIDGE
 from manifoldkv.evaluation import Comparison, perplexity
-from manifoldkv.layers.capture import capture
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.pipeline.coordinates import RIDGE
-from manifoldkv.ranks.fisher import SiteMoments, fisher_moments
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 

@@ -36,11 +36,11 @@ from manifoldkv.cli import inputs, main, measuring, planning
 from manifoldkv.cli.app import app
 from manifoldkv.cli.measuring import NEW_TOKENS, TASK_LENGTH
 from manifoldkv.cli.options import Dtype
+from manifoldkv.coding.integers import BITS
 from manifoldkv.evaluation import Comparison, Perplexity, decode_speed
 from manifoldkv.evaluation.questions import TASKS
 from manifoldkv.evaluation.speed import PROMPT
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE
-from manifoldkv.plan.quantization import BITS
+from manifoldkv.recipes.recipe import DEFAULT_RECIPE
 from manifoldkv.text import sources
 from manifoldkv.text.tokens import LENGTH, SEQUENCES
 from tests.families import tiny_model, tiny_tokens

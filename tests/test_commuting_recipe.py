@@ -30,9 +30,9 @@ from manifoldkv import (
 from manifoldkv.commuting import hermitian_parts
 from manifoldkv.models.projected import divergence
 from manifoldkv.objectives.linear_algebra import weighted_directions
-from manifoldkv.pipeline import tune as tuning
-from manifoldkv.pipeline.commuting import _latents, closed_form
-from manifoldkv.pipeline.estimate import estimate
+from manifoldkv.recipes import tune as tuning
+from manifoldkv.recipes.commuting import _latents, closed_form
+from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
 HALF, HEADS = 4, 3

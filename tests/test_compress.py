@@ -33,11 +33,11 @@ from manifoldkv import (
     quantize,
     tune,
 )
-from manifoldkv.layers.decoder import compressed_output
+from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.models.projected import divergence, log_probabilities
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.pipeline.solve import BasisFinder
 from manifoldkv.ranks import PAPER_CANDIDATES, candidate_ranks
+from manifoldkv.recipes.solve import BasisFinder
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.recipes import short
@@ -205,7 +205,7 @@ class TestRefusedBeforeAnyWork:
 
     def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The name of the function hides that of its module.
-        monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.recipes.solve"), "capture", None)
         with pytest.raises(PlanError, match="sliding window"):
             compress(
                 tiny_model("mistral"),
@@ -218,7 +218,7 @@ class TestRefusedBeforeAnyWork:
     def test_contexts_that_no_plan_can_name(
         self, context: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = import_module("manifoldkv.pipeline.prepared")  # which would read the text
+        module = import_module("manifoldkv.recipes.prepared")  # which would read the text
         monkeypatch.setattr(module, "calibration_tokens", None)
         for recipe in ("low-rank", "best"):
             with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):
@@ -307,7 +307,7 @@ class TestQuantize:
     def test_a_layout_that_does_not_fit_is_refused_before_any_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.pipeline.rounding"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.recipes.rounding"), "capture", None)
         sliding = tiny_model("mistral")
         with pytest.raises(PlanError, match="layer 0 has a sliding window"):
             quantize(random_plan(sliding), sliding, tiny_tokens(), Quantization(4, "kivi"))
@@ -333,7 +333,7 @@ class TestRankRules:
     def test_an_infeasible_ratio_is_refused_before_any_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.pipeline.solve"), "capture", None)
+        monkeypatch.setattr(import_module("manifoldkv.recipes.solve"), "capture", None)
         with pytest.raises(ArgumentError, match=r"smallest feasible ratio is 0\.125"):
             compress(tiny_model("llama"), tiny_tokens(), ratio=0.12, recipe="low-rank")
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.pipeline.coordinates import PREDICTION_RIDGE, Coordinates, find_coordinates
-from manifoldkv.ranks.fisher import SiteMoments
+from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.coding.transform import PREDICTION_RIDGE, Coordinates, find_coordinates
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
 

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.layers.activations import Batch, select_rows
-from manifoldkv.layers.decoder import (
+from manifoldkv.activations.decoder import (
     attention_output,
     every_sequence,
     layer_output,
@@ -15,6 +13,8 @@ from manifoldkv.layers.decoder import (
     project_mixed_values,
     select_head_rows,
 )
+from manifoldkv.activations.layer import Batch, select_rows
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.testing import random_basis
 from tests.families import FAMILIES, activations_of
 

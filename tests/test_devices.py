@@ -11,9 +11,9 @@ import torch
 
 from manifoldkv import OBJECTIVES, Batch, HeadGrouping, LayerActivations
 from manifoldkv import basis as basis_module
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.basis import Basis, Rotary, Site, identity_basis
-from manifoldkv.layers.capture import capture
-from manifoldkv.layers.decoder import compressed_output
 from tests.families import tiny_model, tiny_tokens
 
 LARGE = ("inputs", "outputs")

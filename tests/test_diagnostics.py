@@ -24,9 +24,9 @@ from manifoldkv import (
     compressed,
     full_rank_plan,
 )
+from manifoldkv.activations.decoder import attention_output, layer_output
 from manifoldkv.basis import HeadGrouping, Rotary
 from manifoldkv.diagnostics import diagnose, diagnose_plan, layer_errors
-from manifoldkv.layers.decoder import attention_output, layer_output
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.testing import HEAD_DIM, random_basis, tiny_activations
 from tests.families import tiny_model, tiny_tokens

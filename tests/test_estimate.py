@@ -11,7 +11,7 @@ from manifoldkv import (
     Recipe,
 )
 from manifoldkv.models.offloading import load_offloaded
-from manifoldkv.pipeline.estimate import estimate
+from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
 RANKED = [name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]

@@ -5,7 +5,7 @@ from itertools import product
 import pandas as pd
 import pytest
 
-from manifoldkv.figures import (
+from manifoldkv.diagnostics.figures import (
     error_against_rank,
     error_against_seconds,
     errors_per_layer,

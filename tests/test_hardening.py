@@ -24,8 +24,8 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.pipeline.rounding import quantize
 from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
+from manifoldkv.recipes.rounding import quantize
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from manifoldkv.layers.capture import capture
+from manifoldkv.activations.capture import capture
 from manifoldkv.models import head
 from manifoldkv.models.head import differentiate_divergence, last_outputs, predictions_from
 from manifoldkv.models.projected import divergence, log_probabilities

@@ -7,9 +7,9 @@ from matplotlib.colors import is_color_like
 from matplotlib.markers import MarkerStyle
 
 from manifoldkv import RECIPES
-from manifoldkv.figures import MARKS, mark_of, palette
+from manifoldkv.diagnostics.figures import MARKS, mark_of, palette
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.pipeline.rounding import ROTATIONS
+from manifoldkv.recipes.rounding import ROTATIONS
 from manifoldkv.solvers import SOLVERS
 
 KINDS = (palette.METHODS, palette.SOLVERS, palette.RULES, palette.ROTATIONS, palette.SITES)

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from manifoldkv.figures import (
+from manifoldkv.diagnostics.figures import (
     accuracy,
     bases_comparison,
     mark_of,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from manifoldkv import RECIPES, RunError, compress
-from manifoldkv.layers import placement
-from manifoldkv.layers.capture import capture
-from manifoldkv.layers.placement import Placement
+from manifoldkv.activations import placement
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.placement import Placement
 from tests.families import tiny_model, tiny_tokens
 from tests.recipes import short
 
@@ -78,7 +78,7 @@ LIMITED = """
 import os, resource, sys, torch
 from pathlib import Path
 from manifoldkv import Batch, HeadGrouping, OBJECTIVES, capture, load_model
-from manifoldkv.layers import placement
+from manifoldkv.activations import placement
 
 torch.set_num_threads(1)
 model, _ = load_model(sys.argv[1])

@@ -22,8 +22,8 @@ from manifoldkv import (
     tune,
 )
 from manifoldkv.cli.app import app
-from manifoldkv.pipeline.recipes import recipe_named
 from manifoldkv.ranks import PAPER_CANDIDATES
+from manifoldkv.recipes.recipe import recipe_named
 from tests.families import tiny_model, tiny_tokens
 from tests.recipes import short
 

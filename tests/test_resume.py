@@ -226,7 +226,7 @@ def test_the_number_of_threads_is_set_though_nothing_is_solved(
 ) -> None:
     """MKL sums otherwise where nobody has set it, and a tuned plan would get other bytes."""
     events: list[object] = []
-    compress_module = import_module("manifoldkv.pipeline.compress")
+    compress_module = import_module("manifoldkv.recipes.compress")
     tune = compress_module.tune
     monkeypatch.setattr(torch, "set_num_threads", events.append)
     monkeypatch.setattr(
@@ -253,15 +253,15 @@ def test_a_full_disk_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = import_module("manifoldkv.runs.files")
-    sync, calls = output.os.fsync, []
+    write, calls = output._write_new, []
 
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
+    def full(path: Path, content: bytes) -> None:
+        calls.append(path)
         if len(calls) == 4:
             raise OSError(28, "No space left on device")
-        sync(descriptor)
+        write(path, content)
 
-    monkeypatch.setattr(output.os, "fsync", full)
+    monkeypatch.setattr(output, "_write_new", full)
     with pytest.raises(RunError, match=r"cannot write .*layer-1-value.*No space left"):
         again(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3

@@ -19,9 +19,9 @@ from manifoldkv import (
     quantize,
     tune,
 )
-from manifoldkv.pipeline.coordinates import find_coordinates
-from manifoldkv.pipeline.stored import _given_back
-from manifoldkv.pipeline.symbols import NARROWEST, entropy_coding, find_step
+from manifoldkv.coding.tables import NARROWEST, entropy_coding, find_step
+from manifoldkv.coding.transform import find_coordinates
+from manifoldkv.recipes.stored import _given_back
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
 from tests.test_coordinates import TOKENS, ridge, some_site
@@ -145,9 +145,9 @@ def test_sliding_windows_are_refused_by_name() -> None:
 
 
 def test_first_tokens_are_not_fewer_than_none() -> None:
-    with pytest.raises(ArgumentError, match="-1 first tokens"):
+    with pytest.raises(ArgumentError, match="sinks must be >= 0, got -1"):
         StoredRecipe(sinks=-1)
-    with pytest.raises(ArgumentError, match="from -2 layers below"):
+    with pytest.raises(ArgumentError, match="below must be >= 0, got -2"):
         StoredRecipe(below=-2)
 
 

@@ -17,9 +17,9 @@ from manifoldkv import (
 )
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers
-from manifoldkv.pipeline import tune as tuning
-from manifoldkv.pipeline.moving import MovingBases
 from manifoldkv.plan.plan import config_hash
+from manifoldkv.recipes import tune as tuning
+from manifoldkv.recipes.moving import MovingBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan

@@ -22,9 +22,9 @@ from manifoldkv.basis import HeadGrouping
 from manifoldkv.cache.latents import RunningBasis, product, scores_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.prediction import GivenBack, PredictedSites
-from manifoldkv.cache.rotation import Angles
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
+from manifoldkv.models.rotary import Angles
 
 ELEMENTS_AT_A_TIME = 1 << 19
 """Elements of up-projected keys, or of latents made floating-point again, that are held at a time:

@@ -38,9 +38,7 @@ from manifoldkv.cache.hooks import (
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.prediction import GivenBack
-from manifoldkv.cache.rotation import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.cache.running import running_attention
-from manifoldkv.cache.stock import check_stock, checked_positions, unpadded
 from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.interface import (
     Attend,
@@ -52,6 +50,7 @@ from manifoldkv.models.interface import (
     rotation_of,
 )
 from manifoldkv.models.offloading import device_of
+from manifoldkv.models.rotary import Angles, angles_at, rotary_embedding_of, rotation_of_keys
 from manifoldkv.models.support import (
     attention_of,
     cached_tokens,
@@ -61,6 +60,7 @@ from manifoldkv.models.support import (
     unwrapped,
 )
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.uncompressed import check_stock, checked_positions, unpadded
 
 NAME = "manifoldkv-cache"
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from manifoldkv.cache.layers import CompressedCache
 from manifoldkv.cache.prediction import GivenBack
-from manifoldkv.cache.rotation import tokens_last
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.errors import CacheError, ModelError
+from manifoldkv.models.rotary import tokens_last
 
 
 @dataclass

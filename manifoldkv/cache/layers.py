@@ -18,10 +18,10 @@ from manifoldkv.cache.packed import (
 )
 from manifoldkv.cache.sinks import Sinks
 from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store, working_dtype
+from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import CacheError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.plan.quantization import Quantization
 
 
 class CompressedLayer(CacheLayerMixin):

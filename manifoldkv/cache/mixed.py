@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.planes import BitPlanes
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan.coding import Coding
+from manifoldkv.coding.mixed import Coding
+from manifoldkv.coding.planes import BitPlanes
 
 
 class MixedWidthStore(Store):

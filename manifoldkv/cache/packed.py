@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.plan.quantization import PLANES, Quantization, pack_elements
+from manifoldkv.coding.integers import PLANES, Quantization, group_ranges, pack_elements
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -67,33 +67,6 @@ def _unpacked_plane(packed: Tensor, bits: int) -> Tensor:
     for plane, part in enumerate(codes.split(size, dim=-1)):
         torch.bitwise_and(packed >> bits * plane, 2**bits - 1, out=part)
     return codes
-
-
-def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tensor:
-    """Return the smallest and largest element of each group of features, over `dims` too.
-
-    Parameters
-    ----------
-    x : Tensor
-        (..., features)
-    group_size : int
-        Neighbouring features of a group; the last may have fewer.
-    dims : tuple of int
-        Further dimensions of x to take extremes over; they disappear.
-
-    Returns
-    -------
-    Tensor
-        (..., groups, 2)
-    """
-    missing = -x.shape[-1] % group_size
-    # Repeating the last feature changes no extreme.
-    padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1)
-    grouped = padded.unflatten(-1, (-1, group_size))
-    low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)  # (..., groups)
-    if dims:
-        low, high = low.amin(dim=dims), high.amax(dim=dims)
-    return torch.stack([low, high], dim=-1)
 
 
 def _offset_and_scale(ranges: Tensor, bits: int) -> tuple[Tensor, Tensor]:

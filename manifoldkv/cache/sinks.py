@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.rotation import Angles
 from manifoldkv.cache.storage import ExactStore, working_dtype
+from manifoldkv.models.rotary import Angles
 
 
 class Sinks:

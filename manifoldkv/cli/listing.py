@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from manifoldkv.cli.answers import Answer
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.pipeline.recipes import RECIPES
-from manifoldkv.ranks import RANK_RULES
+from manifoldkv.recipes.recipe import RECIPES, REGISTRIES
 from manifoldkv.registry import Registry
-from manifoldkv.solvers import SOLVERS
+
+TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
+"""Of the fields of a recipe that have a registry."""
 
 
 def listed() -> Answer:
@@ -20,15 +20,10 @@ def listed() -> Answer:
     lines = ["recipes"]
     for name, parts in facts["recipes"].items():
         lines += [f"  {name}", *(f"    {part:15} {_part(value)}" for part, value in parts.items())]
-    registries: dict[str, Registry[Any]] = {
-        "objectives": OBJECTIVES,
-        "solvers": SOLVERS,
-        "rank rules": RANK_RULES,
-    }
-    for kind, registry in registries.items():
-        facts[kind] = _first_lines(registry)
-        width = max(map(len, facts[kind]))
-        lines += ["", kind, *(f"  {name:{width}}  {line}" for name, line in facts[kind].items())]
+    for field, title in TITLES.items():
+        facts[title] = named = _first_lines(REGISTRIES[field])
+        width = max(map(len, named))
+        lines += ["", title, *(f"  {name:{width}}  {line}" for name, line in named.items())]
     return Answer(facts, lines)
 
 

@@ -24,7 +24,7 @@ from manifoldkv.evaluation.retrieval import retrieval, summarize
 from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed
 from manifoldkv.reports.plan import template, write_report
 from manifoldkv.runs.files import check_writable
-from manifoldkv.solvers.base import check_seed
+from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import check_length, checked_tokens, positions
 
 LOG = logging.getLogger(__name__)

@@ -19,16 +19,16 @@ from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
 from manifoldkv.cli.options import GivenModel, Interrupted
 from manifoldkv.cli.settings import configured
 from manifoldkv.errors import ArgumentError, RunError
-from manifoldkv.pipeline.compress import check as check_before_text
-from manifoldkv.pipeline.compress import compress as find_plan
-from manifoldkv.pipeline.compress import ratio_from_bytes
-from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.estimate import Estimate
-from manifoldkv.pipeline.estimate import estimate as estimate_run
-from manifoldkv.pipeline.own import OWN_SEQUENCES, own_text
-from manifoldkv.pipeline.recipes import DEFAULT_RECIPE, RECIPES
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.recipes.compress import check as check_before_text
+from manifoldkv.recipes.compress import compress as find_plan
+from manifoldkv.recipes.compress import ratio_from_bytes
+from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.estimate import Estimate
+from manifoldkv.recipes.estimate import estimate as estimate_run
+from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
+from manifoldkv.recipes.recipe import DEFAULT_RECIPE, RECIPES
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import OWN, TextSource, open_text

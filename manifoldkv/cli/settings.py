@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import ArgumentError
-from manifoldkv.pipeline.config import CompressionConfig
-from manifoldkv.pipeline.recipes import AnyRecipe, recipe_named
-from manifoldkv.plan.quantization import Quantization
+from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.recipe import AnyRecipe, recipe_named
 
 RUN = ("rotary", "seed", "bits")
 """Names of settings that belong to the run, whatever its recipe."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.cache.blob import read_blob
-from manifoldkv.cache.codec import Codec
+from manifoldkv.codec.blob import read_blob
+from manifoldkv.codec.codec import Codec
 from manifoldkv.errors import ArgumentError, CacheError
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import write_whole

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from manifoldkv.basis import Basis
-from manifoldkv.cache.rotation import rotary_embedding_of
 from manifoldkv.errors import ModelError, PlanError
 from manifoldkv.models.offloading import is_offloaded
+from manifoldkv.models.rotary import rotary_embedding_of
 from manifoldkv.models.support import (
     attention_of,
     check_supported,

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch, LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rank
 from manifoldkv.errors import ArgumentError
-from manifoldkv.layers.activations import Batch, LayerActivations
 from manifoldkv.objectives.linear_algebra import gram_by_group, leading_basis
 from manifoldkv.registry import Registry
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch, LayerActivations
 from manifoldkv.basis import HeadGrouping, Rotary, Site
-from manifoldkv.layers.activations import Batch, LayerActivations
 from manifoldkv.objectives.base import Problem, register_objective
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.linear_algebra import gram_by_group

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, Site
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_form
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import ArgumentError
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.base import Problem, register_objective
 from manifoldkv.objectives.gram import GramObjective
 from manifoldkv.objectives.linear_algebra import block_diagonal, gram_by_group

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, Site
-from manifoldkv.layers.activations import Batch
-from manifoldkv.layers.decoder import (
+from manifoldkv.activations.decoder import (
     attention_output,
     every_sequence,
     layer_output,
@@ -18,7 +16,9 @@ from manifoldkv.layers.decoder import (
     project_mixed_values,
     select_head_rows,
 )
-from manifoldkv.layers.placement import Placement
+from manifoldkv.activations.layer import Batch
+from manifoldkv.activations.placement import Placement
+from manifoldkv.basis import Basis, Site
 from manifoldkv.objectives.base import Objective, Problem, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
 

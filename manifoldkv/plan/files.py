@@ -23,12 +23,12 @@ from manifoldkv.basis import (
     Rotary,
     Site,
 )
+from manifoldkv.coding.entropy import EntropyCoding
+from manifoldkv.coding.integers import Quantization
+from manifoldkv.coding.mixed import Coding
 from manifoldkv.errors import ManifoldKVError, PlanError, RunError
-from manifoldkv.plan.coding import Coding
-from manifoldkv.plan.entropy import EntropyCoding
 from manifoldkv.plan.layer import LayerPlan, check_basis, parts
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.plan.quantization import Quantization
 from manifoldkv.runs.files import write_together
 
 FORMAT = 6

@@ -17,6 +17,9 @@ from manifoldkv.basis import (
     equal,
     orthonormality_error,
 )
+from manifoldkv.coding.entropy import EntropyCoding
+from manifoldkv.coding.integers import SCALE_BYTES, Quantization
+from manifoldkv.coding.mixed import Coding
 from manifoldkv.commuting import check_commuting
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import (
@@ -25,9 +28,6 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.plan.coding import Coding
-from manifoldkv.plan.entropy import EntropyCoding
-from manifoldkv.plan.quantization import SCALE_BYTES, Quantization
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +153,6 @@ def site_nbytes(
     else:
         ranges = 0  # static: constant bytes, part of the plan
     return groups * (codes + ranges * 2 * SCALE_BYTES + exact * features * dtype.itemsize)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor as a plan stores it: without gradient, on the CPU, contiguous."""
-    return tensor.detach().cpu().contiguous()
 
 
 def _elements_per_token(basis: Basis) -> int:

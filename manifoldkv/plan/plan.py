@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.basis import Rotary, Site, check_rotary
+from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
+from manifoldkv.coding.integers import Quantization, check_layout
 from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
-from manifoldkv.plan.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import (
@@ -33,7 +34,6 @@ from manifoldkv.plan.layer import (
     site_nbytes,
 )
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.plan.quantization import Quantization, check_layout
 from manifoldkv.text.tokens import positions
 
 _ARCHITECTURE = (

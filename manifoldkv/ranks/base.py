@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, Rotary, Site
-from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.ranks.budget import CANDIDATES, Budget, Ranks, candidate_ranks
 from manifoldkv.registry import Registry
 from manifoldkv.runs.checkpoints import Checkpoints

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.decoder import compressed_output
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.errors import ArgumentError
-from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
-from manifoldkv.layers.decoder import compressed_output
 from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.surfaces import (

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
-from manifoldkv.layers.activations import Batch, LayerActivations
-from manifoldkv.layers.decoder import (
+from manifoldkv.activations.decoder import (
     every_sequence,
     layer_output,
     mixed_values,
     project_mixed_values,
 )
+from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import TOLERANCE, Ranks

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Rotary
-from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
 from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.ranks.base import LayerBases, RankProblem, RankRule, Rehearsal, register_rank_rule
 from manifoldkv.ranks.budget import Ranks

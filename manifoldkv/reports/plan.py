@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.diagnostics import plan_errors
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import beginning, continuation
 from manifoldkv.evaluation.perplexity import compare
-from manifoldkv.layers.activations import LayerActivations
 from manifoldkv.objectives import EigenAttention
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan

@@ -13,14 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.errors import RunError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
 T = TypeVar("T")
-
-SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -113,18 +111,6 @@ def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
     """Yield steps with a progress bar where a person is watching."""
     label = f"layer {problem.activations.layer} {problem.site}s"
     yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
-
-
-def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not an integer of 64 bits, with or without a sign.
-    """
-    if not isinstance(seed, int) or not SMALLEST_SEED <= seed <= LARGEST_SEED:
-        raise ArgumentError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, checked, progress, register_solver
 

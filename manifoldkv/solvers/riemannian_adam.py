@@ -10,8 +10,8 @@ import geoopt
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.solvers.base import (

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site
 from manifoldkv.errors import ArgumentError
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives import OBJECTIVES, Objective, Problem
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal
 from manifoldkv.testing.tiny import HEAD_DIM, KV_HEADS, random_basis, tiny_activations

@@ -10,9 +10,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import ArgumentError, RunError
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives import KSVD, Objective, Problem
 from manifoldkv.solvers import SOLVERS, Solver
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal

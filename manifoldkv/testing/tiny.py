@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
-from manifoldkv.layers.activations import LayerActivations
-from manifoldkv.layers.capture import capture
 
 HEAD_DIM = 8
 KV_HEADS = 2

@@ -35,6 +35,7 @@ from manifoldkv import (
     quantize,
 )
 from manifoldkv.basis import Rotary
+from manifoldkv.coding.integers import Layout
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Holder, through_plan
 from manifoldkv.evaluation.speed import decode_speed
@@ -44,8 +45,7 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.pipeline.bits import solve_bits
-from manifoldkv.plan.quantization import Layout
+from manifoldkv.recipes.bits import solve_bits
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:

@@ -31,7 +31,7 @@ from manifoldkv.evaluation.retrieval import (
     retrieval_through,
 )
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
-from manifoldkv.solvers.base import check_seed
+from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import check_length
 
 PROMPT_TOKENS = 8192

@@ -9,8 +9,12 @@ import common
 import pandas as pd
 from matplotlib.figure import Figure
 
-from manifoldkv.figures import error_against_rank, error_against_seconds, errors_per_layer
-from manifoldkv.figures.style import title_above
+from manifoldkv.diagnostics.figures import (
+    error_against_rank,
+    error_against_seconds,
+    errors_per_layer,
+)
+from manifoldkv.diagnostics.figures.style import title_above
 
 SITES = ("key", "value", "both")
 ERRORS = ("attention_output_error", "layer_output_error", "cosine_similarity")

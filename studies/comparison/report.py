@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from manifoldkv.figures import legend_below, mark_of
-from manifoldkv.figures.style import (
+from manifoldkv.diagnostics.figures import legend_below, mark_of
+from manifoldkv.diagnostics.figures.style import (
     LINEAR_BELOW,
     label_axes,
     linear_near_zero,

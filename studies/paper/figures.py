@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from manifoldkv import RunError
-from manifoldkv import figures as draw
-from manifoldkv.figures import save_figure
+from manifoldkv.diagnostics import figures as draw
+from manifoldkv.diagnostics.figures import save_figure
 from paper.protocol import SAME_RANKS
 
 _OVER_WINDOWS = (

@@ -9,7 +9,7 @@ import pandas as pd
 
 from manifoldkv import HeadGrouping, LayerActivations, LayerOutput, Solver, layer_errors
 from manifoldkv.basis import Basis, Site
-from manifoldkv.pipeline.solve import SITES
+from manifoldkv.recipes.solve import SITES
 
 START = "EigenAttention"
 

@@ -23,10 +23,10 @@ from manifoldkv import (
     RunError,
     StoredRecipe,
 )
-from manifoldkv.cache import blob as blobs
-from manifoldkv.cache.blob import read_blob
-from manifoldkv.cache.symbols import SymbolCoder
-from manifoldkv.pipeline.symbols import entropy_coding
+from manifoldkv.codec import blob as blobs
+from manifoldkv.codec.blob import read_blob
+from manifoldkv.codec.symbols import SymbolCoder
+from manifoldkv.coding.tables import entropy_coding
 from tests.families import tiny_model
 from tests.plans import random_plan
 from tests.stored import CONTEXT, filled, some_tokens, stored_model, stored_plan
@@ -376,7 +376,7 @@ class TestRefused:
         assert codec.decode(blob, np.int64(5)).get_seq_length() == 5
 
     def test_a_missing_coder(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("manifoldkv.cache.symbols.find_spec", lambda name: None)
+        monkeypatch.setattr("manifoldkv.codec.symbols.find_spec", lambda name: None)
         with pytest.raises(CacheError, match=r'pip install .* -e "\.\[codec\]"'):
             Codec(stored_model(), stored_plan())
 

@@ -17,10 +17,10 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.cache import attention as cache_attention
-from manifoldkv.cache.rotation import rotate_halves, rotation_of_keys
+from manifoldkv.coding.integers import LAYOUTS
 from manifoldkv.models.interface import rotation_of
+from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.models.support import decoder_layers
-from manifoldkv.plan.quantization import LAYOUTS
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 

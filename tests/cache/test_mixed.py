@@ -11,10 +11,9 @@ from torch import Tensor
 from manifoldkv import PlanError
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.mixed import MixedWidthStore
-from manifoldkv.plan.coded import reconstructed
-from manifoldkv.plan.coding import Coding
-from manifoldkv.plan.quantization import packed_bytes
-from manifoldkv.ranks.bits import quantized
+from manifoldkv.coding.allocation import quantized
+from manifoldkv.coding.integers import packed_bytes
+from manifoldkv.coding.mixed import Coding, reconstructed
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.cache.planes import BitPlanes
-from manifoldkv.plan.coding import Coding
+from manifoldkv.coding.mixed import Coding
+from manifoldkv.coding.planes import BitPlanes
 
 CPU = torch.device("cpu")
 WIDTHS = st.lists(st.integers(1, 8), max_size=40)

@@ -22,7 +22,7 @@ from manifoldkv import (
     compressed,
 )
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.plan.coded import reconstructed
+from manifoldkv.coding.mixed import reconstructed
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import stored_plan
 

@@ -17,8 +17,8 @@ from manifoldkv import (
     compressed,
     full_rank_plan,
 )
-from manifoldkv.cache.rotation import Angles, angles_at
 from manifoldkv.models.interface import rotation_of
+from manifoldkv.models.rotary import Angles, angles_at
 from manifoldkv.models.support import decoder_layers
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens

@@ -34,7 +34,7 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
     class Silent:
         pass
 
-    monkeypatch.setattr(listing, "OBJECTIVES", mine)
+    monkeypatch.setitem(listing.REGISTRIES, "objective", mine)
     answer = listing.listed()
     assert answer.facts["objectives"] == {
         "short": "Begins a line below the quotes.",

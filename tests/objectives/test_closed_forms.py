@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifoldkv.activations.placement import Placement
 from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import ArgumentError
-from manifoldkv.layers.placement import Placement
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.diagnostics import layer_errors
-from manifoldkv.layers.activations import Batch
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.testing import random_basis, tiny_activations
 

@@ -11,7 +11,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
 from manifoldkv import ArgumentError
-from manifoldkv.ranks.bits import (
+from manifoldkv.coding.allocation import (
     GAUSSIAN_STEPS,
     WIDTHS,
     allocate,

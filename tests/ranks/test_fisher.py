@@ -21,13 +21,12 @@ from manifoldkv import (
     PlanError,
     RunError,
 )
-from manifoldkv.layers import placement
-from manifoldkv.layers.capture import capture
+from manifoldkv.activations import fisher, placement
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.fisher import LayerMoments, SiteMoments, draw, fisher_moments
 from manifoldkv.models import head
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module
-from manifoldkv.ranks import fisher
-from manifoldkv.ranks.fisher import LayerMoments, SiteMoments, draw, fisher_moments
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.test_offloading import offloaded, saved
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, HeadGrouping, LayerPlan, capture, compressed, layer_errors
-from manifoldkv.layers.decoder import compressed_output
+from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.projected import divergence
 from manifoldkv.models.support import sliding_windows

@@ -12,7 +12,7 @@ from comparison.report import ALIASES, draw
 from transformers import AutoTokenizer
 
 from manifoldkv import RECIPES, CompressionPlan
-from manifoldkv.figures import MARKS
+from manifoldkv.diagnostics.figures import MARKS
 from tests.drawings import assert_written, points
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan

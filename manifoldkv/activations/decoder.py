@@ -1,0 +1,176 @@
+"""A decoder layer as a differentiable function of its bases, on the query rows asked for.
+
+Only the attention is computed here. Everything after it (output projection, residual paths, norms,
+MLP) is the model's own layer, called with the attention output already made: no family's code is
+repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifoldkv.activations.call import call_layer
+from manifoldkv.activations.layer import Batch, LayerActivations, select_rows
+from manifoldkv.basis import Basis, HeadGrouping, Rotary
+from manifoldkv.models.interface import attend, attention_weights
+from manifoldkv.models.support import attention_of
+
+
+def every_sequence(activations: LayerActivations) -> Batch:
+    """Return the batch of all sequences and all query rows."""
+    return Batch(torch.arange(activations.sequences))
+
+
+def attention_output(
+    activations: LayerActivations,
+    key_basis: Basis | None = None,
+    value_basis: Basis | None = None,
+    *,
+    rotary: Rotary = "pre",
+    batch: Batch | None = None,
+) -> Tensor:
+    """Return the output of attention, heads apart and before W_O, with projected keys and values.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        The layer and what enters it.
+    key_basis, value_basis : Basis or None
+        None leaves keys or values as they are.
+    rotary : {"pre", "post"}
+        Whether keys are projected before or after rotation.
+    batch : Batch, optional
+        Sequences and query rows; all if omitted.
+
+    Returns
+    -------
+    Tensor
+        (b, H_q, m, d)
+    """
+    batch = batch or every_sequence(activations)
+    queries = activations.projections("post", batch).queries
+    keys = rotated_keys(activations, key_basis, rotary, batch)
+    values = activations.values_of(batch.sequences)
+    if value_basis is not None:
+        values = value_basis.project(values)
+    return attend(queries, keys, values, mask_rows(activations, batch), activations.settings)
+
+
+def mixed_values(
+    activations: LayerActivations,
+    grouping: HeadGrouping,
+    batch: Batch,
+    key_basis: Basis | None = None,
+    *,
+    rotary: Rotary = "pre",
+) -> Tensor:
+    """Return attention weights times grouped values: what a value basis acts on, given keys.
+
+    Because a basis acts on features and the weights on tokens, the two commute: with the result
+    at hand, a new value basis costs two small products (see `project_mixed_values`).
+
+    Returns
+    -------
+    Tensor
+        (b, H_q, m, width·d)
+    """
+    weights = attention_weights(
+        activations.projections("post", batch).queries,
+        rotated_keys(activations, key_basis, rotary, batch),
+        mask_rows(activations, batch),
+        activations.settings,
+    )  # (b, H_kv, H_q/H_kv, m, n)
+    values = grouping.split(activations.values_of(batch.sequences))  # (b, head groups, n, width·d)
+    values = values.repeat_interleave(grouping.width, dim=1)  # (b, H_kv, n, width·d)
+    return (weights @ values.unsqueeze(2)).flatten(1, 2)
+
+
+def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
+    """Return the attention output (b, H_q, m, d) from `mixed_values` and a value basis."""
+    grouping = basis.grouping
+    batch, heads, rows, features = mixed.shape
+    share = heads // grouping.heads
+    by_head = mixed.view(batch, -1, grouping.width, share * rows, features)  # (b, G, width, …)
+    latents = by_head @ basis.down.unsqueeze(-3)  # (b, G, width, share·m, width·r)
+    up = basis.up.unflatten(-2, (grouping.width, -1))  # (groups, width, d, width·r)
+    return (latents @ up.mT).reshape(batch, heads, rows, -1)
+
+
+def layer_output(
+    activations: LayerActivations, attention: Tensor, batch: Batch | None = None
+) -> Tensor:
+    """Return the output of the layer for an attention output.
+
+    Parameters
+    ----------
+    activations : LayerActivations
+        The layer and what enters it.
+    attention : Tensor
+        (b, H_q, m, d), for the sequences and rows of `batch`.
+    batch : Batch, optional
+        All sequences and rows if omitted.
+
+    Returns
+    -------
+    Tensor
+        (b, m, hidden)
+    """
+    batch = batch or every_sequence(activations)
+    inputs = select_rows(activations.inputs, batch).to(activations.device)
+    dtype = attention_of(activations.module).o_proj.weight.dtype
+
+    def already_computed(module: nn.Module, *ignored: Any) -> Tensor:
+        return attention.transpose(1, 2).to(dtype)  # (b, m, H_q, d)
+
+    output = call_layer(
+        activations.module,
+        inputs.to(dtype),
+        already_computed,
+        activations.cos.shape[-1],
+        activations.keywords,
+    )
+    return output.to(activations.dtype)
+
+
+def compressed_output(
+    activations: LayerActivations,
+    key_basis: Basis | None,
+    value_basis: Basis | None,
+    *,
+    rotary: Rotary = "pre",
+) -> Tensor:
+    """Return the layer's output with projected keys and values, (S, n, hidden)."""
+    outputs = []
+    for sequences in every_sequence(activations).sequences.split(1):
+        batch = Batch(sequences)
+        attention = attention_output(
+            activations, key_basis, value_basis, rotary=rotary, batch=batch
+        )
+        outputs.append(layer_output(activations, attention, batch))
+    return torch.cat(outputs)
+
+
+def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
+    """Return some sequences and rows of (S, H, n, features): (b, H, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    heads = torch.arange(x.shape[1])
+    return x[batch.sequences[:, None, None], heads[:, None], batch.rows]
+
+
+def rotated_keys(
+    activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
+) -> Tensor:
+    """Return the keys after rotation, projected before or after it, (b, H_kv, n, d)."""
+    if rotary == "post" and basis is not None:
+        return basis.project(activations.keys_in("post", batch.sequences))
+    keys = activations.keys_in("pre", batch.sequences)
+    return activations.rotate(keys if basis is None else basis.project(keys))
+
+
+def mask_rows(activations: LayerActivations, batch: Batch) -> Tensor:
+    """Return the mask of the query rows of a batch, (1, 1, m, n), boolean."""
+    return activations.mask if batch.rows is None else activations.mask[:, :, batch.rows]

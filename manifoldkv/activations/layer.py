@@ -1,0 +1,211 @@
+"""Activations of a model, one layer at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manifoldkv.activations.call import project
+from manifoldkv.activations.placement import Placement
+from manifoldkv.basis import Rotary
+from manifoldkv.models.interface import AttentionSettings, rotation_of
+from manifoldkv.models.support import attention_of, linear_weight
+
+SEQUENCES_PER_FORWARD = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Part of the calibration set: some sequences and, in each of them, some query rows.
+
+    Parameters
+    ----------
+    sequences : Tensor
+        Indices, (b,), int64, on the CPU.
+    rows : Tensor or None
+        Positions whose outputs are looked at, (m,), likewise; None for all of them. Keys and values
+        of every position take part regardless.
+    """
+
+    sequences: Tensor
+    rows: Tensor | None = None
+
+
+class Projections(NamedTuple):
+    """What a layer makes of its inputs for attention.
+
+    Parameters
+    ----------
+    queries : Tensor
+        (b, H_q, m, d), after query norms.
+    keys : Tensor
+        (b, H_kv, m, d), after key norms.
+    values : Tensor
+        (b, H_kv, m, d)
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerActivations:
+    """What passes through one decoder layer for S sequences of n tokens.
+
+    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
+    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
+    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
+    What the methods return is on the device.
+
+    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
+    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
+    again and again.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+    inputs : Tensor
+        Layer inputs, (S, n, hidden).
+    query_heads, kv_heads : int
+        H_q and H_kv.
+    head_dim : int
+        d, of every head.
+    cos, sin : Tensor
+        Angles of the rotary embedding, (1, n, rotary dimension).
+    mask : Tensor
+        Boolean, True where a query (row) sees a key (column), (1, 1, n, n); causal, with the
+        layer's sliding window if it has one.
+    outputs : Tensor
+        Layer outputs of the uncompressed layer, (S, n, hidden).
+    settings : AttentionSettings
+        Scaling, soft cap and sinks of the layer's attention.
+    module : nn.Module
+        The decoder layer itself.
+    keywords : dict
+        What else the model passes to the layer.
+    folder : Path or None
+        Where tensors go that do not fit into memory, as in `capture`.
+    """
+
+    layer: int
+    inputs: Tensor
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    outputs: Tensor
+    settings: AttentionSettings
+    module: nn.Module
+    keywords: dict[str, Any]
+    folder: Path | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerActivations(layer {self.layer}, {self.sequences} sequences of {self.length} "
+            f"tokens, {self.query_heads} query heads and {self.kv_heads} KV heads of "
+            f"{self.head_dim})"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device where the layer runs."""
+        return self.cos.device
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences, S."""
+        return self.inputs.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a sequence, n."""
+        return self.inputs.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of everything but inputs and outputs."""
+        return self.cos.dtype
+
+    @property
+    def keys(self) -> Tensor:
+        """Return the keys before rotation, (S, H_kv, n, d), stored from now on."""
+        return self._kept[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values, (S, H_kv, n, d), stored from now on."""
+        return self._kept[1]
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
+        nbytes = 2 * math.prod(shape) * self.dtype.itemsize
+        placement = Placement(nbytes, self.device, self.folder)
+        keys, values = (placement.empty(shape, self.dtype) for _ in range(2))
+        for chunk in torch.arange(self.sequences).split(SEQUENCES_PER_FORWARD):
+            made = self.projections("pre", Batch(chunk))
+            keys[chunk] = made.keys.to(keys.device)
+            values[chunk] = made.values.to(values.device)
+        return keys, values
+
+    @torch.no_grad()
+    def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
+        """Return queries, keys and values of some sequences and rows or all, from the inputs.
+
+        Parameters
+        ----------
+        rotary : {"pre", "post"}
+            Before or after the rotation of queries and keys.
+        batch : Batch, optional
+            Sequences and rows, here of keys and values too; all if omitted.
+        """
+        batch = batch or Batch(torch.arange(self.sequences))
+        inputs = select_rows(self.inputs, batch).to(self.device)
+        made = project(self.module, inputs, self.cos.shape[-1], self.keywords)
+        queries, keys, values = (x.to(self.dtype) for x in made)
+        if rotary == "pre":
+            return Projections(queries, keys, values)
+        return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
+
+    def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
+        cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
+        return rotation_of(self.module)(x, cos, sin)
+
+    def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
+        """Return keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
+        keys = self._selected(self.keys, sequences)
+        return keys if rotary == "pre" else self.rotate(keys)
+
+    def values_of(self, sequences: Tensor | None = None) -> Tensor:
+        """Return the values of some sequences or all: (s, H_kv, n, d)."""
+        return self._selected(self.values, sequences)
+
+    def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
+        return (x if sequences is None else x[sequences]).to(self.device)
+
+    def outputs_of(self, batch: Batch) -> Tensor:
+        """Return the outputs of some sequences and rows, (b, m, hidden)."""
+        return select_rows(self.outputs, batch).to(self.device, self.dtype)
+
+    def output_weight(self) -> Tensor:
+        """Return the output projection W_O by query head, (H_q, d, hidden)."""
+        weight = linear_weight(attention_of(self.module).o_proj).to(self.dtype)  # (hidden, H_q·d)
+        return weight.mT.reshape(self.query_heads, self.head_dim, -1)
+
+
+def select_rows(x: Tensor, batch: Batch) -> Tensor:
+    """Return some sequences and rows of (S, n, features): (b, m, features)."""
+    if batch.rows is None:
+        return x[batch.sequences]
+    return x[batch.sequences.unsqueeze(1), batch.rows]

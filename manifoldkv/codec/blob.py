@@ -1,0 +1,224 @@
+"""The format of a stored cache: a header and blocks of tokens, of which nothing is executed.
+
+All numbers are little-endian. The header (`HEADER_BYTES`) is ::
+
+    8 bytes   magic
+    uint32    version
+    uint32    dtype of exact tokens, a place in DTYPES
+    uint32    sequences
+    uint32    tokens of each
+    32 bytes  digest of the plan
+    32 bytes  digest of the model
+    8 bytes   reserved, 0
+    16 bytes  BLAKE2b of the header so far
+
+and each block is ::
+
+    uint32    bytes of the payload
+    uint32    tokens
+    8 bytes   BLAKE2b, keyed by both digests, of: dtype, sequences, place and count of these tokens
+              (uint32 each), this number of the block before (0 for the first), and the payload
+    payload
+
+A block of another cache does not fit behind the blocks of this one. The number of all tokens plays
+no part in these checksums: blocks stay what they are when others are appended.
+
+A payload is padded to a `LARGEST_EXPANSION`-th of the bytes that it is read as: a blob cannot ask
+for more memory than so many times its own size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from manifoldkv.coding.entropy import BLOCK_BYTES, BLOCK_TOKENS, HEADER_BYTES
+from manifoldkv.errors import CacheError
+
+MAGIC = b"mkvcache"
+VERSION = 2
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LARGEST_EXPANSION = 1024
+"""A stock cache takes at most so many times the bytes of its blob."""
+EMPTY_NAME = "the name of the stored cache's file is empty"
+
+_HEADER = struct.Struct("<8sIIII32s32s8x")
+_BLOCK = struct.Struct("<II8s")
+_CHECK_BYTES = HEADER_BYTES - _HEADER.size
+_FIRST = bytes(8)
+"""What stands for the checksum of the block before the first one."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a blob says of itself.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the cache.
+    sequences, tokens : int
+        So many sequences of so many tokens.
+    plan, model : bytes
+        Digests, 32 bytes each.
+    """
+
+    dtype: torch.dtype
+    sequences: int
+    tokens: int
+    plan: bytes
+    model: bytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some tokens of all sequences.
+
+    Parameters
+    ----------
+    start, stop : int
+        Which of the tokens.
+    payload : bytes or memoryview
+        Of these.
+    """
+
+    start: int
+    stop: int
+    payload: bytes | memoryview
+
+
+def read_blob(path: str | Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises
+    ------
+    CacheError
+        If it cannot be read.
+    """
+    if not str(path):
+        raise CacheError(EMPTY_NAME)
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CacheError(f"cannot read {path}: {error.strerror}") from error
+
+
+def write_blob(header: Header, blocks: list[Block]) -> bytes:
+    """Return the bytes of a blob of these blocks, which follow each other from token 0."""
+    fixed = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        DTYPES.index(header.dtype),
+        header.sequences,
+        header.tokens,
+        header.plan,
+        header.model,
+    )
+    parts, check = [fixed, _check(fixed, _CHECK_BYTES)], _FIRST
+    for block in blocks:
+        check = _block_check(header, block, check)
+        count = block.stop - block.start
+        parts += [_BLOCK.pack(len(block.payload), count, check), bytes(block.payload)]
+    return b"".join(parts)
+
+
+def extended(header: Header, tokens: int) -> Header:
+    """Return the header of a blob to which so many tokens were appended."""
+    return replace(header, tokens=header.tokens + tokens)
+
+
+def read_header(blob: bytes) -> Header:
+    """Return the header of a blob.
+
+    Raises
+    ------
+    CacheError
+        If it is not one that this version reads, or is damaged.
+    """
+    if len(blob) < HEADER_BYTES or blob[: len(MAGIC)] != MAGIC:
+        raise CacheError(f"{len(blob)} bytes are no stored cache")
+    fixed = blob[: _HEADER.size]
+    _, version, dtype, sequences, tokens, plan, model = _HEADER.unpack(fixed)
+    if version != VERSION:
+        raise CacheError(
+            f"the stored cache is of version {version}, and this manifoldkv reads {VERSION}: "
+            "encode the cache again"
+        )
+    if blob[_HEADER.size : HEADER_BYTES] != _check(fixed, _CHECK_BYTES):
+        raise CacheError("the header of the stored cache is damaged")
+    if dtype >= len(DTYPES) or not sequences or not tokens:
+        raise CacheError("the header of the stored cache describes none")
+    return Header(DTYPES[dtype], sequences, tokens, plan, model)
+
+
+def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Iterator[Block]:
+    """Yield the blocks of the tokens before `stop`, once the length of every block is checked.
+
+    Parameters
+    ----------
+    blob : bytes
+        All of it.
+    header : Header
+        From `read_header`.
+    token_bytes : int
+        What a token of a sequence takes in a stock cache.
+    stop : int
+        At most the tokens of the blob.
+
+    Raises
+    ------
+    CacheError
+        If the blob is longer or shorter than its blocks, or a block is damaged.
+    """
+    view, found, place, start = memoryview(blob), [], HEADER_BYTES, 0
+    while start < header.tokens:
+        if len(blob) - place < BLOCK_BYTES:
+            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
+        size, count, check = _BLOCK.unpack_from(blob, place)
+        place += BLOCK_BYTES
+        if len(blob) - place < size:
+            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
+        if not 0 < count <= min(BLOCK_TOKENS, header.tokens - start):
+            raise CacheError(f"the block at token {start} of the stored cache is damaged")
+        if size < least_payload(header.sequences * count * token_bytes):
+            raise CacheError(f"the block at token {start} asks for more memory than it may")
+        found.append((start, count, place, size, check))
+        place, start = place + size, start + count
+    if place != len(blob):
+        raise CacheError(f"{len(blob) - place} bytes follow the stored cache")
+    before = _FIRST
+    for start, count, place, size, check in found:
+        if start >= stop:
+            return
+        block = Block(start, start + count, view[place : place + size])
+        if check != _block_check(header, block, before):
+            raise CacheError(
+                f"the block at token {start} of the stored cache is damaged, or of another one"
+            )
+        before = check
+        yield block
+
+
+def least_payload(stock_bytes: int) -> int:
+    """Return to how many bytes a payload is padded that is read as so many."""
+    return -(-stock_bytes // LARGEST_EXPANSION)
+
+
+def _check(content: bytes, size: int) -> bytes:
+    return hashlib.blake2b(content, digest_size=size).digest()
+
+
+def _block_check(header: Header, block: Block, before: bytes) -> bytes:
+    """Return the checksum of a block, given that of the block before."""
+    count = block.stop - block.start
+    dtype = DTYPES.index(header.dtype)
+    place = struct.pack("<IIII", dtype, header.sequences, block.start, count)
+    hashed = hashlib.blake2b(place, digest_size=8, key=header.plan[:32] + header.model[:32])
+    hashed.update(before)
+    hashed.update(block.payload)
+    return hashed.digest()

@@ -1,0 +1,155 @@
+"""Symbols of a site as bytes and back: an asymmetric numeral system with a table per latent.
+
+The coder is constriction's (Bamler 2022, Understanding entropy coding with asymmetric numeral
+systems, arXiv 2201.01741), which takes all symbols of a latent in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manifoldkv.basis import Basis
+from manifoldkv.codec.payload import LENGTHS
+from manifoldkv.coding.entropy import EntropyCoding
+from manifoldkv.errors import CacheError
+
+FARTHEST_PAST = 1 << 30
+"""No symbol is farther past the end of its table."""
+
+
+class SymbolCoder:
+    """Codes symbols by the tables of a site.
+
+    Symbols past the ends of their table are coded as the end, and how far they are past it is
+    stored beside, in 32 bits each.
+
+    Parameters
+    ----------
+    coding : EntropyCoding
+        With the tables.
+
+    Raises
+    ------
+    CacheError
+        If constriction is not installed.
+    """
+
+    def __init__(self, coding: EntropyCoding) -> None:
+        if find_spec("constriction") is None:
+            raise CacheError(
+                "caches are coded by constriction, which is not installed: "
+                'pip install -c constraints.txt -e ".[codec]"'
+            )
+        import constriction
+
+        categorical = constriction.stream.model.Categorical
+        self._new_coder = constriction.stream.stack.AnsCoder
+        self._reach: NDArray[np.int32] = coding.reach.numpy()
+        # Frequencies below 2^24 are what they are in float32.
+        self._models: list[Any] = [
+            categorical(table.float().numpy(), perfect=False) for table in coding.split_tables()
+        ]
+
+    @property
+    def features(self) -> int:
+        """Return the number of latents."""
+        return len(self._models)
+
+    def encode(self, symbols: NDArray[np.int32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Return the words of symbols (features, tokens), and how far some are past their tables.
+
+        Symbols are within `FARTHEST_PAST` of 0.
+        """
+        reach = self._reach[:, None]
+        within = np.clip(symbols, -reach, reach)
+        past = np.abs(symbols - within)[np.abs(within) == reach]
+        coder = self._new_coder()
+        for latent in reversed(range(self.features)):  # what is coded last is decoded first
+            coder.encode_reverse(within[latent] + self._reach[latent], self._models[latent])
+        return coder.get_compressed(), past.astype(np.uint32)
+
+    def decode(
+        self, words: NDArray[np.uint32], past: NDArray[np.uint32], tokens: int
+    ) -> NDArray[np.int32]:
+        """Return the symbols (features, tokens) that `encode` was given.
+
+        Raises
+        ------
+        CacheError
+            If words or distances are not those of so many tokens by these tables.
+        """
+        symbols = np.empty((self.features, tokens), dtype=np.int32)
+        try:
+            coder = self._new_coder(words)
+            for latent, model in enumerate(self._models):
+                symbols[latent] = coder.decode(model, tokens)
+            whole = coder.is_empty()
+        except ValueError:
+            whole = False
+        reach = self._reach[:, None]
+        symbols -= reach
+        ends = np.abs(symbols) == reach
+        if not whole or ends.sum() != len(past) or (past > FARTHEST_PAST).any():
+            raise CacheError("symbols are not those of the plan's tables")
+        symbols[ends] += np.sign(symbols[ends]) * past.astype(np.int32)
+        return symbols
+
+
+class SiteCodec:
+    """Keys (before rotation) or values of a layer as symbols, these as bytes, and back.
+
+    Keys and values are (B·m, D), all heads side by side, float32.
+    """
+
+    def __init__(self, basis: Basis, coding: EntropyCoding) -> None:
+        self._down, self._up = basis.down[0].float(), basis.up[0].float()
+        self._mean, self._gain = coding.mean, coding.gain
+        self._prediction = coding.prediction
+        self._coder = SymbolCoder(coding)
+
+    def expected(self, given_back: Sequence[Tensor]) -> Tensor:
+        """Return what is expected of keys or values, given what comes back elsewhere.
+
+        Parameters
+        ----------
+        given_back : sequence of Tensor
+            Of the same tokens, as `EntropyCoding.prediction` has them, or more.
+        """
+        if self._prediction is None:
+            return self._mean
+        inputs = torch.cat(list(given_back), dim=1)[:, : len(self._prediction)]
+        return self._mean + inputs @ self._prediction
+
+    def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
+        """Return the symbols of x, (features, B·m), int32.
+
+        Raises
+        ------
+        CacheError
+            If there are none.
+        """
+        latents = ((x - expected) @ self._down).mT
+        if not bool((latents.abs() < FARTHEST_PAST).all()):  # false of NaN too
+            raise CacheError("the cache holds keys or values that are not finite, or far too large")
+        return latents.round().int().contiguous()
+
+    def given_back(self, symbols: Tensor, expected: Tensor) -> Tensor:
+        """Return what symbols stand for."""
+        return (symbols.mT * self._gain) @ self._up.mT + expected
+
+    def encode(self, symbols: Tensor) -> bytes:
+        """Return symbols as bytes, their lengths first."""
+        words, past = self._coder.encode(symbols.numpy())
+        lengths = LENGTHS.pack(len(words), len(past))
+        return lengths + words.astype("<u4").tobytes() + past.astype("<u4").tobytes()
+
+    def decode(self, words: NDArray[np.uint32], past: NDArray[np.uint32], tokens: int) -> Tensor:
+        """Return the symbols that `encode` was given, of B·m tokens."""
+        return torch.from_numpy(self._coder.decode(words, past, tokens))

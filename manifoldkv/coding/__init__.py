@@ -1,0 +1,1 @@
+"""Transform coding of keys and values: transforms, predictions, quantisers and bit allocation."""

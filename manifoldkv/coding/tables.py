@@ -1,0 +1,128 @@
+"""One step for all latents of a model, and tables of the symbols that they are rounded to.
+
+At high rate a uniform quantiser followed by an entropy coder is within a quarter of a bit of the
+best there is, and where errors of all latents count alike, one step for all of them spends bits
+where they save most (Goyal 2001, Theoretical foundations of transform coding). The step is found
+by bisection on the bits that the tables themselves promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from manifoldkv.coding.allocation import TINY, best_gains
+from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoding
+from manifoldkv.errors import ArgumentError
+
+TABLE_SUM = 1 << 20
+"""About the sum of the frequencies of a table."""
+NARROWEST, WIDEST = 2.0**-9, 2.0**9
+"""Steps that are tried, as factors of the largest deviation of a latent."""
+TOLERANCE = 1e-4
+"""Of a step, relative."""
+NEIGHBOUR = 0.2
+"""What the logarithm of a step is changed by where a Gaussian's leaves bits, or takes more."""
+GAUSSIAN_BITS = math.log2(2 * math.pi * math.e) / 2
+"""Entropy of a Gaussian rounded to integers, of a deviation of 1: of a wider one its log2 more."""
+
+
+def find_step(sites: Sequence[Tensor], bits: float) -> float:
+    """Return the step at which a token takes so many bits by the tables of all sites.
+
+    Parameters
+    ----------
+    sites : sequence of Tensor
+        Latents of samples of every site, (tokens, features) each.
+    bits : float
+        Of a token; fewer are taken if the narrowest step needs no more.
+
+    Raises
+    ------
+    ArgumentError
+        If no step takes so few.
+    """
+    deviations = torch.cat([latents.square().mean(dim=0).sqrt() for latents in sites]).double()
+    if not bool(deviations.any()):
+        return 1.0  # nothing varies
+    deviations = deviations.clamp(min=TINY)
+
+    @cache
+    def left(logarithm: float) -> float:
+        step = math.exp(logarithm)
+        return bits - sum(entropy_coding(latents / step).token_bits for latents in sites)
+
+    def left_by_gaussians(logarithm: float) -> float:
+        rates = (deviations.log() - logarithm) / math.log(2) + GAUSSIAN_BITS
+        return bits - float(rates.clamp(min=0).sum())
+
+    narrowest, widest = (
+        math.log(factor * float(deviations.max())) for factor in (NARROWEST, WIDEST)
+    )
+    first = last = narrowest
+    if left_by_gaussians(narrowest) < 0:
+        first = last = brentq(left_by_gaussians, narrowest, widest)
+    while left(first) >= 0:
+        if first <= narrowest:
+            return math.exp(narrowest)
+        first = max(first - NEIGHBOUR, narrowest)
+    while left(last) < 0:
+        if last >= widest:
+            raise ArgumentError(
+                f"{bits:.1f} bits of a token are too few even for latents that are all 0: ask for "
+                "a larger ratio"
+            )
+        last = min(last + NEIGHBOUR, widest)
+    found = brentq(left, first, last, xtol=TOLERANCE)
+    while left(found) < 0:  # no more than asked: bits of samples do not fall evenly
+        found = min(found + TOLERANCE, last)
+    return math.exp(found)
+
+
+def entropy_coding(
+    scaled: Tensor, mean: Tensor | None = None, prediction: Tensor | None = None
+) -> EntropyCoding:
+    """Return gains and tables of latents (tokens, features), in steps.
+
+    Gains are those of `best_gains`: rounding to 0 shrinks latents of all tokens alike.
+
+    A table mixes the frequencies of the samples with those of a distribution with long tails and
+    their mean size, worth about as many samples as there are symbols within that size: no symbol
+    is impossible, and no table is fitted to the gaps between few samples.
+
+    Parameters
+    ----------
+    scaled : Tensor
+        Of samples.
+    mean : Tensor, optional
+        What was taken from the keys or values, (D,); 0 if omitted.
+    prediction : Tensor, optional
+        What was taken from them besides, as in `EntropyCoding`.
+    """
+    rounded = scaled.round()
+    reach = (2 * rounded.abs().amax(dim=0) + 2).clamp(max=FARTHEST).long()
+    size = rounded.abs().mean(dim=0).double()
+    # All tables side by side: symbol s of latent c is at starts[c] + reach[c] + s.
+    lengths = 2 * reach + 1
+    latent = torch.arange(len(reach)).repeat_interleave(lengths)
+    centres = lengths.cumsum(0) - lengths + reach
+    symbols = torch.arange(len(latent)) - centres[latent]
+    prior = (1 + symbols.abs() / (size[latent] + 0.5)) ** -3
+    mass = torch.zeros_like(size).index_add_(0, latent, prior)
+    weight = (1 + 2 * size).clamp(max=len(scaled))
+    prior *= (weight / mass)[latent]
+    places = (rounded.long().clamp(-FARTHEST, FARTHEST) + centres).flatten()
+    counts = torch.bincount(places, minlength=len(latent)) + prior
+    tables = (counts * (TABLE_SUM / len(scaled))).round().clamp(min=1, max=FREQUENT)
+    return EntropyCoding(
+        torch.zeros(scaled.shape[1]) if mean is None else mean.float(),
+        best_gains(scaled, rounded).float(),
+        reach.int(),
+        tables.int(),
+        None if prediction is None else prediction.float().contiguous(),
+    )

@@ -1,0 +1,295 @@
+"""Coordinates of the keys or values of a head group, and the codes of their latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.basis import Basis, HeadGrouping, detached
+from manifoldkv.coding.allocation import (
+    FLOOR,
+    TINY,
+    best_gains,
+    coherent_costs,
+    fit_quantizers,
+    floored,
+    pack_size,
+    quantized,
+)
+from manifoldkv.coding.mixed import Coding
+
+RIDGE = 1e-2
+"""Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
+PREDICTION_RIDGE = 3e-3
+"""Of the power of every number that predicts, added to it."""
+ROUNDING_ERROR = 1e-6
+"""Of float32 activations, relative."""
+SAMPLES = 4096
+"""Tokens that quantisers are fitted to, of each site."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Coordinates of a head group in which an error costs half its square, in nats.
+
+    Parameters
+    ----------
+    down, up : Tensor
+        (D, D), float64: latents are ``(x - mean - given @ prediction) @ down``, by falling
+        variance.
+    mean : Tensor
+        (D,), float64.
+    prediction : Tensor or None
+        (inputs, D), float64.
+    latents : Tensor
+        Of some tokens, (samples, D), float64; 0 in directions without variance.
+    """
+
+    down: Tensor
+    up: Tensor
+    mean: Tensor
+    prediction: Tensor | None
+    latents: Tensor
+
+    @property
+    def varying(self) -> Tensor:
+        """Return which latents have variance, bool (D,).
+
+        The others are directions that the calibration text does not span.
+        """
+        return self.latents.any(dim=0)
+
+    def costs(self, widths: tuple[int, ...]) -> NDArray[np.float64]:
+        """Return the nats that a token's errors cost by pack and width, (packs, widths).
+
+        Latents without variance cost nothing at any width, so that they get no bits.
+
+        Parameters
+        ----------
+        widths : tuple of int
+            Bits that a latent may have.
+        """
+        varying = self.varying
+        fitted = fit_quantizers(self.latents, widths, _norms(self.latents[:, varying]))
+        costs = coherent_costs(fitted.distortion) / 2 * varying.unsqueeze(1)
+        return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
+
+
+def by_token(x: Tensor) -> Tensor:
+    """Return keys or values (S, H_kv, n, d) with all heads side by side, (S·n, D), on the CPU."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
+
+
+def find_coordinates(
+    moments: SiteMoments,
+    x: Tensor,
+    given: Tensor | None = None,
+    *,
+    samples: int = SAMPLES,
+    folds: int = 1,
+) -> Coordinates:
+    """Return the Fisher coordinates of a head group, or of what a prediction leaves of it.
+
+    Parameters
+    ----------
+    moments : SiteMoments
+        Of its keys or values.
+    x : Tensor
+        Keys or values, the heads side by side, (tokens, D).
+    given : Tensor, optional
+        What the same tokens are predicted from, (tokens, inputs); nothing if omitted.
+    samples : int
+        Tokens of which latents are returned, at most.
+    folds : int
+        Into how many parts the tokens are cut of which each is predicted by a regression on the
+        others: what is left on other text is then not underestimated. 1 is one regression on all.
+    """
+    prediction, mean = None, moments.mean
+    keys_or_values = x
+    if given is not None:
+        fit = _Regression.of(x, given, folds)
+        mean, prediction = fit.on_all()
+        x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
+        second = (x.mT @ x).double() / len(x)
+    else:
+        second = moments.covariance
+    root, inverse = _square_roots(moments.fisher)
+    directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
+    down = root @ directions
+    size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
+    left = sampled(x, samples).double()
+    if given is None:
+        left = left - mean
+    latents = without_noise(left @ down, size)
+    return Coordinates(down, inverse @ directions, mean, prediction, latents)
+
+
+def without_noise(latents: Tensor, size: float) -> Tensor:
+    """Return latents with zeros where a direction has no variance but that of rounding errors.
+
+    Parameters
+    ----------
+    latents : Tensor
+        (tokens, D)
+    size : float
+        Largest root mean square of keys or values in these coordinates, their mean included.
+    """
+    deviations = _deviations(latents)
+    floor = max(FLOOR * float(deviations.max()), ROUNDING_ERROR * size)
+    return latents * (deviations > floor)
+
+
+def sampled(x: Tensor, samples: int) -> Tensor:
+    """Return so many tokens of x (tokens, D) at most, spread over all."""
+    if len(x) <= samples:
+        return x
+    return x[torch.linspace(0, len(x) - 1, samples).long()]
+
+
+def coded(
+    site: Coordinates, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+) -> tuple[Basis, Coding]:
+    """Return basis and coding of the latents that have bits, widest first.
+
+    Parameters
+    ----------
+    site : Coordinates
+        Of keys or values.
+    bits : ndarray
+        Of the latents of each pack, (packs,).
+    widths : tuple of int
+        Bits that a latent may have.
+    grouping : HeadGrouping
+        Of all heads together.
+    """
+    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths)) * site.varying
+    order = of_latents.argsort(descending=True, stable=True)
+    stored = int((of_latents > 0).sum())
+    # Every head has as many latents: some of 0 bits may be among them.
+    columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
+    chosen = of_latents[columns].to(torch.uint8)
+    step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
+    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
+    prediction = None if site.prediction is None else detached(site.prediction.float())
+    coding = Coding(chosen, step, detached(site.mean.float()), deviation, gain, prediction)
+    return Basis(down, up, grouping), coding
+
+
+def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return steps, deviations and gains of latents (tokens, features), float32."""
+    stored = int((bits > 0).sum())
+    columns = latents.shape[1]
+    latents = latents[:, :stored]
+    norm = _norms(latents)
+    steps, gains, deviations = (torch.ones(columns, dtype=torch.float64) for _ in range(3))
+    for width in set(bits[:stored].tolist()):
+        own = bits == width
+        x = latents[:, own[:stored]]
+        steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
+        gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
+    deviations[:stored] = floored(_deviations(latents))
+    return steps.float(), deviations.float(), gains.float()
+
+
+@dataclass(frozen=True)
+class _Regression:
+    """Ridge regression of x (tokens, D) on what is given, (tokens, inputs), and its sums by fold.
+
+    Parameters
+    ----------
+    x, given : tuple of Tensor
+        Of every fold, with the means of all tokens taken away.
+    means : tuple of Tensor
+        These means, (D,) and (inputs,), float64.
+    grams, crossed : tuple of Tensor
+        ``givenᵀ given`` and ``givenᵀ x`` of every fold, float64.
+    """
+
+    x: tuple[Tensor, ...]
+    given: tuple[Tensor, ...]
+    means: tuple[Tensor, Tensor]
+    grams: tuple[Tensor, ...]
+    crossed: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, given: Tensor, folds: int) -> _Regression:
+        """Cut the tokens into neighbouring folds of about one size."""
+        means = x.mean(dim=0), given.mean(dim=0)
+        xs, givens = (
+            (y - mean).tensor_split(folds) for y, mean in zip((x, given), means, strict=True)
+        )
+        return cls(
+            xs,
+            givens,
+            (means[0].double(), means[1].double()),
+            tuple((g.mT @ g).double() for g in givens),
+            tuple((g.mT @ y).double() for g, y in zip(givens, xs, strict=True)),
+        )
+
+    def on_all(self) -> tuple[Tensor, Tensor]:
+        """Return mean and weights, (D,) and (inputs, D), float64."""
+        gram, crossed = self._sums()
+        weights = _ridge(gram, crossed, self._smallest_power)
+        return self.means[0] - self.means[1] @ weights, weights
+
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        return torch.stack(self.grams).sum(dim=0), torch.stack(self.crossed).sum(dim=0)
+
+    @property
+    def _smallest_power(self) -> float:
+        """Return the root of the least power that an input is scaled by: others carry nothing."""
+        return FLOOR * float(self._sums()[0].diagonal().max()) ** 0.5 + TINY
+
+    def left_by_others(self) -> Tensor:
+        """Return what is left of every fold by a regression on all others, (tokens, D)."""
+        sums = [
+            (y.sum(dim=0).double(), g.sum(dim=0).double(), len(y))
+            for y, g in zip(self.x, self.given, strict=True)
+        ]
+        tokens = sum(count for _, _, count in sums)
+        gram, crossed = self._sums()
+        left = []
+        for fold, (of_x, of_given, count) in enumerate(sums):
+            # All tokens together have means of 0, so that the others' are those of this fold.
+            others = max(1, tokens - count)  # of one token nothing is known
+            x_mean, given_mean = (-total / others for total in (of_x, of_given))
+            own_gram = gram - self.grams[fold] - others * torch.outer(given_mean, given_mean)
+            own_crossed = crossed - self.crossed[fold] - others * torch.outer(given_mean, x_mean)
+            weights = _ridge(own_gram, own_crossed, self._smallest_power)
+            expected = x_mean - given_mean @ weights + self.given[fold].double() @ weights
+            left.append(self.x[fold] - expected.to(self.x[fold]))
+        return torch.cat(left)
+
+
+def _ridge(gram: Tensor, crossed: Tensor, smallest_power: float) -> Tensor:
+    """Return the weights of a ridge regression, (inputs, D)."""
+    powers = gram.diagonal().clamp(min=0).sqrt().clamp(min=smallest_power)
+    scaled = gram / powers / powers.unsqueeze(1)
+    scaled += PREDICTION_RIDGE * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(scaled, crossed / powers.unsqueeze(1)) / powers.unsqueeze(1)
+
+
+def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a regularised Fisher matrix, and the inverse of that."""
+    values, vectors = torch.linalg.eigh(fisher)
+    ridge = RIDGE * values.clamp(min=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
+    roots = (values.clamp(min=0) + ridge).sqrt()
+    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+
+
+def _norms(latents: Tensor) -> Tensor:
+    """Return the norm of every token in whitened coordinates, (tokens, 1), positive."""
+    if not latents.shape[1]:
+        return latents.new_ones(len(latents), 1)
+    whitened = latents / floored(_deviations(latents))
+    smallest = torch.finfo(torch.float16).tiny  # as it is stored
+    return whitened.square().mean(dim=1, keepdim=True).sqrt().clamp(min=smallest)
+
+
+def _deviations(latents: Tensor) -> Tensor:
+    return latents.square().mean(dim=0).sqrt()

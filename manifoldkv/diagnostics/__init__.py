@@ -1,0 +1,11 @@
+"""Errors of compressed layers, and the figures that are drawn from them."""
+
+from manifoldkv.diagnostics.layers import (
+    LayerErrors,
+    diagnose,
+    diagnose_plan,
+    layer_errors,
+    plan_errors,
+)
+
+__all__ = ["LayerErrors", "diagnose", "diagnose_plan", "layer_errors", "plan_errors"]

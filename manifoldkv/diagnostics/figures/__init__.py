@@ -1,0 +1,36 @@
+"""Figures, each drawn from a DataFrame that is saved beside it."""
+
+from manifoldkv.diagnostics.figures.objectives import (
+    error_against_rank,
+    error_against_seconds,
+    errors_per_layer,
+)
+from manifoldkv.diagnostics.figures.palette import MARKS, Mark, mark_of
+from manifoldkv.diagnostics.figures.paper import (
+    accuracy,
+    bases_comparison,
+    perplexities,
+    policies,
+    quantization,
+    rank_profile,
+    table_of_results,
+)
+from manifoldkv.diagnostics.figures.style import legend_below, save_figure
+
+__all__ = [
+    "MARKS",
+    "Mark",
+    "accuracy",
+    "bases_comparison",
+    "error_against_rank",
+    "error_against_seconds",
+    "errors_per_layer",
+    "legend_below",
+    "mark_of",
+    "perplexities",
+    "policies",
+    "quantization",
+    "rank_profile",
+    "save_figure",
+    "table_of_results",
+]

@@ -1,0 +1,186 @@
+"""Figures of objectives and solvers, drawn from the results of compare_objectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from manifoldkv.diagnostics.figures.palette import mark_of
+from manifoldkv.diagnostics.figures.style import (
+    ERROR_LABELS,
+    label_axes,
+    legend_below,
+    logarithmic,
+    reference,
+    title_above,
+)
+
+FILLS = {"closed-form": "full", "riemannian-adam": "left", "predictor": "none"}
+"""How the marker of an objective is filled, by the solver."""
+SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
+BASELINE = "eigen-attention"
+COMPARED = ("layer_output_error", "attention_output_error")
+ERROR = "layer_output_error"
+
+
+def errors_per_layer(results: pd.DataFrame) -> Figure:
+    """Draw how far every objective is from EigenAttention in every layer, by site and error.
+
+    Parameters
+    ----------
+    results : DataFrame
+        ``results.csv`` of compare_objectives. Each objective is drawn at the smallest rank, with
+        the solver that has its lowest mean layer-output error; the band spans the seeds. Without
+        EigenAttention, the first objective is what others are compared with.
+    """
+    held_out = _at_smallest_rank(results)
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(3.1 * len(sites), 5.6), layout="constrained")
+    panels = figure.subplots(len(COMPARED), len(sites), squeeze=False, sharex=True, sharey="row")
+    for column, site in enumerate(sites):
+        series = _series(held_out[held_out["site"] == site])
+        baseline = next((s for s in series if s[0] == BASELINE), series[0])
+        level = _best_solver(baseline[2]).groupby("layer")[list(COMPARED)].mean()
+        for axes, error in zip(panels[:, column], COMPARED, strict=True):
+            reference(axes, 0, f"{baseline[0]} (0)")
+            for name, style, frame in series:
+                if name != baseline[0]:
+                    rows = _best_solver(frame)
+                    of_layer = rows["layer"].map(level[error])
+                    above = rows.assign(above=100 * (rows[error] / of_layer - 1))
+                    _line(axes, above, "layer", "above", name, style)
+            label = f"{ERROR_LABELS[error]},\n% above {baseline[0]}'s" if column == 0 else ""
+            label_axes(axes, "layer" if error == COMPARED[-1] else "", label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panels[0][column].set_title(SITE_TITLES[site], fontsize=9)
+    legend_below(figure)
+    title_above(
+        figure,
+        f"{_model(results)}, rank {int(held_out['rank'].iloc[0])}, held-out text: "
+        f"{_lowest(held_out, sites[-1])}",
+    )
+    return figure
+
+
+def error_against_rank(results: pd.DataFrame) -> Figure:
+    """Draw held-out layer-output error, mean over layers, against rank ratio."""
+    held_out = results[results["split"] == "held-out"]
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(3.2 * len(sites), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(sites), squeeze=False)[0]
+    for axes, site in zip(panels, sites, strict=True):
+        for name, style, frame in _series(held_out[held_out["site"] == site]):
+            best = pd.concat(_best_solver(part) for _, part in frame.groupby("rank"))
+            means = best.groupby(["rank_ratio", "seed"])[ERROR].mean().reset_index()
+            _line(axes, means, "rank_ratio", ERROR, name, style)
+        y = "layer-output error, held out" if axes is panels[0] else ""
+        label_axes(axes, "rank r / head_dim", y, SITE_TITLES[site])
+        axes.set_ylim(bottom=0)
+    legend_below(figure)
+    ranks = held_out.groupby("rank_ratio")
+    found = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
+    title_above(figure, f"{_model(results)}, means over layers: {found}")
+    return figure
+
+
+def error_against_seconds(results: pd.DataFrame) -> Figure:
+    """Draw held-out layer-output error against solving time, both from their own marks.
+
+    Colour and marker are those of the objective; how the marker is filled tells the solver.
+    """
+    held_out = _at_smallest_rank(results)
+    held_out = held_out[held_out["site"] != "both"]
+    sites = _in_order(held_out["site"])
+    figure = Figure(figsize=(4.4 * len(sites), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(sites), squeeze=False)[0]
+    for axes, site in zip(panels, sites, strict=True):
+        at_site = held_out[held_out["site"] == site]
+        means = []
+        for name, style, rows in _series(at_site):
+            for solver, group in rows.groupby("solver"):
+                place = group["seconds"].mean(), group[ERROR].mean()
+                fill = {"fillstyle": FILLS.get(str(solver), "full"), "markersize": 8}
+                axes.plot(*place, **style | fill | {"linestyle": "none"})
+                means.append((place[1], f"{name},\nby {solver},"))
+            axes.plot([], [], label=name, **style | {"linestyle": "none"})
+        for solver in dict.fromkeys(at_site["solver"]):
+            fill = {"fillstyle": FILLS.get(solver, "full"), "linestyle": "none"}
+            axes.plot([], [], marker="o", color="#444444", label=solver, **fill)
+        (low, best), (high, _) = min(means), max(means)
+        title = f"{SITE_TITLES[site]}: {best} is {1 - low / high:.0%} below the highest"
+        y = "layer-output error, held out" if axes is panels[0] else ""
+        label_axes(axes, "seconds per layer", y, title)
+        logarithmic(axes, x=True)
+        axes.set_ylim(0, 1.1 * high)
+    legend_below(figure)
+    title_above(
+        figure,
+        f"{_model(results)}: error against solving time, means over layers, rank "
+        f"{int(held_out['rank'].iloc[0])}",
+    )
+    return figure
+
+
+def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:
+    held_out = results[results["split"] == "held-out"]
+    return held_out[held_out["rank"] == held_out["rank"].min()]
+
+
+def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """Return name, style and rows of every line: one per objective and grouping of its keys.
+
+    The name does not tell the grouping that most rows have.
+    """
+    usual = at_site["key_grouping"].mode()[0]
+    groups = at_site.groupby(["objective", "key_grouping"], sort=False)
+    named = {
+        str(objective) if grouping == usual else f"{objective}, {_grouped(grouping)}": rows
+        for (objective, grouping), rows in groups
+    }
+    return [
+        (name, {**mark_of(name, list(named)).style, "markersize": 4.5}, rows)
+        for name, rows in named.items()
+    ]
+
+
+def _grouped(grouping: object) -> str:
+    return "a basis per head" if str(grouping) == "1" else f"key grouping {grouping}"
+
+
+def _line(
+    axes: Axes, frame: pd.DataFrame, x: str, y: str, label: str, style: dict[str, Any]
+) -> None:
+    by_x = frame.groupby(x)[y]
+    mean = by_x.mean()
+    axes.plot(mean.index, mean, label=label, **style)
+    if len(set(frame["seed"])) > 1:
+        low, high = by_x.min(), by_x.max()
+        axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
+    columns = ["solver", "key_grouping", "value_grouping"]
+    parts = [part for _, part in frame.groupby(columns)]
+    return min(parts, key=lambda part: float(part[ERROR].mean()))
+
+
+def _lowest(held_out: pd.DataFrame, site: str) -> str:
+    """Return which objective has the lowest mean error at a site, and which the highest."""
+    series = _series(held_out[held_out["site"] == site])
+    means = sorted((_best_solver(rows)[ERROR].mean(), name) for name, _, rows in series)
+    (low, best), (high, worst) = means[0], means[-1]
+    found = f"of {SITE_TITLES[site]}, {best} has the lowest layer-output error ({low:.3f}"
+    return found + (")" if len(means) == 1 else f"; {worst} the highest, {high:.3f})")
+
+
+def _in_order(column: pd.Series) -> list[str]:
+    present = set(column)
+    return [name for name in SITE_TITLES if name in present]
+
+
+def _model(results: pd.DataFrame) -> str:
+    return str(results["model"].iloc[0])

@@ -1,0 +1,104 @@
+"""How all figures are written: titles, legends, axes whose scale is told, and files."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from manifoldkv.diagnostics.figures.palette import BLACK
+
+ERROR_LABELS = {
+    "attention_output_error": "attention-output error",
+    "layer_output_error": "layer-output error",
+    "cosine_similarity": "cosine similarity",
+}
+TITLE_SIZE, CHARACTERS_PER_INCH = 9, 14
+HANDLE_CHARACTERS = 7
+"""The room that the line of a legend's entry takes, in characters."""
+LINEAR_BELOW = 0.01
+"""Nats per token, where the axis of losses is linear, so that it can show none, and less."""
+
+
+def save_figure(figure: Figure, stem: Path) -> None:
+    """Write ``stem.png`` without a date: equal data give equal files."""
+    figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
+
+
+def title_above(figure: Figure, title: str) -> None:
+    """Write a title as wide as the figure, on as many lines as it needs."""
+    width = int(figure.get_figwidth() * CHARACTERS_PER_INCH)
+    lines = [textwrap.fill(line, width, break_on_hyphens=False) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines), fontsize=TITLE_SIZE)
+
+
+def legend_below(figure: Figure) -> None:
+    """Draw one legend of all panels below them, in as many columns as there is room for."""
+    found: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    column_width = (max(map(len, found), default=0) + HANDLE_CHARACTERS) / CHARACTERS_PER_INCH
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside lower center",
+        ncols=max(1, min(len(found), int(figure.get_figwidth() / column_width))),
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
+    """Write what axes show, in the size of all figures, over a faint grid."""
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8, which="both")
+    axes.grid(visible=True, alpha=0.2)
+
+
+def logarithmic(axes: Axes, *, x: bool = False) -> None:
+    """Make the vertical axis (or `x`, the horizontal one) logarithmic, once its lines are drawn.
+
+    Its label says so, and the numbers beside it are plain ones.
+    """
+    axis = axes.xaxis if x else axes.yaxis
+    (axes.set_xscale if x else axes.set_yscale)("log")
+    low, high = axis.get_view_interval()
+    if high < 10 * low:
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_label_text(f"{axis.get_label_text()} (logarithmic)")
+
+
+def linear_near_zero(axes: Axes, lowest: float, highest: float) -> None:
+    """Make the axis of losses logarithmic above `LINEAR_BELOW`, and show where it is not.
+
+    Parameters
+    ----------
+    axes : Axes
+        With its label.
+    lowest, highest : float
+        Of the losses that it has room for.
+    """
+    axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.6)
+    axes.set_ylim(min(-0.3 * LINEAR_BELOW, 1.3 * lowest), 1.8 * max(LINEAR_BELOW, highest))
+    axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.axhspan(axes.get_ylim()[0], LINEAR_BELOW, color="#000000", alpha=0.05, linewidth=0)
+    if axes.get_ylabel():
+        axes.set_ylabel(f"{axes.get_ylabel()}\n(logarithmic; linear in the grey part)")
+
+
+def reference(axes: Axes, level: float, name: str, line: str = ":") -> None:
+    """Draw a level that lines are compared with; the legend names it."""
+    axes.axhline(level, color=BLACK, linestyle=line, linewidth=1, label=name)

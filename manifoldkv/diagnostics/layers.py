@@ -1,0 +1,255 @@
+"""How far a compressed layer is from the uncompressed one. Every error column comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.decoder import attention_output, layer_output
+from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.basis import Basis, Rotary
+from manifoldkv.cache.layers import CompressedLayer
+from manifoldkv.cache.prediction import GivenBack
+from manifoldkv.cache.running import running_attention
+from manifoldkv.codec.symbols import SiteCodec
+from manifoldkv.coding.predictor import Below
+from manifoldkv.models.interface import attend, rotation_of
+from manifoldkv.models.rotary import Angles
+from manifoldkv.plan.plan import CompressionPlan
+
+AttentionOutput = Callable[[Batch], Tensor]
+"""The output of attention (b, H_q, n, d) for some sequences, heads apart and before W_O."""
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Errors of one layer, each a mean over sequences.
+
+    Parameters
+    ----------
+    attention_output_error : float
+        ``||A - Ã||_F / ||A||_F`` of the attention output, all heads, before W_O.
+    layer_output_error : float
+        The same ratio at the layer output: Δ, Eq. (dkv_delta).
+    cosine_similarity : float
+        Between layer outputs, token by token, mean over tokens.
+    """
+
+    attention_output_error: float
+    layer_output_error: float
+    cosine_similarity: float
+
+
+def layer_errors(
+    activations: LayerActivations,
+    key_basis: Basis | None = None,
+    value_basis: Basis | None = None,
+    *,
+    rotary: Rotary = "pre",
+) -> LayerErrors:
+    """Return the errors of one layer with the bases given; None leaves keys or values exact.
+
+    To quote an error, pass activations of text that was not used for solving.
+    """
+    key_basis, value_basis = (
+        None if basis is None else basis.like(activations.cos) for basis in (key_basis, value_basis)
+    )
+
+    def with_bases(batch: Batch) -> Tensor:
+        return attention_output(activations, key_basis, value_basis, rotary=rotary, batch=batch)
+
+    return _errors(activations, with_bases)
+
+
+@torch.no_grad()
+def _errors(activations: LayerActivations, attention_of: AttentionOutput) -> LayerErrors:
+    """Return the errors of one layer whose attention is replaced, one sequence at a time."""
+    columns: list[Tensor] = []
+    for sequences in torch.arange(activations.sequences).split(1):
+        batch = Batch(sequences)
+        exact = attention_output(activations, batch=batch)
+        attention = attention_of(batch)
+        output = layer_output(activations, attention, batch)
+        expected = activations.outputs_of(batch)
+        cosine = torch.nn.functional.cosine_similarity(output, expected, dim=-1).mean()
+        columns.append(
+            torch.stack([_ratio(attention, exact), _ratio(output, expected), cosine]).double()
+        )
+    return LayerErrors(*torch.stack(columns).mean(dim=0).tolist())
+
+
+def diagnose(
+    layers: Iterable[LayerActivations],
+    bases: Mapping[int, tuple[Basis | None, Basis | None]],
+    *,
+    rotary: Rotary = "pre",
+) -> pd.DataFrame:
+    """Return the errors of many layers, each with its (key basis, value basis).
+
+    Parameters
+    ----------
+    layers : iterable of LayerActivations
+        As `capture` yields them.
+    bases : mapping
+        Layer index to bases; a layer that is missing is passed over.
+
+    Returns
+    -------
+    DataFrame
+        One row per layer: ``layer`` and the fields of `LayerErrors`.
+    """
+    rows = [
+        {"layer": a.layer} | asdict(layer_errors(a, *bases[a.layer], rotary=rotary))
+        for a in layers
+        if a.layer in bases
+    ]
+    return pd.DataFrame(rows)
+
+
+def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor) -> pd.DataFrame:
+    """Return the errors of every layer of a plan.
+
+    Parameters are as in `plan_errors`.
+
+    Returns
+    -------
+    DataFrame
+        One row per layer: ``layer``, ``key_rank``, ``value_rank`` and the fields of `LayerErrors`.
+
+    Raises
+    ------
+    PlanError, CacheError
+        As `plan_errors`.
+    """
+    rows = []
+    for activations, errors in plan_errors(model, plan, tokens):
+        layer = plan.layers[activations.layer]
+        ranks = {"key_rank": layer.key.rank, "value_rank": layer.value.rank}
+        rows.append({"layer": activations.layer} | ranks | asdict(errors))
+    return pd.DataFrame(rows)
+
+
+def plan_errors(
+    model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
+) -> Iterator[tuple[LayerActivations, LayerErrors]]:
+    """Yield the activations and the errors of one layer of a plan after the other.
+
+    Every layer has the inputs of the uncompressed model and attends to keys and values as its cache
+    holds them: projected, rounded, predicted, with uncompressed sink tokens. Keys and
+    values are predicted from those that the layers below hold. The cache is filled in float32 at
+    least: rounding in the dtype of the model is not part of an error.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model the plan was made for.
+    plan : CompressionPlan
+        Of any recipe. Of recipe stored it is decoded keys and values that are attended to.
+    tokens : Tensor
+        Token ids, (S, n), int64; for an error to quote, not those the plan was fitted to.
+
+    Raises
+    ------
+    PlanError
+        If the plan was made for another model.
+    CacheError
+        If the plan is of recipe stored and constriction is not installed.
+    """
+    plan.check_model(model)
+    layers = _DecodedLayers(plan) if plan.stored else _CachedLayers(plan)
+    captured = capture(model, tokens)
+    return ((layer, _errors(layer, layers.attention(layer))) for layer in captured)
+
+
+class _CachedLayers:
+    """Attention over compressed caches, of one layer after the other.
+
+    Parameters
+    ----------
+    plan : CompressionPlan
+        Of any recipe but stored.
+    """
+
+    def __init__(self, plan: CompressionPlan) -> None:
+        self._plan = plan
+        self._below: dict[int, list[GivenBack]] = {}  # by sequence, the nearest layer first
+
+    def attention(self, activations: LayerActivations) -> AttentionOutput:
+        """Return the attention of the next layer, which is asked for one sequence at a time."""
+        plan, planned = self._plan, self._plan.layers[activations.layer]
+        place = activations.dtype, activations.device
+        attention = running_attention(plan, planned, *place)
+        depth = plan.prediction_depth
+        reach = min(depth, plan.layers_below(activations.layer))
+
+        def attend_to_cache(batch: Batch) -> Tensor:
+            queries, keys, values = activations.projections(plan.rotary, batch)
+            angles = None
+            if plan.rotary == "pre":
+                queries = activations.rotate(queries)
+                rotate = rotation_of(activations.module)
+                angles = Angles(activations.cos, activations.sin, rotate)
+            cache = CompressedLayer(planned, plan.quantization, *place, plan.sinks)
+            mask, settings = activations.mask, activations.settings
+            sequence = int(batch.sequences)
+            below = self._below.get(sequence, [])[:reach]
+            output, given = attention.attend(
+                cache, queries, keys, values, mask, settings, angles, below
+            )
+            self._below[sequence] = [*given, *below][:depth]
+            return output
+
+        return attend_to_cache
+
+
+class _DecodedLayers:
+    """Attention over decoded keys and values, of one layer after the other.
+
+    Parameters
+    ----------
+    plan : CompressionPlan
+        Of recipe stored.
+    """
+
+    def __init__(self, plan: CompressionPlan) -> None:
+        self._plan = plan
+        self._coders = [
+            [SiteCodec(basis, layer.entropy_codings[site]) for site, basis in layer.sites]
+            for layer in plan.layers
+        ]
+        self._below: dict[int, Below] = {}  # by sequence
+
+    def attention(self, activations: LayerActivations) -> AttentionOutput:
+        """Return the attention of the next layer, which is asked for one sequence at a time."""
+        plan, coders = self._plan, self._coders[activations.layer]
+        grouping = plan.layers[activations.layer].key.grouping
+        depth = plan.prediction_depth if plan.predicted else None
+
+        def decoded(coder: SiteCodec, x: Tensor, below: Below) -> Tensor:
+            exact, coded = x[:, :, : plan.sinks], x[:, :, plan.sinks :]
+            flat = grouping.split(coded)[0, 0].to("cpu", torch.float32)  # (n - sinks, D)
+            expected = coder.expected(below.given)
+            found = coder.given_back(coder.symbols(flat, expected), expected)
+            below.add(found)
+            return torch.cat([exact, grouping.merge(found[None, None]).to(x)], dim=2)
+
+        def attend_to_decoded(batch: Batch) -> Tensor:
+            queries, keys, values = activations.projections(plan.rotary, batch)
+            below = self._below.setdefault(int(batch.sequences), Below(depth))
+            keys = decoded(coders[0], keys, below)
+            values = decoded(coders[1], values, below)
+            if plan.rotary == "pre":
+                queries, keys = activations.rotate(queries), activations.rotate(keys)
+            return attend(queries, keys, values, activations.mask, activations.settings)
+
+        return attend_to_decoded
+
+
+def _ratio(approximate: Tensor, exact: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(approximate - exact) / torch.linalg.vector_norm(exact)

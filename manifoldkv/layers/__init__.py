@@ -1,1 +1,0 @@
-"""What one decoder layer sees, and what it computes of it."""

@@ -1,1 +1,0 @@
-"""From a model and a text to a plan."""

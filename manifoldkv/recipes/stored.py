@@ -1,0 +1,205 @@
+"""Plans for caches that are stored: Fisher coordinates, one step, and tables of symbols."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.fisher import LayerMoments
+from manifoldkv.basis import Basis, HeadGrouping, detached
+from manifoldkv.coding.allocation import best_gains
+from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
+from manifoldkv.coding.predictor import Below
+from manifoldkv.coding.tables import entropy_coding, find_step
+from manifoldkv.coding.transform import Coordinates, by_token, find_coordinates, sampled
+from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.models.support import (
+    attention_of,
+    decoder_layers,
+    sliding_windows,
+)
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.held_out import with_predicted_loss
+from manifoldkv.recipes.prepared import PreparedCodes, check_run, context_of, read_text
+from manifoldkv.recipes.recipe import StoredRecipe
+from manifoldkv.runs.progress import follow
+from manifoldkv.text.sources import TextSource
+
+LOG = logging.getLogger(__name__)
+
+SAMPLES = 8192
+"""Tokens that tables are made of, of each site."""
+FOLDS = 8
+"""Into which tokens are cut, of `find_coordinates`: tables must promise what other text takes."""
+
+
+@dataclass(frozen=True)
+class PreparedStored(PreparedCodes):
+    """A run by a `StoredRecipe`: the first half of every sequence is the prompt.
+
+    Parameters
+    ----------
+    grouping : HeadGrouping
+        Of all KV heads of a layer.
+    bits : float
+        Of the symbols of a token, in all layers.
+    """
+
+    recipe: StoredRecipe
+    grouping: HeadGrouping
+    bits: float
+
+    @property
+    def prompt(self) -> int:
+        return self.tokens.shape[1] // 2
+
+
+def prepare_stored(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: StoredRecipe,
+) -> PreparedStored:
+    """Read the text and return what a run starts from; its errors are raised here."""
+    context, bits = check_stored(model, tokens, config, recipe)
+    name, ids = read_text(model, tokens, config)
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
+    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
+    return run
+
+
+def check_stored(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig,
+    recipe: StoredRecipe,
+) -> tuple[int, float]:
+    """Return the context of a run by a `StoredRecipe` and the bits of a token's symbols.
+
+    No text is read. All errors of `prepare_stored` are raised here, except those of the text.
+    """
+    check_run(model, config)
+    for index, window in enumerate(sliding_windows(model.config)):
+        if window is not None:
+            raise PlanError(
+                f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
+                "stored does not store: take recipe best"
+            )
+    kv_heads = model.config.get_text_config().num_key_value_heads
+    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
+    context = context_of(model, tokens, config)
+    return context, _symbol_bits(model, config.ratio, context, features, recipe.sinks)
+
+
+def _symbol_bits(
+    model: PreTrainedModel, ratio: float, context: int, features: int, sinks: int
+) -> float:
+    """Return the bits that are left for the symbols of a token, after all else in a blob."""
+    layers = len(decoder_layers(model))
+    full = 2 * 2 * features * layers * context
+    exact = min(sinks, context)
+    around = frame_bytes(context, layers) + TOKEN_ID_BYTES * context
+    around += 2 * features * layers * exact * model.dtype.itemsize
+    around += 2 * layers  # the symbols of a site fill whole bytes
+    left = ratio * full - around
+    if left <= 0:
+        raise ArgumentError(
+            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are, token ids and "
+            f"frames take {around / full:.3g} of the cache of {context} tokens"
+        )
+    return 8 * left / max(1, context - exact)
+
+
+def solve_stored(
+    model: PreTrainedModel, run: PreparedStored, folder: str | Path | None
+) -> CompressionPlan:
+    """Return the plan of a run.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As in `compress`, and unwrapped.
+    run : PreparedStored
+        From `prepare_stored`.
+    folder : str or Path, optional
+        Where Fisher moments are stored, for a run that goes on.
+
+    Raises
+    ------
+    ArgumentError
+        If no step takes so few bits.
+    RunError
+        As `PreparedCodes.moments`.
+    """
+    moments = run.moments(model, run.fitted, folder)
+    step = None
+    for _ in range(run.rounds):
+        sites = _sites(model, run, moments, step)
+        LOG.info("choosing the step of %d sites", len(sites))
+        step = find_step([site.latents for site in sites], run.bits)
+    assert step is not None
+    coded = [_coded(site, step, run.grouping) for site in sites]
+    layers = [
+        LayerPlan(key, value, key_coding=of_keys, value_coding=of_values)
+        for (key, of_keys), (value, of_values) in zip(coded[::2], coded[1::2], strict=True)
+    ]
+    return with_predicted_loss(model, run.plan(model, layers, sinks=run.recipe.sinks), run)
+
+
+def _sites(
+    model: PreTrainedModel, run: PreparedStored, moments: list[LayerMoments], step: float | None
+) -> list[Coordinates]:
+    """Return the coordinates of keys and of values of all layers, one after the other.
+
+    Both are predicted, if at all, from what this step gives back of the sites before; without one,
+    from these themselves.
+    """
+    sites: list[Coordinates] = []
+    below = Below(run.recipe.below)  # of tensors (tokens, D)
+    for activations in follow(capture(model, run.fitted), len(moments)):
+        of_layer = moments[activations.layer]
+        keys, values = activations.keys_in("pre"), activations.values_of()
+        for site_moments, x in ((of_layer.key, keys), (of_layer.value, values)):
+            x = by_token(x[:, :, run.first :])  # (S·n, D)
+            inputs = torch.cat(below.given, dim=1) if below.given else None
+            site = find_coordinates(site_moments, x, inputs, samples=len(x), folds=FOLDS)
+            if run.recipe.below is not None and step is not None:
+                x = _given_back(site, step, x)
+            below.add(x)
+            latents = sampled(site.latents, SAMPLES).float()  # held of all sites at once
+            sites.append(replace(site, latents=latents))
+    return sites
+
+
+def _given_back(site: Coordinates, step: float, x: Tensor) -> Tensor:
+    """Return what a codec gives back of keys or values (tokens, D) that it was not fitted to.
+
+    The site has latents of all of them, each predicted by a regression on others: where a latent is
+    rounded to 0, the prediction is what comes back.
+    """
+    scaled = (site.latents / step).float()
+    rounded = scaled.round()
+    errors = rounded * best_gains(scaled, rounded).float() - scaled
+    return x + (errors @ (site.up * step).float().mT).to(x)
+
+
+def _coded(site: Coordinates, step: float, grouping: HeadGrouping) -> tuple[Basis, EntropyCoding]:
+    """Return basis and tables of the latents that are not always 0."""
+    used = (site.latents / step).round().abs().amax(dim=0) > 0
+    order = used.int().argsort(descending=True, stable=True)
+    # Every head has as many latents: some that are always 0 may be among them.
+    order = order[: max(1, -(-int(used.sum()) // grouping.width)) * grouping.width]
+    coding = entropy_coding(site.latents[:, order] / step, site.mean, site.prediction)
+    down, up = (
+        detached(x[:, order].float().unsqueeze(0)) for x in (site.down / step, site.up * step)
+    )
+    return Basis(down, up, grouping), coding
