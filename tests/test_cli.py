@@ -654,10 +654,10 @@ class TestInterruption:
         ask = ("compress", MODEL, "--out", tmp_path / "plan")
         code, out, err = run(capsys, monkeypatch, *ask)
         assert (code, out) == (130, "")
-        assert err.endswith("nothing is saved; with --work FOLDER a run goes on where it was\n")
+        assert err.endswith("nothing is saved; with --work FOLDER the same command resumes\n")
         code, _, err = run(capsys, monkeypatch, *ask, "--work", tmp_path / "w")
         assert code == 130
-        assert f"interrupted: what is finished is in {tmp_path / 'w'}; the same comm" in err
+        assert f"interrupted: finished parts are in {tmp_path / 'w'}; the same comm" in err
 
     def test_a_real_one(self, tmp_path: Path) -> None:
         work = tmp_path / "work"
@@ -677,8 +677,8 @@ class TestInterruption:
             out, err = running.communicate()
         assert (running.returncode, out) == (130, "")
         assert err == (
-            f"manifoldkv: interrupted: what is finished is in {work}; the same command goes on "
-            "from there\n"
+            f"manifoldkv: interrupted: finished parts are in {work}; the same command resumes "
+            "there\n"
         )
         assert len(list(work.glob("layer-*"))) == 108  # bases at all ranks
         assert not (tmp_path / "plan").exists()
@@ -773,8 +773,8 @@ class TestHelp:
     @pytest.mark.parametrize("command", ["compress", "evaluate", "compare", "diagnose"])
     def test_the_text(self, command: str) -> None:
         assert self.default(command, "length") == f"{LENGTH}, or all the model takes"
-        said, own, _ = self.said(command, "text").partition(". 'own' is what the model itself")
-        said = said.removeprefix("The text is read from ").removesuffix(".")
+        said, own, _ = self.said(command, "text").partition(". 'own' is text that the model itself")
+        said = said.removeprefix("Text: ").removesuffix(".")
         assert sources.HELP.startswith(said)
         assert bool(own) == (command == "compress")
         assert self.default(command, "text").endswith("docstrings for the reference models")
@@ -972,7 +972,7 @@ class TestCompare:
         code, out, _ = run(capsys, monkeypatch, *ask)
         assert code == 0
         assert f"{half['added_nll']:.4f} ± {half['standard_error']:.4f}" in out
-        assert "as the uncompressed model goes on:" in out
+        assert "continued by the uncompressed model:" in out
 
     def test_texts_are_those_of_each_cache(self, plan: Path, capsys, monkeypatch) -> None:
         begun, few = ("--prompt", "Return the sum of"), ("--max-new-tokens", 5)

@@ -153,6 +153,7 @@ def test_first_tokens_are_not_fewer_than_none() -> None:
 
 def test_no_model_runs_on_symbols() -> None:
     model, plan, tokens = stored_model(), stored_plan(), some_tokens(2, 32)
-    for work in (tune, lambda *given: quantize(given[1], given[0], given[2], Quantization())):
-        with pytest.raises(PlanError, match="stored and not attended to"):
-            work(model, plan, tokens)
+    with pytest.raises(PlanError, match="coded latents cannot be tuned"):
+        tune(model, plan, tokens)
+    with pytest.raises(PlanError, match="stored and not attended to"):
+        quantize(plan, model, tokens, Quantization())

@@ -75,7 +75,7 @@ def compress(
         float | None,
         typer.Option(
             show_default="0.5",
-            help="The cache takes at most this share of the uncompressed one, in (0, 1].",
+            help="Largest share of the uncompressed cache, in (0, 1].",
         ),
     ] = None,
     nbytes: Annotated[
@@ -85,8 +85,7 @@ def compress(
             parser=parse_bytes,
             metavar="SIZE",
             show_default="as --ratio says",
-            help="The cache of one text of --context tokens takes at most so many bytes: 1GiB, "
-            "500MB.",
+            help="Most bytes of the cache of one text of --context tokens: 1GiB, 500MB.",
         ),
     ] = None,
     context: Annotated[
@@ -95,7 +94,7 @@ def compress(
             parser=parse_tokens,
             metavar="TOKENS",
             show_default="those of a window",
-            help="The ratio is kept for a text of so many tokens: 4000, or 32k, which is 32768.",
+            help="Length of the text that the ratio holds for: 4000, or 32k, which is 32768.",
         ),
     ] = None,
     recipe: Annotated[
@@ -116,23 +115,17 @@ def compress(
     ] = None,
     sequences: Annotated[
         int | None,
-        typer.Option(
-            min=1, show_default="64", help="The bases are fitted on so many windows of the text."
-        ),
+        typer.Option(min=1, show_default="64", help="Number of calibration windows."),
     ] = None,
     length: LengthOption = None,
-    out: Annotated[Path, typer.Option(**FOLDER, help="The plan is saved in this folder.")] = Path(
-        "plan"
-    ),
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite a plan that is in the folder.")
-    ] = False,
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing plan.")] = False,
     work: Annotated[
         Path | None,
         typer.Option(
             **FOLDER,
             show_default="nowhere",
-            help="Checkpoints are kept in this folder, from which a killed run goes on.",
+            help="Folder of checkpoints, from which an interrupted run resumes.",
         ),
     ] = None,
     offload: OffloadOption = False,
@@ -168,7 +161,7 @@ def compress(
 def generate(
     model: ModelArgument,
     prompt: Annotated[
-        str, typer.Option(help="The text begins with this, or with --chat this is the question.")
+        str, typer.Option(help="Beginning of the text, or the question with --chat.")
     ],
     plan: Annotated[
         Path | None,
@@ -176,7 +169,7 @@ def generate(
             "--plan",
             **FOLDER,
             show_default="the stock cache",
-            help="The text is written on the cache of the plan in this folder.",
+            help="Folder of the plan whose cache is used.",
         ),
     ] = None,
     chat: Annotated[
@@ -188,28 +181,27 @@ def generate(
         typer.Option(
             min=1,
             show_default="100, or all the model takes",
-            help="At most so many tokens are written.",
+            help="Largest number of new tokens.",
         ),
     ] = None,
     temperature: Annotated[
         float,
-        typer.Option(min=0, help="Tokens are drawn at this temperature; 0 takes the likeliest."),
+        typer.Option(min=0, help="Sampling temperature; 0 is greedy."),
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
-            help="Tokens are drawn among the likeliest that have this probability together, in "
-            "(0, 1]; it goes with a --temperature above 0."
+            help="Probability mass of nucleus sampling, in (0, 1]; needs a --temperature above 0."
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="The choice of tokens depends on it alone.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling (same seed, same text).")] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(
             **FILE,
             show_default="no file",
-            help="The prompt's cache is kept in this file, by a plan of recipe stored: it is read "
-            "if it holds the beginning of this prompt, and written if not.",
+            help="File of the prompt's stored cache (plan of recipe stored): read if it holds the "
+            "beginning of this prompt, written otherwise.",
         ),
     ] = None,
     device: DeviceOption = "cpu",
@@ -239,21 +231,21 @@ def evaluate(
         typer.Option(
             metavar="NAME,…",
             show_default="none, perplexity is measured",
-            help="Questions are asked instead that look back: passkey, copying, key-value, and of "
-            'RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, niah_multikey_2, '
-            "niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then that of a prompt "
-            "(1024, or half of what the model takes).",
+            help="Tasks that look back in the text, instead of perplexity: passkey, copying, "
+            'key-value, and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
+            "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
+            "that of a prompt (1024, or half of what the model takes).",
         ),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Each task has so many questions.")] = 20,
+    items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20,
     prefill: Annotated[
         Literal["exact", "compressed"],
         typer.Option(
-            help="The prompt of a question is read as it is and only its answer comes from the "
-            "compressed cache, or the prompt is read through the cache too."
+            help="Prompts read by the uncompressed model and only answers from the compressed "
+            "cache (exact), or both from the compressed cache (compressed)."
         ),
     ] = "exact",
-    seed: Annotated[int, typer.Option(help="The questions depend on it alone.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     offload: OffloadOption = False,
@@ -276,10 +268,8 @@ def evaluate(
 def export(
     model: ModelArgument,
     plan: PlanOption,
-    out: Annotated[Path, typer.Option(**FOLDER, help="The checkpoint is written to this folder.")],
-    force: Annotated[
-        bool, typer.Option("--force", help="A checkpoint that is in the folder is replaced.")
-    ] = False,
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     text: TextOption = None,
     sequences: SequencesOption = 8,
     length: LengthOption = None,
@@ -304,10 +294,10 @@ def export(
 def compare(
     model: ModelArgument,
     first: Annotated[
-        Path, typer.Argument(**FOLDER | {"metavar": "FIRST"}, help="The folder of a plan.")
+        Path, typer.Argument(**FOLDER | {"metavar": "FIRST"}, help="Folder of a plan.")
     ],
     second: Annotated[
-        Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="The folder of another plan.")
+        Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="Folder of another plan.")
     ],
     text: TextOption = None,
     sequences: SequencesOption = 8,
@@ -316,11 +306,11 @@ def compare(
         str | None,
         typer.Option(
             show_default="a window of the held-out text",
-            help="The text that is continued begins with this.",
+            help="Beginning of a text to continue on both caches.",
         ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="At most so many tokens are written on each cache.")
+        int, typer.Option(min=1, help="Largest number of new tokens on each cache.")
     ] = 60,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
@@ -341,9 +331,7 @@ def compare(
 def inspect(
     plan: Annotated[
         Path,
-        typer.Argument(
-            **FOLDER | {"metavar": "PLAN"}, help="The folder that the plan was saved in."
-        ),
+        typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan."),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -362,13 +350,13 @@ def bench(
         typer.Option(
             min=1,
             show_default="512, or what the model takes",
-            help="So many tokens are cached when decoding begins.",
+            help="Number of tokens in the cache when decoding begins.",
         ),
     ] = None,
     new_tokens: Annotated[
-        int, typer.Option(min=1, help="So many tokens are decoded in every turn.")
+        int, typer.Option(min=1, help="Number of tokens decoded in a round.")
     ] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Each cache has so many turns.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "float32",
     other_weights: OtherWeightsOption = False,

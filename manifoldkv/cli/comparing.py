@@ -139,8 +139,8 @@ def _table(found: dict[str, Any]) -> list[str]:
 def _texts(found: dict[str, Any]) -> list[str]:
     begun = found["prompt"]
     begun = f"…{begun[-SHOWN:]}" if len(begun) > SHOWN else begun
-    texts = [("a text", begun), ("as the uncompressed model goes on", found["uncompressed_text"])]
-    texts += [(f"as {plan['plan']} goes on", plan["text"]) for plan in found["plans"]]
+    texts = [("a text", begun), ("continued by the uncompressed model", found["uncompressed_text"])]
+    texts += [(f"continued by {plan['plan']}", plan["text"]) for plan in found["plans"]]
     lines = []
     for name, written in texts:
         lines += [f"{name}:", textwrap.indent(written, "  "), ""]

@@ -162,7 +162,7 @@ def answer(model: GivenModel, plan: GivenPlan, text: GivenText, asked: GivenTask
     }
     lines = [
         f"answers found after {length} tokens, {asked.items} questions of each task, prompts read "
-        f"{'as they are' if asked.prefill == 'exact' else 'through the cache'}",
+        f"{'uncompressed' if asked.prefill == 'exact' else 'through the cache'}",
         f"  {'task':16} {'uncompressed':>12} {'compressed':>16} {'added nats':>18}",
     ]
     for _, row in table.iterrows():

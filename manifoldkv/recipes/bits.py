@@ -163,7 +163,7 @@ def _sites(
     Both are predicted, if at all, from what codes of so many bits give back of the sites before;
     without bits, from these themselves.
     """
-    given_back = "" if bits is None else ", predicted from what is given back"
+    given_back = "" if bits is None else ", predicted from reconstructions"
     LOG.info("fitting quantisers of %d layers%s", len(moments), given_back)
     windows, recipe = run.windows, run.recipe
     below = Below(recipe.below)  # of tensors (tokens, D)

@@ -77,11 +77,11 @@ def _reconstructed(
         inputs = torch.cat([*below], dim=1)[:, : len(coding.prediction)]
     if isinstance(coding, Coding):
         return reconstructed(basis, coding, x, inputs)
-    expected = coding.mean
+    expected = coding.mean.to(x)
     if inputs is not None and coding.prediction is not None:
-        expected = expected + inputs @ coding.prediction
-    symbols = ((x - expected) @ basis.down[0]).round()
-    return expected + symbols * coding.gain @ basis.up[0].mT
+        expected = expected + inputs @ coding.prediction.to(x)
+    symbols = ((x - expected) @ basis.down[0].to(x)).round()
+    return expected + symbols * coding.gain.to(x) @ basis.up[0].mT.to(x)
 
 
 def _cost(errors: Tensor, moments: SiteMoments) -> float:

@@ -113,7 +113,7 @@ def _symbol_bits(
     left = ratio * full - around
     if left <= 0:
         raise ArgumentError(
-            f"ratio {ratio:g} is too small: {sinks} tokens that stay as they are, token ids and "
+            f"ratio {ratio:g} is too small: {sinks} uncompressed tokens, token ids and "
             f"frames take {around / full:.3g} of the cache of {context} tokens"
         )
     return 8 * left / max(1, context - exact)

@@ -183,7 +183,7 @@ def test_bad_input_is_one_clear_line(arguments, message, tmp_path):
 def test_short_text_says_how_much_there_is(text, tmp_path):
     done = study("--text", text, "--sequences", "500", "--out", tmp_path / "out")
     assert done.code == 2
-    assert "ask for at most" in done.err
+    assert "ask for fewer or shorter" in done.err
     assert str(text) in done.err
 
 

@@ -1,0 +1,44 @@
+"""Plain English where users read: messages, help, the README and the documentation."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RIDDLES = re.compile(
+    r"\b(comes? back|gives? back|gave back|given back|so many\b(?! as)|as (they|it) are|"
+    r"as it is\b|(is|are) none\b|goes? on\b|what is left|what there is|hopefully)",
+    re.IGNORECASE,
+)
+"""Phrases of no field: say reconstruction, number of, uncompressed, unknown, resumes, residual."""
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = sorted((ROOT / "manifoldkv").rglob("*.py"))
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Strings of a module that are no docstrings: what it prints and raises."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_has_no_riddles(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [found[0] for found in RIDDLES.finditer(text)] == []
+
+
+def test_messages_and_help_have_no_riddles() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in MODULES
+        for line, text in texts(path)
+        if RIDDLES.search(text)
+    ]
+    assert found == []
