@@ -61,9 +61,13 @@ def assert_same(found: DynamicCache, expected: DynamicCache, tokens: int | None 
 
 
 @pytest.mark.parametrize(
-    ("rotary", "below"), [("pre", 2), ("pre", 1), ("pre", 0), ("pre", None), ("post", 2)]
+    ("family", "rotary", "below"),
+    [
+        *((family, "pre", 2) for family in FAMILIES),
+        *(("llama", "post", 2), ("glm4", "post", 2)),
+        *(("llama", "pre", 0), ("qwen3", "pre", 1), ("glm4", "pre", None)),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_errors_are_those_of_rounding_in_the_plans_coordinates(
     family: str, rotary: str, below: int | None
 ) -> None:

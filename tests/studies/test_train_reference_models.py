@@ -61,14 +61,14 @@ def test_trained_model_loads_with_its_card(script, monkeypatch, tmp_path, archit
 
 
 def test_interrupted_training_ends_in_the_same_weights(script, monkeypatch, tmp_path):
-    options = ("llama", "--tokens", "768", "--checkpoint-every", "2")
+    options = ("llama", "--tokens", "512", "--checkpoint-every", "2")
     (tmp_path / "straight").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "straight")
     straight = run(script, monkeypatch, tmp_path / "straight", *options)
     take_step, steps = script.take_step, itertools.count()
 
     def interrupted(*arguments):
-        if next(steps) == 5:
+        if next(steps) == 3:
             raise KeyboardInterrupt
         return take_step(*arguments)
 
