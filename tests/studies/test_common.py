@@ -63,7 +63,7 @@ def test_a_study_is_a_program_of_its_own(tmp_path: Path) -> None:
 DRAWN = {
     "codec": ["codec/smollm2"],
     "compare_objectives": ["compare_objectives/reference-llama"],
-    "frontier": ["frontier/reference-llama"],
+    "frontier": ["frontier/smollm2", "frontier/reference-llama"],
     "solver_efficiency": ["solver_efficiency/reference-qwen3"],
 }
 
