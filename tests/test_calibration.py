@@ -207,12 +207,15 @@ class TestTokensOfAModel:
         with pytest.raises(ArgumentError, match=message):
             ENTRIES[entry](tiny_model("llama"), tokens)
 
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-    def test_every_integer_is_an_id(self, dtype):
+    @pytest.mark.parametrize(
+        ("dtype", "recipe"),
+        [(torch.uint8, "eigen-attention"), (torch.int16, "low-rank"), (torch.int32, "commuting")],
+    )
+    def test_every_integer_is_an_id(self, dtype, recipe):
         model, tokens = tiny_model("llama"), tiny_tokens()
         assert perplexity(model, tokens.to(dtype)) == perplexity(model, tokens)
         found, expected = (
-            compress(model, ids, recipe=short("low-rank")) for ids in (tokens.to(dtype), tokens)
+            compress(model, ids, recipe=short(recipe)) for ids in (tokens.to(dtype), tokens)
         )
         assert found == expected
 

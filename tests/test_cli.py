@@ -1,20 +1,24 @@
 """The command as a user types it."""
 
 import inspect
+import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -68,13 +72,17 @@ def run(
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "plan"
     arguments = (MODEL, "--recipe", "eigen-attention", "--out", str(folder), *FEW)
-    done = subprocess.run(
-        [*COMMAND, "compress", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"plan: {folder}" in done.stdout
+    with (
+        mock.patch.object(sys, "argv", ["manifoldkv", "compress", *arguments]),
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    assert not ended.value.code, err.getvalue()
+    assert f"plan: {folder}" in out.getvalue()
     estimated = ["reading", "rehearsing"]
-    assert phases(done.stderr) == ["loading", *estimated, "reading", "finding", "choosing"]
+    assert phases(err.getvalue()) == ["loading", *estimated, "reading", "finding", "choosing"]
     return folder
 
 
@@ -374,15 +382,16 @@ def test_diagnose_has_a_row_per_layer(plan: Path, capsys, monkeypatch) -> None:
     assert all(0 < row["layer_output_error"] < 1 for row in rows)
 
 
-@pytest.mark.parametrize("recipe", ["bits", "best", "stored"])
-def test_diagnose_sees_rounding(recipe: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_diagnose_sees_rounding(stored: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Of bits in a cache, and of symbols in a file."""
     tokens = torch.randint(1, 4000, (4, 64), generator=torch.Generator().manual_seed(0))
     model, _ = load_model(MODEL)
-    compress_to_plan(model, tokens, recipe=recipe, ratio=0.25, context=400).save(tmp_path)
-    ask = ("diagnose", MODEL, "--plan", tmp_path, *FEW)
-    rows = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])["layers"]
-    assert [row["layer"] for row in rows] == list(range(6))
-    assert all(1e-3 < row["layer_output_error"] < 1 for row in rows)
+    compress_to_plan(model, tokens, recipe="best", ratio=0.25, context=400).save(tmp_path)
+    for folder in (tmp_path, stored):
+        ask = ("diagnose", MODEL, "--plan", folder, *FEW)
+        rows = strict_json(run(capsys, monkeypatch, *ask, "--json")[1])["layers"]
+        assert [row["layer"] for row in rows] == list(range(6))
+        assert all(1e-3 < row["layer_output_error"] < 1 for row in rows)
 
 
 def test_what_is_registered_is_listed(capsys, monkeypatch) -> None:
@@ -573,13 +582,13 @@ class TestWhatIsInTheWay:
         assert (plan / "plan.json").read_bytes() == before
         assert run(capsys, monkeypatch, *self.ASK, "--out", plan, "--dry-run")[0] == 0
 
-    def test_force_overwrites_it(self, tmp_path: Path, capsys, monkeypatch) -> None:
-        assert run(capsys, monkeypatch, *self.ASK, "--out", tmp_path)[0] == 0
-        other = (*self.ASK, "--ratio", 0.75, "--out", tmp_path)
+    def test_force_overwrites_it(self, plan: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+        folder = shutil.copytree(plan, tmp_path / "plan")
+        other = (*self.ASK, "--ratio", 0.75, "--out", folder)
         assert run(capsys, monkeypatch, *other)[0] == 2
-        assert CompressionPlan.load(tmp_path).ratio == 0.5
+        assert CompressionPlan.load(folder).ratio == 0.5
         assert run(capsys, monkeypatch, *other, "--force")[0] == 0
-        assert CompressionPlan.load(tmp_path).ratio == 0.75
+        assert CompressionPlan.load(folder).ratio == 0.75
 
     def test_the_folder_of_its_own_checkpoints_is_its_own(
         self, tmp_path: Path, capsys, monkeypatch

@@ -226,9 +226,10 @@ def test_it_composes_with_rounding() -> None:
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("objective", ["fisher", "kq-svd", "layer-output"])
-def test_it_can_be_estimated(steps: int, objective: str) -> None:
+@pytest.mark.parametrize(
+    ("objective", "steps"), [("fisher", 0), ("kq-svd", 0), ("kq-svd", 2), ("layer-output", 2)]
+)
+def test_it_can_be_estimated(objective: str, steps: int) -> None:
     recipe = CommutingRecipe(objective, tuning_steps=steps)
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
     found = estimate(model, tokens, ratio=0.5, recipe=recipe)
@@ -261,10 +262,9 @@ def test_a_recipe_describes_itself() -> None:
     assert CommutingRecipe("kq-svd", "2").describe()["key_grouping"] == 2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_layer_output_is_reached_from_query_weights(family: str) -> None:
+def test_layer_output_is_reached_from_query_weights() -> None:
     """Same ranks and frequencies; less error of each layer; nothing but the bases has moved."""
-    model, tokens = tiny_model(family), tiny_tokens(4, 24)
+    model, tokens = tiny_model("qwen3"), tiny_tokens(4, 24)
     start, moved = (
         compress(model, tokens, recipe=CommutingRecipe(objective), ratio=0.5)
         for objective in ("kq-svd", "layer-output")

@@ -261,9 +261,15 @@ def plan_by(recipe: str | Recipe, ratio: float = 0.5) -> CompressionPlan:
 
 
 class TestQuantize:
-    @pytest.mark.parametrize("rotation", ["none", "pca", "hadamard"])
-    @pytest.mark.parametrize("recipe", ["eigen-attention", Recipe("kq-svd", "closed-form", 1, 1)])
-    @pytest.mark.parametrize("ratio", [0.5, 0.75])
+    @pytest.mark.parametrize(
+        ("rotation", "recipe", "ratio"),
+        [
+            ("none", "eigen-attention", 0.5),
+            ("pca", "eigen-attention", 0.75),
+            ("pca", Recipe("kq-svd", "closed-form", 1, 1), 0.5),
+            ("hadamard", Recipe("kq-svd", "closed-form", 1, 1), 0.75),
+        ],
+    )
     def test_a_rotation_leaves_the_projector_as_it_is(
         self, rotation: str, recipe: str | Recipe, ratio: float
     ) -> None:
@@ -319,9 +325,14 @@ class TestQuantize:
 
 
 class TestRankRules:
-    @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
-    @pytest.mark.parametrize("rotary", ["pre", "post"])
-    @pytest.mark.parametrize("ratio", [0.26, 0.5, 0.77, 1.0])
+    @pytest.mark.parametrize(
+        ("rule", "rotary", "ratio"),
+        [
+            *(("sequential", "pre", 0.26), ("sequential", "post", 1.0)),
+            *(("threshold", "pre", 0.77), ("threshold", "post", 0.26)),
+            *(("optimal", "pre", 0.5), ("optimal", "post", 0.77)),
+        ],
+    )
     def test_the_ratio_is_never_exceeded(self, rule: str, rotary: str, ratio: float) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         recipe = replace(RECIPES["eigen-attention"], ranks=rule)

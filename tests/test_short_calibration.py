@@ -27,7 +27,7 @@ def texts(draw: st.DrawFn) -> torch.Tensor:
     return torch.randint(1, 1 + kinds, (sequences, length), generator=generator)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     family=st.sampled_from([*FAMILIES, *MORE_FAMILIES]),
     dtype=st.sampled_from(DTYPES),
@@ -64,7 +64,7 @@ def test_the_error_falls_as_the_text_grows(recipe: str) -> None:
     held_out = sample_tokens(text, tokenizer, sequences=4, length=128, split="held-out")
     long = sample_tokens(text, tokenizer, sequences=8, length=128, split="calibration")
     losses = []
-    for tokens in (long[:1, :16], long[:1, :64], long[:4, :64], long):
+    for tokens in (long[:1, :16], long[:2, :64], long):
         plan = compress(model, tokens, recipe=recipe, ratio=0.25, context=512)
         losses.append(perplexity(model, held_out, plan).nll)
     assert losses == sorted(losses, reverse=True)

@@ -29,10 +29,10 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def data(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve items of every task in the layout of the harness's documents."""
+    """Eight items of every task in the layout of the harness's documents."""
     folder = tmp_path_factory.mktemp("tasks")
     text = open_text("pydoc-topics")
-    write_continuation_task(text, model[1], folder / "continuation.jsonl", items=12, split=None)
+    write_continuation_task(text, model[1], folder / "continuation.jsonl", items=8, split=None)
     items = [json.loads(line) for line in (folder / "continuation.jsonl").read_text().splitlines()]
     for task in ("hellaswag", "piqa"):
         (folder / task).mkdir()
@@ -68,7 +68,7 @@ def accuracy_by_hand(model: Model, data: Path) -> float:
 def test_accuracy_is_that_of_the_likeliest_choice(model: Model, data: Path) -> None:
     found = zero_shot(*model, ["continuation"], data=data).iloc[0]
     assert found["accuracy"] == pytest.approx(accuracy_by_hand(model, data))
-    assert found["items"] == 12
+    assert found["items"] == 8
     assert found["standard_error"] > 0
 
 
@@ -100,10 +100,10 @@ def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -
     for name, content in (files | {"inner": inner, "outer": outer}).items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
     group, task = (
-        zero_shot(*model, [name], task_files=tmp_path, limit=4).iloc[0]
+        zero_shot(*model, [name], task_files=tmp_path, limit=2).iloc[0]
         for name in ("outer", "third")
     )
-    assert (group["items"], task["items"]) == (12, 4)
+    assert (group["items"], task["items"]) == (6, 2)
     assert group["metric"] == task["metric"] == "acc"
     assert group["accuracy"] == pytest.approx(task["accuracy"])  # three times the same
 
@@ -146,7 +146,7 @@ def test_the_harness_finds_the_model_by_name(model: Model, data: Path, tmp_path:
     arguments = f"pretrained={FOLDER},plan={tmp_path / 'plan'}"
     command = [sys.executable, "-m", "manifoldkv.evaluation.zero_shot", "--model", "manifoldkv"]
     command += ["--model_args", arguments, "--tasks", "continuation", "--device", "cpu"]
-    command += ["--include_path", str(tmp_path / "tasks"), "--limit", "4"]
+    command += ["--include_path", str(tmp_path / "tasks"), "--limit", "2"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "continuation" in run.stdout
@@ -156,7 +156,7 @@ class TestContinuationTask:
     def test_every_place_is_right_equally_often(self, data: Path) -> None:
         lines = (data / "continuation.jsonl").read_text().splitlines()
         items = [json.loads(line) for line in lines]
-        assert [item["gold"] for item in items] == [i % 4 for i in range(12)]
+        assert [item["gold"] for item in items] == [i % 4 for i in range(8)]
         assert all(len(set(item["choices"])) == 4 for item in items)
 
     def test_the_right_choice_goes_on(self, model: Model, data: Path) -> None:

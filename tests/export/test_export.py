@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,18 +54,18 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-folder, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
-model = AutoModelForCausalLM.from_pretrained(folder)
-cache = DynamicCache(config=model.config)
-with torch.no_grad():
-    logits = torch.cat([
-        model(ids[:, :5], past_key_values=cache).logits,
-        *(model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5, ids.shape[1])),
-    ], dim=1)
-held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+ids = torch.tensor(json.loads(sys.argv[1]))
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        pieces = ids[:, :5], *ids[:, 5:].split(1, dim=1)
+        logits = torch.cat([model(x, past_key_values=cache).logits for x in pieces], dim=1)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    shape = torch.tensor(cache.layers[0].keys.shape)
+    found = {"logits": logits, "shape": shape, "bytes": torch.tensor(held)}
+    save_file(found, f"{folder}.safetensors")
 assert "manifoldkv" not in sys.modules
-shape = torch.tensor(cache.layers[0].keys.shape)
-save_file({"logits": logits, "shape": shape, "bytes": torch.tensor(held)}, sys.argv[3])
 """
 
 
@@ -99,23 +100,35 @@ def test_it_computes_what_the_compressed_cache_does(name: str, ratio: float) -> 
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", EXPORTED)
-def test_transformers_loads_it_without_us(name: str, tmp_path: Path) -> None:
-    model, tokens = model_of(name, torch.float32), tiny_tokens(2, 12)
-    plan = plan_for(model, name)
-    found = export_checkpoint(model, plan, tmp_path / "plain")
-    ids, out = json.dumps(tokens.tolist()), tmp_path / "found.safetensors"
-    command = [sys.executable, "-c", LOADED, str(found.folder), ids, str(out)]
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
+    """All of them written here, and read by one process that knows nothing of us."""
+    root, tokens, written = tmp_path_factory.mktemp("exported"), tiny_tokens(2, 12), {}
+    for name in EXPORTED:
+        model = model_of(name, torch.float32)
+        plan = plan_for(model, name)
+        written[name] = model, plan, export_checkpoint(model, plan, root / name)
+    folders = [str(found.folder) for _, _, found in written.values()]
+    command = [sys.executable, "-c", LOADED, json.dumps(tokens.tolist()), *folders]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loaded = load_file(out)
+    return lambda name: (
+        tokens,
+        *written[name],
+        load_file(f"{written[name][2].folder}.safetensors"),
+    )
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_transformers_loads_it_without_us(name: str, loaded: Callable[[str], tuple]) -> None:
+    tokens, model, plan, found, read = loaded(name)
     expected = logits_of(model, tokens, plan)
-    torch.testing.assert_close(loaded["logits"], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(read["logits"], expected, rtol=1e-3, atol=1e-3)
     config = json.loads((found.folder / "config.json").read_text())
     heads = model.config.num_key_value_heads // plan.layers[0].key.grouping.width
-    assert loaded["shape"].tolist()[1::2] == [heads, config["head_dim"]]
+    assert read["shape"].tolist()[1::2] == [heads, config["head_dim"]]
     cached = min(12, (getattr(model.config, "sliding_window", None) or 99) - 1)
-    assert loaded["bytes"] == 2 * cached * found.bytes_per_token
+    assert read["bytes"] == 2 * cached * found.bytes_per_token
     assert found.bytes_per_token == plan.bytes_per_token(torch.float32)
     stock = 3 * 2 * model.config.num_key_value_heads * 8 * 4
     assert found.stock_bytes_per_token == stock

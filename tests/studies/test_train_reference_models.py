@@ -47,28 +47,28 @@ def run(script, monkeypatch, tmp_path, *arguments, code=0):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_trained_model_loads_with_its_card(script, monkeypatch, tmp_path, architecture):
-    folder = run(script, monkeypatch, tmp_path, architecture, "--tokens", "1280")
+    folder = run(script, monkeypatch, tmp_path, architecture, "--tokens", "512")
     model, tokenizer = load_model(str(folder))
     assert model.config.model_type == architecture
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "| tokens seen | 1,280 |" in card
+    assert "| tokens seen | 512 |" in card
     assert "| seed | 0 |" in card
-    assert f"train_reference_models.py {architecture} --tokens 1280" in card
+    assert f"train_reference_models.py {architecture} --tokens 512" in card
     text = "Return the a of a u.\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_interrupted_training_ends_in_the_same_weights(script, monkeypatch, tmp_path):
-    options = ("llama", "--tokens", "768", "--checkpoint-every", "2")
+    options = ("llama", "--tokens", "512", "--checkpoint-every", "2")
     (tmp_path / "straight").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "straight")
     straight = run(script, monkeypatch, tmp_path / "straight", *options)
     take_step, steps = script.take_step, itertools.count()
 
     def interrupted(*arguments):
-        if next(steps) == 5:
+        if next(steps) == 3:
             raise KeyboardInterrupt
         return take_step(*arguments)
 
@@ -102,7 +102,7 @@ def test_committed_models_know_english_technical_prose(name):
     """A uniform guess has perplexity 4096; these are real models."""
     model, tokenizer = load_model(str(REFERENCE / name))
     tokens = sample_tokens(
-        open_text("docstrings"), tokenizer, sequences=4, length=256, split="held-out"
+        open_text("docstrings"), tokenizer, sequences=4, length=128, split="held-out"
     )
     with torch.no_grad():
         logits = model(input_ids=tokens[:, :-1]).logits
