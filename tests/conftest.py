@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",
         action="store_true",
-        help="also tests that start clusters, browsers, builds or runs to kill, and six times as "
+        help="also tests that start clusters, browsers, builds or runs to kill, and ten times as "
         "many examples of every property",
     )
 

@@ -253,7 +253,7 @@ def test_gradients_are_nothing_on_average() -> None:
     assert (gradients.mean(dim=0).abs() < 5 * error).all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
 def test_small_errors_cost_what_it_says(family: str) -> None:
     """The divergence under random errors δ of all tokens is ½ Σ δᵀ F δ nats on average.
 
