@@ -39,10 +39,11 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv import ArgumentError, Codec, CompressionPlan, compress, open_text, sample_tokens
+from manifoldkv import Codec, CompressionPlan, compress, open_text, sample_tokens
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.palette import colour_at
 from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.questions import TASKS, Question, questions
 from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens

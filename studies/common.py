@@ -13,15 +13,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import (
-    ManifoldKVError,
-    Perplexity,
-    RunError,
-    load_model,
-    open_text,
-    sample_tokens,
-)
+from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
 from manifoldkv.diagnostics.figures import save_figure
+from manifoldkv.errors import RunError
+from manifoldkv.evaluation.perplexity import Perplexity
 from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from manifoldkv.runs.executors import set_threads

@@ -48,25 +48,16 @@ from paper.tasks import continuation_task, tasks_from
 from torch import Tensor
 from tqdm import tqdm
 
-from manifoldkv import (
-    GivenRanks,
-    ManifoldKVError,
-    Predictor,
-    Quantization,
-    RiemannianAdam,
-    capture,
-    diagnose,
-    open_text,
-    quantize,
-    sample_tokens,
-)
+from manifoldkv import ManifoldKVError, Quantization, diagnose, open_text, quantize, sample_tokens
+from manifoldkv.activations.capture import capture
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.diagnostics.figures import table_of_results
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.zero_shot import ManifoldKVLM
+from manifoldkv.ranks import GivenRanks
 from manifoldkv.recipes.rounding import Rotation
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.solvers import SOLVERS
+from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}

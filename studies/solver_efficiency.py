@@ -33,26 +33,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from manifoldkv import (
-    Basis,
-    Batch,
-    HeadGrouping,
-    LayerActivations,
-    LayerOutput,
-    ManifoldKVError,
-    Predictor,
-    Problem,
-    RiemannianAdam,
-    Solver,
-    capture,
-    layer_errors,
-    rank_from_ratio,
-)
-from manifoldkv.basis import Site
+from manifoldkv import ManifoldKVError, Solver
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping, Site, rank_from_ratio
+from manifoldkv.diagnostics import layer_errors
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.style import label_axes, logarithmic, reference, title_above
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.objectives import LayerOutput, Problem
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.solvers import Predictor, RiemannianAdam
 
 SITES: tuple[Site, ...] = ("key", "value")
 GROUPINGS: dict[Site, str | int] = {"key": "shared", "value": 1}  # the paper's

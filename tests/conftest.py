@@ -3,12 +3,7 @@
 Processes run side by side (pytest-xdist), a file each; two threads in each would starve each other.
 """
 
-import importlib.metadata
 import os
-from collections.abc import Iterator
-from functools import cache, wraps
-from pathlib import Path
-from unittest import mock
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -16,27 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from manifoldkv.text import docstrings
-
 torch.set_num_threads(1)
-# Digests of code ask for the same versions thousands of times, a file to parse each: 1 ms.
-importlib.metadata.version = cache(importlib.metadata.version)
 settings.register_profile("quick", max_examples=30, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _installed_files_are_listed_once() -> Iterator[None]:
-    """What docstrings are read from takes most of a second to list, of real packages."""
-    listed, roots = docstrings._source_files, docstrings._roots
-    known = cache(listed)
-
-    @wraps(listed)
-    def once() -> list[Path]:
-        return known() if docstrings._roots is roots else listed()
-
-    with mock.patch.object(docstrings, "_source_files", once):
-        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["manifoldkv"]):
-    from manifoldkv import CompressionPlan, PlanError
+    from manifoldkv import CompressionPlan
+    from manifoldkv.errors import PlanError
     from manifoldkv.plan.files import DESCRIPTION, TENSORS
 
 from tests.families import tiny_model

@@ -9,21 +9,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from manifoldkv import (
-    Basis,
-    BitRecipe,
-    CompressionPlan,
-    HeadGrouping,
-    LayerPlan,
-    Provenance,
-    Quantization,
-    compress,
-)
+from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import WIDTHS
 from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.provenance import Provenance
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv import CompressionPlan, StoredRecipe, compress
+from manifoldkv import CompressionPlan, compress
+from manifoldkv.recipes.recipe import StoredRecipe
 from tests.families import COMMON, tiny_model
 
 CONTEXT = 600

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import (
-    ArgumentError,
     BitRecipe,
     CompressionPlan,
     compress,
@@ -25,6 +24,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import SiteMoments, fisher_moments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.transform import RIDGE
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import Comparison, perplexity
 from manifoldkv.objectives import OBJECTIVES
 from tests.families import tiny_model, tiny_tokens

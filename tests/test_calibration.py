@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from manifoldkv import Quantization, capture, compress, quantize, tune
+from manifoldkv import Quantization, compress, quantize, tune
+from manifoldkv.activations.capture import capture
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.text import sources

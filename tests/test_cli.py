@@ -24,17 +24,7 @@ import pytest
 import torch
 import typer
 
-from manifoldkv import (
-    OBJECTIVES,
-    RANK_RULES,
-    RECIPES,
-    SOLVERS,
-    CompressionConfig,
-    CompressionPlan,
-    Optimal,
-    load_model,
-    own_text,
-)
+from manifoldkv import RECIPES, CompressionPlan, load_model
 from manifoldkv import compress as compress_to_plan
 from manifoldkv.cli import inputs, main, measuring, planning
 from manifoldkv.cli.app import app
@@ -44,7 +34,12 @@ from manifoldkv.coding.integers import BITS
 from manifoldkv.evaluation import Comparison, Perplexity, decode_speed
 from manifoldkv.evaluation.questions import TASKS
 from manifoldkv.evaluation.speed import PROMPT
+from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.ranks import RANK_RULES, Optimal
+from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.own import own_text
 from manifoldkv.recipes.recipe import DEFAULT_RECIPE
+from manifoldkv.solvers import SOLVERS
 from manifoldkv.text import sources
 from manifoldkv.text.tokens import LENGTH, SEQUENCES
 from tests.families import tiny_model, tiny_tokens

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from manifoldkv import Basis, CompressionPlan, HeadGrouping, PlanError, compressed
-from manifoldkv.basis import orthonormality_error
+from manifoldkv import CompressionPlan, compressed
+from manifoldkv.basis import Basis, HeadGrouping, orthonormality_error
 from manifoldkv.commuting import commuting_basis, complex_columns, hermitian_parts
+from manifoldkv.errors import PlanError
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import any_basis, any_commuting_basis, random_plan
 

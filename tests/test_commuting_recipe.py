@@ -10,29 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifoldkv import (
-    KQSVD,
-    RECIPES,
-    ArgumentError,
-    Basis,
-    BitRecipe,
-    CommutingRecipe,
-    CompressionConfig,
-    HeadGrouping,
-    LayerOutput,
-    ModelError,
-    Quantization,
-    capture,
-    compress,
-    compressed,
-    tune,
-)
+from manifoldkv import RECIPES, BitRecipe, Quantization, compress, compressed, tune
+from manifoldkv.activations.capture import capture
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.commuting import hermitian_parts
+from manifoldkv.errors import ArgumentError, ModelError
 from manifoldkv.models.projected import divergence
+from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_directions
 from manifoldkv.recipes import tune as tuning
 from manifoldkv.recipes.commuting import _latents, closed_form
+from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate
+from manifoldkv.recipes.recipe import CommutingRecipe
 from tests.families import tiny_model, tiny_tokens
 
 HALF, HEADS = 4, 3

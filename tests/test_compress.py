@@ -10,34 +10,27 @@ import torch
 
 from manifoldkv import (
     RECIPES,
-    ArgumentError,
-    CompressionConfig,
     CompressionPlan,
-    GivenRanks,
-    HeadGrouping,
-    LayerActivations,
-    LayerOutput,
-    ModelError,
-    PlanError,
-    Predictor,
     Quantization,
     Recipe,
-    RiemannianAdam,
-    Uniform,
-    capture,
     compress,
     compressed,
-    layer_errors,
     load_model,
-    projector_distance,
     quantize,
     tune,
 )
+from manifoldkv.activations.capture import capture
 from manifoldkv.activations.decoder import compressed_output
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.basis import HeadGrouping, projector_distance
+from manifoldkv.diagnostics import layer_errors
+from manifoldkv.errors import ArgumentError, ModelError, PlanError
 from manifoldkv.models.projected import divergence, log_probabilities
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.ranks import PAPER_CANDIDATES, candidate_ranks
+from manifoldkv.objectives import OBJECTIVES, LayerOutput
+from manifoldkv.ranks import PAPER_CANDIDATES, GivenRanks, Uniform, candidate_ranks
+from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.solve import BasisFinder
+from manifoldkv.solvers import Predictor, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.recipes import short

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manifoldkv import OBJECTIVES, Batch, HeadGrouping, LayerActivations
 from manifoldkv import basis as basis_module
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.decoder import compressed_output
-from manifoldkv.basis import Basis, Rotary, Site, identity_basis
+from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, identity_basis
+from manifoldkv.objectives import OBJECTIVES
 from tests.families import tiny_model, tiny_tokens
 
 LARGE = ("inputs", "outputs")

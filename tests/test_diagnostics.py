@@ -18,16 +18,16 @@ from manifoldkv import (
     BitRecipe,
     Codec,
     CompressionPlan,
-    PlanError,
     Quantization,
     compress,
     compressed,
-    full_rank_plan,
 )
 from manifoldkv.activations.decoder import attention_output, layer_output
 from manifoldkv.basis import HeadGrouping, Rotary
 from manifoldkv.diagnostics import diagnose, diagnose_plan, layer_errors
+from manifoldkv.errors import PlanError
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.recipes.full_rank import full_rank_plan
 from manifoldkv.testing import HEAD_DIM, random_basis, tiny_activations
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan

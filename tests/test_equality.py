@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from manifoldkv import (
-    RECIPES,
-    Batch,
-    CompressionPlan,
-    HeadGrouping,
-    Quantization,
-    Solution,
-    compress,
-    quantize,
-)
-from manifoldkv.basis import identity_basis
+from manifoldkv import RECIPES, CompressionPlan, Quantization, compress, quantize
+from manifoldkv.activations.layer import Batch
+from manifoldkv.basis import HeadGrouping, identity_basis
 from manifoldkv.ranks.surfaces import ErrorSurface
+from manifoldkv.solvers import Solution
 from tests.families import activations_of, tiny_model, tiny_tokens
 from tests.plans import random_plan
 

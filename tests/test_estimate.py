@@ -3,14 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import (
-    RANK_RULES,
-    RECIPES,
-    ArgumentError,
-    BitRecipe,
-    Recipe,
-)
+from manifoldkv import RECIPES, BitRecipe, Recipe
+from manifoldkv.errors import ArgumentError
 from manifoldkv.models.offloading import load_offloaded
+from manifoldkv.ranks import RANK_RULES
 from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import (
-    LayerActivations,
-    ModelError,
-    capture,
-    compress,
-    compressed,
-    full_rank_plan,
-)
+from manifoldkv import compress, compressed
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.errors import ModelError
 from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
+from manifoldkv.recipes.full_rank import full_rank_plan
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
 

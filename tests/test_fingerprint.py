@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import (
     CompressionPlan,
-    ModelError,
-    PlanError,
     Quantization,
     compress,
     compressed,
@@ -21,6 +19,7 @@ from manifoldkv import (
     tune,
 )
 from manifoldkv.cli import main
+from manifoldkv.errors import ModelError, PlanError
 from manifoldkv.models.fingerprint import SIDE, fingerprint
 from manifoldkv.models.offloading import LayerWeights, load_offloaded
 from manifoldkv.models.support import decoder_layers

@@ -8,18 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from manifoldkv import (
-    CompressionPlan,
-    HeadGrouping,
-    PlanError,
-    Quantization,
-    compressed,
-    full_rank_plan,
-    quantize,
-)
-from manifoldkv.basis import identity_basis
+from manifoldkv import CompressionPlan, Quantization, compressed, quantize
+from manifoldkv.basis import HeadGrouping, identity_basis
 from manifoldkv.cli.planning import inspect
+from manifoldkv.errors import PlanError
 from manifoldkv.models.support import sliding_windows
+from manifoldkv.recipes.full_rank import full_rank_plan
 from manifoldkv.reports.plan import write_report
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
 from tests.cache.test_quantization import latents_of, rounded_by_numpy

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from manifoldkv import (
-    ArgumentError,
     CompressionPlan,
-    PlanError,
     Quantization,
     compressed,
     load_model,
     open_text,
     sample_tokens,
 )
+from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
 from manifoldkv.recipes.rounding import quantize
 from tests.families import tiny_model, tiny_tokens

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import close_session, constants
 
-from manifoldkv import CompressionPlan, PlanError, RunError
+from manifoldkv import CompressionPlan
+from manifoldkv.errors import PlanError, RunError
 from tests.families import tiny_model
 from tests.plans import random_plan
 

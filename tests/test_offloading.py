@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from manifoldkv import ModelError, compress, compressed, load_model
+from manifoldkv import compress, compressed, load_model
+from manifoldkv.errors import ModelError
 from manifoldkv.models.offloading import device_of, load_offloaded, named_weights, resident
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model

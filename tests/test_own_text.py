@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from manifoldkv import ArgumentError, open_text, own_text
+from manifoldkv import open_text
+from manifoldkv.errors import ArgumentError
+from manifoldkv.recipes.own import own_text
 from tests.families import tiny_model
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import RunError, compress
+from manifoldkv import compress
 from manifoldkv.activations import placement
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.placement import Placement
+from manifoldkv.errors import RunError
 from tests.families import tiny_model, tiny_tokens
 from tests.recipes import short
 
@@ -77,7 +78,11 @@ def test_plans_from_files_are_those_from_memory(
 LIMITED = """
 import os, resource, sys, torch
 from pathlib import Path
-from manifoldkv import Batch, HeadGrouping, OBJECTIVES, capture, load_model
+from manifoldkv import load_model
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.layer import Batch
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.activations import placement
 
 torch.set_num_threads(1)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from manifoldkv import Basis, CompressionPlan, LayerPlan, PlanError, Quantization, RunError
-from manifoldkv.basis import HeadGrouping
+from manifoldkv import CompressionPlan, Quantization
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.errors import PlanError, RunError
 from manifoldkv.plan.files import signed
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
 from tests.families import tiny_model
 from tests.plans import any_basis, random_plan

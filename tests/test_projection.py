@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from manifoldkv import Basis, HeadGrouping, compressed
+from manifoldkv import compressed
+from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import any_basis, projected_by_hooks, random_plan

@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import (
-    ArgumentError,
-    CompressionPlan,
-    Executor,
-    RayExecutor,
-    Recipe,
-    RunError,
-    compress,
-)
-from manifoldkv.runs.executors import LocalExecutor, Task
+from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.runs.executors import Executor, LocalExecutor, RayExecutor, Task
 from tests.families import tiny_model, tiny_tokens
 
 ray = pytest.importorskip("ray")

@@ -10,17 +10,13 @@ import torch
 import typer
 
 import manifoldkv
-from manifoldkv import (
-    OBJECTIVES,
-    RANK_RULES,
-    SOLVERS,
-    CompressionPlan,
-    HeadGrouping,
-    compress,
-    load_model,
-)
+from manifoldkv import CompressionPlan, compress, load_model
+from manifoldkv.basis import HeadGrouping
 from manifoldkv.cli import main
 from manifoldkv.cli.app import app
+from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.ranks import RANK_RULES
+from manifoldkv.solvers import SOLVERS
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.testing import (

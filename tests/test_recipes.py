@@ -4,17 +4,10 @@ import pytest
 import typer
 
 from manifoldkv import (
-    KQSVD,
     RECIPES,
-    ArgumentError,
     BitRecipe,
-    CompressionConfig,
-    Optimal,
-    PlanError,
-    Predictor,
     Quantization,
     Recipe,
-    Sequential,
     compress,
     compressed,
     load_model,
@@ -22,8 +15,12 @@ from manifoldkv import (
     tune,
 )
 from manifoldkv.cli.app import app
-from manifoldkv.ranks import PAPER_CANDIDATES
+from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.objectives import KQSVD
+from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.recipe import recipe_named
+from manifoldkv.solvers import Predictor
 from tests.families import tiny_model, tiny_tokens
 from tests.recipes import short
 

@@ -4,10 +4,12 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from manifoldkv import OBJECTIVES, SOLVERS, registry
+from manifoldkv import registry
 from manifoldkv.errors import ArgumentError
+from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.registry import Registry
+from manifoldkv.solvers import SOLVERS
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, Quantization, RunError, quantize
+from manifoldkv import CompressionPlan, Quantization, quantize
 from manifoldkv.diagnostics import diagnose_plan
+from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import continuation
 from manifoldkv.reports.plan import model_name, write_report
 from tests.families import tiny_model, tiny_tokens

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, LayerPlan, Recipe, RiemannianAdam, RunError, compress
+from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv.errors import RunError
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.runs.files import only_run
+from manifoldkv.solvers import RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 
 RECIPE = Recipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
@@ -126,7 +129,8 @@ MODULE = """
 from dataclasses import dataclass
 
 import helper
-from manifoldkv import Objective, RiemannianAdam
+from manifoldkv import Objective
+from manifoldkv.solvers import RiemannianAdam
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from manifoldkv import Codec, compress, compressed, load_model, open_text, perplexity, sample_tokens
+from manifoldkv import (
+    Codec,
+    compress,
+    compressed,
+    load_model,
+    open_text,
+    perplexity,
+    sample_tokens,
+)
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.recipes import short
 

@@ -9,18 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifoldkv import (
-    ArgumentError,
-    CompressionPlan,
-    PlanError,
-    Quantization,
-    StoredRecipe,
-    compress,
-    quantize,
-    tune,
-)
+from manifoldkv import CompressionPlan, Quantization, compress, quantize, tune
 from manifoldkv.coding.tables import NARROWEST, entropy_coding, find_step
 from manifoldkv.coding.transform import find_coordinates
+from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.recipes.recipe import StoredRecipe
 from manifoldkv.recipes.stored import _given_back
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan

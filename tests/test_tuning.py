@@ -5,9 +5,7 @@ import torch
 
 from manifoldkv import (
     CompressionPlan,
-    PlanError,
     Quantization,
-    RunError,
     compress,
     compressed,
     load_model,
@@ -15,6 +13,7 @@ from manifoldkv import (
     sample_tokens,
     tune,
 )
+from manifoldkv.errors import PlanError, RunError
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.plan import config_hash

@@ -22,7 +22,7 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that the bases of a plan depend on."""
-    return {name: version(name) for name in PACKAGES}
+    return {name: _version(name) for name in PACKAGES}
 
 
 def digest_of_code(*parts: Callable[..., Any]) -> str:
@@ -64,7 +64,7 @@ def _describe(module: ModuleType, described: dict[str, str]) -> None:
     path = Path(file).resolve()
     if any(path.is_relative_to(folder) for folder in INSTALLED):
         for distribution in _distributions().get(name.partition(".")[0], []):
-            described[distribution] = version(distribution)
+            described[distribution] = _version(distribution)
         return
     if path.is_relative_to(STANDARD_LIBRARY):
         return
@@ -79,6 +79,12 @@ def _module_of(value: object) -> ModuleType | None:
     """Return the module that defines a function or a class, or the class of another value."""
     name = getattr(value, "__module__", None)
     return sys.modules.get(name) if isinstance(name, str) else None
+
+
+@cache
+def _version(distribution: str) -> str:
+    """Return a version, read from its file once: a digest of code asks thousands of times."""
+    return version(distribution)
 
 
 @cache

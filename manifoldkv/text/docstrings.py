@@ -13,6 +13,7 @@ import importlib.util
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -61,7 +62,7 @@ def read_docstrings(split: Split | None = None) -> Iterator[str]:
         One docstring of at least `MINIMUM_CHARACTERS` characters, indentation removed.
     """
     seen: set[bytes] = set()
-    for path in _source_files():
+    for path in _source_files(tuple(_roots())):
         for document in _documents(path):
             words = hashlib.sha256(" ".join(document.split()).encode()).digest()
             if words in seen:
@@ -83,9 +84,10 @@ def read_pydoc_topics() -> Iterator[str]:
                 yield str(ast.literal_eval(value))
 
 
-def _source_files() -> list[Path]:
+@cache
+def _source_files(roots: tuple[tuple[str, Path], ...]) -> list[Path]:
     named: list[tuple[str, Path]] = []
-    for package, root in _roots():
+    for package, root in roots:
         for path in root.rglob("*.py"):
             relative = path.relative_to(root)
             if _SKIPPED_FOLDERS.isdisjoint(relative.parts):

@@ -72,8 +72,8 @@ def open_text(name: str) -> TextSource:
         raise ArgumentError(f"the name of the text is empty; a text is {HELP}")
     if name == OWN:
         raise ArgumentError(
-            f"{OWN} is a text to calibrate on, which a model writes itself (manifoldkv.own_text): "
-            "name another one"
+            f"{OWN} is calibration text that a model writes itself "
+            "(manifoldkv.recipes.own.own_text): name another one"
         )
     if name == "docstrings":
         return TextSource(name, read_docstrings)

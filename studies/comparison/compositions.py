@@ -26,12 +26,9 @@ from manifoldkv import (
     RECIPES,
     BitRecipe,
     CompressionPlan,
-    Optimal,
     Quantization,
     Recipe,
-    Uniform,
     compress,
-    full_rank_plan,
     quantize,
 )
 from manifoldkv.basis import Rotary
@@ -45,7 +42,9 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
+from manifoldkv.ranks import Optimal, Uniform
 from manifoldkv.recipes.bits import solve_bits
+from manifoldkv.recipes.full_rank import full_rank_plan
 
 
 def attention_work(plan: CompressionPlan, query_heads: int) -> float:

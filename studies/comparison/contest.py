@@ -16,13 +16,8 @@ import pandas as pd
 from tqdm import tqdm
 
 from comparison.compositions import COMPOSITIONS, PlanPoint, Point, Setting
-from manifoldkv import (
-    ArgumentError,
-    ModelError,
-    PlanError,
-    open_text,
-    sample_tokens,
-)
+from manifoldkv import open_text, sample_tokens
+from manifoldkv.errors import ArgumentError, ModelError, PlanError
 from manifoldkv.evaluation.questions import Question, questions
 from manifoldkv.evaluation.retrieval import (
     Holder,

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv import ModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import sliding_windows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
-from manifoldkv import ModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.evaluation.retrieval import Prompts
 
 GROUP = 64

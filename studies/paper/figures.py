@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldkv import RunError
 from manifoldkv.diagnostics import figures as draw
 from manifoldkv.diagnostics.figures import save_figure
+from manifoldkv.errors import RunError
 from paper.protocol import SAME_RANKS
 
 _OVER_WINDOWS = (

@@ -11,24 +11,12 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import (
-    KQSVD,
-    ClosedForm,
-    CompressionPlan,
-    EigenAttention,
-    GivenRanks,
-    LayerOutput,
-    Optimal,
-    RankRule,
-    Recipe,
-    Sequential,
-    Threshold,
-    Uniform,
-    capture,
-    compress,
-)
-from manifoldkv.ranks import Ranks
+from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv.activations.capture import capture
+from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
+from manifoldkv.ranks import GivenRanks, Optimal, RankRule, Ranks, Sequential, Threshold, Uniform
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
+from manifoldkv.solvers import ClosedForm
 from paper.protocol import EIGEN, GROUPED, SAME_RANKS, STIEF, Protocol
 from paper.search import ReleaseSearch
 from paper.steps import Steps

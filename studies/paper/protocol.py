@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifoldkv import Optimal, Predictor, RiemannianAdam, Solver
-from manifoldkv.ranks import PAPER_CANDIDATES
+from manifoldkv import Solver
+from manifoldkv.ranks import PAPER_CANDIDATES, Optimal
+from manifoldkv.solvers import Predictor, RiemannianAdam
 
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one

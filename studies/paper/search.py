@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from manifoldkv import Basis, EigenAttention, HeadGrouping, LayerActivations, layer_errors
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.diagnostics import layer_errors
+from manifoldkv.objectives import EigenAttention
 from manifoldkv.objectives.eigen_attention import singular_values
 from manifoldkv.ranks import Ranks
 from manifoldkv.ranks.threshold import threshold_search

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from manifoldkv import HeadGrouping, LayerActivations, LayerOutput, Solver, layer_errors
-from manifoldkv.basis import Basis, Site
+from manifoldkv import Solver
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping, Site
+from manifoldkv.diagnostics import layer_errors
+from manifoldkv.objectives import LayerOutput
 from manifoldkv.recipes.solve import SITES
 
 START = "EigenAttention"

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from manifoldkv import CacheError, CompressionPlan, Quantization, compressed
+from manifoldkv import CompressionPlan, Quantization, compressed
+from manifoldkv.errors import CacheError
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan

@@ -15,18 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from manifoldkv import (
-    CacheError,
-    Codec,
-    CompressionPlan,
-    PlanError,
-    RunError,
-    StoredRecipe,
-)
+from manifoldkv import Codec, CompressionPlan
 from manifoldkv.codec import blob as blobs
 from manifoldkv.codec.blob import read_blob
 from manifoldkv.codec.symbols import SymbolCoder
 from manifoldkv.coding.tables import entropy_coding
+from manifoldkv.errors import CacheError, PlanError, RunError
+from manifoldkv.recipes.recipe import StoredRecipe
 from tests.families import tiny_model
 from tests.plans import random_plan
 from tests.stored import CONTEXT, filled, some_tokens, stored_model, stored_plan

@@ -8,16 +8,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv import (
-    CacheError,
-    CompressionPlan,
-    ModelError,
-    PlanError,
-    Quantization,
-    compressed,
-)
+from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.coding.integers import LAYOUTS
+from manifoldkv.errors import CacheError, ModelError, PlanError
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.models.support import decoder_layers

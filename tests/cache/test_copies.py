@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from manifoldkv import CacheError, CompressedCache, CompressionPlan, Quantization, compressed
+from manifoldkv import CompressionPlan, Quantization, compressed
+from manifoldkv.cache import CompressedCache
+from manifoldkv.errors import CacheError
 from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.plan import files
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import CompressionPlan, Quantization, compress, compressed, full_rank_plan, quantize
+from manifoldkv import CompressionPlan, Quantization, compress, compressed, quantize
+from manifoldkv.recipes.full_rank import full_rank_plan
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.recipes import short
 

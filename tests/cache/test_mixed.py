@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifoldkv import PlanError
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.coding.allocation import quantized
 from manifoldkv.coding.integers import packed_bytes
 from manifoldkv.coding.mixed import Coding, reconstructed
+from manifoldkv.errors import PlanError
 
 CPU = torch.device("cpu")
 

@@ -11,18 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from manifoldkv import (
-    ArgumentError,
-    BitRecipe,
-    CompressionPlan,
-    PlanError,
-    Quantization,
-    capture,
-    compress,
-    compressed,
-)
+from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress, compressed
+from manifoldkv.activations.capture import capture
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.mixed import reconstructed
+from manifoldkv.errors import ArgumentError, PlanError
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import stored_plan
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import CompressionPlan, PlanError, Quantization, compressed
+from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.activations.capture import capture
 from manifoldkv.cache import attention as cache_attention
+from manifoldkv.errors import PlanError
 from manifoldkv.recipes.rounding import quantize
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
 from tests.cache.test_stock import check_law, prefilled, stock_cache

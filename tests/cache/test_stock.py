@@ -9,17 +9,13 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
 
-from manifoldkv import (
-    CacheError,
-    CompressedCache,
-    CompressionPlan,
-    Quantization,
-    compressed,
-    full_rank_plan,
-)
+from manifoldkv import CompressionPlan, Quantization, compressed
+from manifoldkv.cache import CompressedCache
+from manifoldkv.errors import CacheError
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import Angles, angles_at
 from manifoldkv.models.support import decoder_layers
+from manifoldkv.recipes.full_rank import full_rank_plan
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.plans import random_plan

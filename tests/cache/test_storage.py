@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import CacheError, Quantization, compressed
+from manifoldkv import Quantization, compressed
 from manifoldkv.cache.storage import GrowingTensor
+from manifoldkv.errors import CacheError
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 

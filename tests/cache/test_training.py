@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from manifoldkv import CacheError, ModelError, capture, compressed
+from manifoldkv import compressed
+from manifoldkv.activations.capture import capture
+from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.projected import projected
 from tests.cache.test_compressed import ROTARIES, assert_equal, reference
 from tests.families import FAMILIES, tiny_model, tiny_tokens

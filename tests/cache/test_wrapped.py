@@ -9,15 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manifoldkv import (
-    CacheError,
-    ModelError,
-    PlanError,
-    capture,
-    compress,
-    compressed,
-    diagnose,
-)
+from manifoldkv import compress, compressed, diagnose
+from manifoldkv.activations.capture import capture
+from manifoldkv.errors import CacheError, ModelError, PlanError
 from manifoldkv.models.support import attention_of, decoder_layers, linear_weight, unwrapped
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference
 from tests.families import tiny_model, tiny_tokens

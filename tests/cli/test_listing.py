@@ -2,9 +2,11 @@
 
 import pytest
 
-from manifoldkv import OBJECTIVES, RECIPES, SOLVERS
+from manifoldkv import RECIPES
 from manifoldkv.cli import listing
+from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.registry import Registry
+from manifoldkv.solvers import SOLVERS
 
 
 @pytest.mark.parametrize(("kind", "registry"), [("objectives", OBJECTIVES), ("solvers", SOLVERS)])

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from manifoldkv import ArgumentError, compressed
+from manifoldkv import compressed
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import Perplexity, perplexity
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from manifoldkv import ArgumentError, open_text
+from manifoldkv import open_text
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.questions import CUE, TASKS, Question, questions
 from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.tokens import read_tokenizer

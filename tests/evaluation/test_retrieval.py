@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import ArgumentError, compressed, load_model, open_text
+from manifoldkv import compressed, load_model, open_text
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.questions import Question, questions
 from manifoldkv.evaluation.retrieval import (
     retrieval,

@@ -2,7 +2,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from manifoldkv import ArgumentError, compressed
+from manifoldkv import compressed
+from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import decode_speed, speed
 from tests.families import tiny_model
 from tests.plans import random_plan

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import ArgumentError, PlanError, compress, compressed, load_model, open_text
+from manifoldkv import compress, compressed, load_model, open_text
+from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.evaluation.zero_shot import (
     ManifoldKVLM,
     local_task,

@@ -13,22 +13,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from manifoldkv import (
-    ArgumentError,
-    CommutingRecipe,
     CompressionPlan,
-    ModelError,
-    PlanError,
     Quantization,
-    RunError,
     compress,
     compressed,
     export_checkpoint,
-    full_rank_plan,
     load_model,
     perplexity,
     quantize,
 )
+from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.export.fold import FAMILIES, folded
+from manifoldkv.recipes.full_rank import full_rank_plan
+from manifoldkv.recipes.recipe import CommutingRecipe
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
-from manifoldkv import ArgumentError
 from manifoldkv.coding.allocation import (
     GAUSSIAN_STEPS,
     WIDTHS,
@@ -21,6 +20,7 @@ from manifoldkv.coding.allocation import (
     pack_size,
     quantized,
 )
+from manifoldkv.errors import ArgumentError
 
 FEW_WIDTHS = (0, 2, 4, 8)
 

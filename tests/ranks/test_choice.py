@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import ArgumentError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks import PAPER_CANDIDATES, Budget, candidate_ranks
 from manifoldkv.ranks.optimal import allocate
 from manifoldkv.ranks.sequential import Selection

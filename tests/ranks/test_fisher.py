@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv import (
-    ArgumentError,
-    ModelError,
-    PlanError,
-    RunError,
-)
 from manifoldkv.activations import fisher, placement
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import LayerMoments, SiteMoments, draw, fisher_moments
+from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.models import head
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module

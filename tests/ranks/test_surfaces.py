@@ -5,11 +5,15 @@ import logging
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, HeadGrouping, LayerPlan, capture, compressed, layer_errors
+from manifoldkv import CompressionPlan, compressed
+from manifoldkv.activations.capture import capture
 from manifoldkv.activations.decoder import compressed_output
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.diagnostics import layer_errors
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.projected import divergence
 from manifoldkv.models.support import sliding_windows
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
 from manifoldkv.ranks import Budget, LayerBases, RankProblem
 from manifoldkv.ranks.divergences import divergences

@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 import torch
 
-from manifoldkv import HeadGrouping, RunError
+from manifoldkv.basis import HeadGrouping
+from manifoldkv.errors import RunError
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import any_basis

@@ -14,7 +14,7 @@ from comparison.rivals import losses, seen_beside_sinks
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv import ModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
