@@ -20,8 +20,8 @@ with atheris.instrument_imports(include=["manifoldkv"]):
     from manifoldkv.plan.files import DESCRIPTION, TENSORS
 
 from tests.families import tiny_model
+from tests.plan.test_hardening import with_tensors
 from tests.plans import random_plan
-from tests.test_hardening import with_tensors
 
 FOLDER = Path(tempfile.mkdtemp())
 

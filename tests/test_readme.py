@@ -27,7 +27,7 @@ from manifoldkv.testing import (
 )
 from manifoldkv.text import tokens as text_tokens
 from tests.numbers import faults
-from tests.test_report import assert_whole
+from tests.reports.test_report import assert_whole
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from manifoldkv import CompressionPlan, Quantization, compress, compressed, quantize
 from manifoldkv.recipes.full_rank import full_rank_plan
 from tests.families import FAMILIES, tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
 TOLERANCES = {torch.float32: (2e-3, 0.03), torch.bfloat16: (0.04, 0.4), torch.float16: (0.03, 0.2)}
 """Median and largest relative error of logits against the model in float64. A latent next to the

@@ -16,7 +16,7 @@ from manifoldkv.models.support import attention_of, decoder_layers, linear_weigh
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
-from tests.recipes import short
+from tests.short_recipes import short
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks for it

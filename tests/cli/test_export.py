@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from manifoldkv import compress, load_model, open_text, perplexity, sample_tokens
-from tests.test_cli import MODEL, phases, run
+from tests.cli.test_cli import MODEL, phases, run
 
 FEW = ("--sequences", 2, "--length", 48)
 

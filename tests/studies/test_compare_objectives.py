@@ -96,7 +96,7 @@ def test_summary_has_tables_and_what_was_skipped(short_run):
     [("errors_per_layer", 6), ("error_against_rank", 3), ("error_against_seconds", 2)],
 )
 def test_figures_are_drawn(name, panels, short_run):
-    """What is on them is tested in `tests/test_figures.py`."""
+    """What is on them is tested in `tests/diagnostics/test_figures.py`."""
     out, done = short_run
     assert len(done.figures[name].axes) == panels
     title = " ".join(done.figures[name].get_suptitle().split())

@@ -140,7 +140,7 @@ def test_documents_are_spread_over_the_file(real: tuple[Path, set[str]]) -> None
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_figure_has_its_csv(run: tuple[Path, Done], stem: str) -> None:
-    """What is on a figure is tested in `tests/test_paper_figures.py`."""
+    """What is on a figure is tested in `tests/diagnostics/test_paper_figures.py`."""
     out, done = run
     label = f"{stem}_qwen"
     assert len(pd.read_csv(out / f"{label}.csv")) > 2

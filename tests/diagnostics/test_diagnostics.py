@@ -31,7 +31,7 @@ from manifoldkv.recipes.full_rank import full_rank_plan
 from manifoldkv.testing import HEAD_DIM, random_basis, tiny_activations
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
-from tests.recipes import short
+from tests.short_recipes import short
 from tests.stored import some_tokens, stored_model, stored_plan
 
 ERRORS = ["attention_output_error", "layer_output_error", "cosine_similarity"]

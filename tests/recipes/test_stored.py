@@ -15,9 +15,9 @@ from manifoldkv.coding.transform import find_coordinates
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.recipes.recipe import StoredRecipe
 from manifoldkv.recipes.stored import _given_back
+from tests.coding.test_transform import TOKENS, ridge, some_site
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
-from tests.test_coordinates import TOKENS, ridge, some_site
 
 
 def latents_like(deviations: list[float], tokens: int = 4000, seed: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from manifoldkv.recipes.full_rank import full_rank_plan
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (?P<said>.*`(?P<name>.+?)`.*) \| (?P<what>.+) \| `(?P<test>.+)` \|$", re.M)

@@ -46,7 +46,7 @@ from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
 COMMAND = [sys.executable, "-c", "from manifoldkv.cli import main; main()"]
-MODEL = str(Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama")
+MODEL = str(Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama")
 FEW = ("--sequences", "4", "--length", "64")
 LOW_RANK = ("--recipe", "low-rank")
 
@@ -345,7 +345,7 @@ def test_another_model_is_calibrated_on_what_it_writes_and_measured_on_what_is_n
             capsys, monkeypatch, command, short_model, "--plan", out, "--text", "own"
         )
         assert code == 2
-        assert "own is a text to calibrate on" in err
+        assert "own is calibration text that a model writes itself" in err
 
 
 def test_defaults_fit_a_model_of_few_positions(

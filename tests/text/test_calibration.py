@@ -24,7 +24,7 @@ from manifoldkv.text.sources import TextSource, open_text
 from manifoldkv.text.tokens import sample_tokens
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
-from tests.recipes import short
+from tests.short_recipes import short
 
 END = 100
 

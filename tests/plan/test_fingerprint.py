@@ -28,7 +28,7 @@ from tests.plans import random_plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHER = "made for other weights"
-MODEL = Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama"
+MODEL = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

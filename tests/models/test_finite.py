@@ -12,7 +12,7 @@ from manifoldkv.models.weights import check_finite
 from manifoldkv.recipes.own import own_text
 from manifoldkv.text.sources import TextSource
 from tests.families import FAMILIES, tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
 WEIGHTS = (
     "model.embed_tokens.weight",

@@ -23,7 +23,7 @@ from manifoldkv.models import head
 from manifoldkv.models.projected import log_probabilities
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
-from tests.test_offloading import offloaded, saved
+from tests.models.test_offloading import offloaded, saved
 
 SITES = ("key", "value")
 NORM_TOLERANCE = 1e-4

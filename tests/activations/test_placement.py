@@ -15,7 +15,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.placement import Placement
 from manifoldkv.errors import RunError
 from tests.families import tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ measure()
 
 def test_files_need_less_memory(tmp_path: Path) -> None:
     """Of a layer 56 MiB are kept for 16,384 tokens; 64 are allowed for them and all work."""
-    folder = Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama"
+    folder = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama"
     command = [sys.executable, "-c", LIMITED, str(folder), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

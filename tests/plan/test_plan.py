@@ -15,8 +15,8 @@ from manifoldkv.plan.files import signed
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
 from tests.families import tiny_model
+from tests.plan.test_hardening import places, replaced
 from tests.plans import any_basis, random_plan
-from tests.test_hardening import places, replaced
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},

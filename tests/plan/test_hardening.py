@@ -198,7 +198,7 @@ def test_any_numbers_in_tensors(plans, kind: str, folder: Path, data: st.DataObj
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    root = Path(__file__).parents[1] / "studies" / "reference_models" / "reference-llama"
+    root = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama"
     return load_model(str(root))[1]
 
 

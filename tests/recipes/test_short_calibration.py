@@ -18,7 +18,7 @@ from manifoldkv import (
     sample_tokens,
 )
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
 MODEL = "studies/reference_models/reference-llama"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.recipe import recipe_named
 from manifoldkv.solvers import Predictor
 from tests.families import tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,9 +13,9 @@ from manifoldkv.models.offloading import device_of, load_offloaded, named_weight
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
-from tests.recipes import short
+from tests.short_recipes import short
 
-ROOT = Path(__file__).parents[1] / "studies" / "reference_models"
+ROOT = Path(__file__).parents[2] / "studies" / "reference_models"
 
 
 def saved(family: str, folder: Path) -> PreTrainedModel:

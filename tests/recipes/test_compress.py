@@ -33,7 +33,7 @@ from manifoldkv.recipes.solve import BasisFinder
 from manifoldkv.solvers import Predictor, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
-from tests.recipes import short
+from tests.short_recipes import short
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.01, 1.5, float("nan")])
