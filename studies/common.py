@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
 from manifoldkv.diagnostics.figures import save_figure
 from manifoldkv.errors import RunError
-from manifoldkv.evaluation.perplexity import Perplexity
 from manifoldkv.models.loading import check_device
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
+from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import HELP as TEXT_HELP
@@ -167,37 +166,6 @@ def calibration_and_held_out(
         sample_tokens(source, tokenizer, sequences=sequences, length=length, split="calibration"),
         sample_tokens(source, tokenizer, sequences=held_out, length=length, split="held-out"),
     )
-
-
-def held_out_windows(
-    given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Tensor]:
-    """Return windows (windows, length) of every held-out text by its short name.
-
-    Texts are ``held_out_texts``, or ``text`` where none is given.
-    """
-    return {
-        short(text): sample_tokens(
-            open_text(text),
-            tokenizer,
-            sequences=given.windows,
-            length=given.length,
-            split="held-out",
-        )
-        for text in given.held_out_texts or [given.text]
-    }
-
-
-def stored_perplexity(
-    stored: Checkpoints, tokens: Tensor, measured: Callable[[Tensor], Perplexity]
-) -> Perplexity:
-    """Return what is measured on windows (windows, length), from the store if it is there.
-
-    The store is keyed by all that the result depends on beside the windows.
-    """
-    keyed = stored.keyed(held_out=digest_of_tokens(tokens))
-    frame = keyed.frame("nll", lambda: pd.DataFrame({"nll": measured(tokens).by_sequence}))
-    return Perplexity(tuple(frame["nll"]), tokens.numel() - len(tokens))
 
 
 def short(name: str) -> str:

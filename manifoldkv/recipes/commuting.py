@@ -164,9 +164,7 @@ def solve_commuting(
     return plan_of(model, run, found)
 
 
-def closed_form(
-    forms: Sequence[Forms], pairs: int, grouping: HeadGrouping, *, real: bool = False
-) -> list[Basis]:
+def closed_form(forms: Sequence[Forms], pairs: int, grouping: HeadGrouping) -> list[Basis]:
     """Return commuting bases of the keys of all layers, of the same frequencies.
 
     With second moments C_j = E[z zᴴ] and weights W_j of one frequency, errors cost
@@ -183,8 +181,6 @@ def closed_form(
         Σ_j r_j, of every group.
     grouping : HeadGrouping
         Which heads have a basis together.
-    real : bool
-        Whether directions are real, a strict subset.
 
     Returns
     -------
@@ -194,8 +190,6 @@ def closed_form(
     width, directions = grouping.width, []
     for gram, weight in forms:
         of_frequencies = (hermitian_parts(x, width) for x in (gram, weight))
-        if real:
-            of_frequencies = (x.real for x in of_frequencies)
         directions.append(weighted_directions(*of_frequencies))  # (G, d/2, g), (G, d/2, g, g)
     saved = torch.stack([gains for gains, _, _ in directions]).sum(dim=(0, 1))  # (d/2, g)
     # Stable, and gains of a frequency fall: the first r_j directions of each are taken.

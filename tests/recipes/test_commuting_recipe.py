@@ -90,18 +90,6 @@ def test_no_other_ranks_are_better() -> None:
     assert total == pytest.approx(min(left), rel=1e-5)
 
 
-def test_real_directions_are_a_subset() -> None:
-    for layer, real, full in zip(
-        forms(1),
-        closed_form(forms(1), 6, ALL, real=True),
-        closed_form(forms(1), 6, ALL),
-        strict=True,
-    ):
-        assert error(*layer, full) < 0.99 * error(*layer, real)
-        imaginary = real.down[:, :, 6:].unflatten(1, (HEADS, 2, HALF))[:, :, 0]
-        assert not imaginary.any()
-
-
 @pytest.mark.parametrize("objective", ["fisher", "kq-svd"])
 @pytest.mark.parametrize("grouping", ["all", 1, 2])
 def test_a_plan_of_it(objective: str, grouping: str | int, tmp_path: Path) -> None:
