@@ -441,7 +441,7 @@ class TestRefusals:
             self.refused(stock, "not torch.float32", family, position_ids=mask.float())
             self.refused(stock, "not list", family, position_ids=mask.long().tolist())
         for empty in (None, DynamicCache()):
-            self.refused(empty, "and there are none", position_ids=mask.long())
+            self.refused(empty, "need an uncompressed cache with tokens", position_ids=mask.long())
 
     def test_a_stock_cache_still_cannot_be_used_as_it_is(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)

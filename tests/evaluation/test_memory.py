@@ -18,8 +18,9 @@ def test_the_peak_is_what_is_held_at_once(tensors: int) -> None:
             made = [held + n for n in range(tensors)]
             del made
 
-    # Other threads of the process may take or free memory beside it.
-    assert peak_bytes(step, held.device) == pytest.approx(8 * tensors * MEBIBYTE, abs=2 * MEBIBYTE)
+    # Other threads of the process, and pages that were swapped out, may add to a measurement.
+    found = min(peak_bytes(step, held.device) for _ in range(3))
+    assert found == pytest.approx(8 * tensors * MEBIBYTE, abs=2 * MEBIBYTE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
