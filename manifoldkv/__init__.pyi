@@ -10,8 +10,11 @@ from .export import export_checkpoint
 from .models.loading import load_model
 from .objectives import Objective, register_objective
 from .plan.plan import CompressionPlan
+from .recipes.bits import BitRecipe
 from .recipes.compress import compress, ratio_from_bytes
-from .recipes.recipe import RECIPES, BitRecipe, Recipe
+from .recipes.low_rank import RankRecipe
+from .recipes.named import RECIPES, register_recipe
+from .recipes.recipe import Recipe
 from .recipes.rounding import quantize
 from .recipes.tune import tune
 from .solvers import Solver, register_solver
@@ -26,6 +29,7 @@ __all__ = [
     "ManifoldKVError",
     "Objective",
     "Quantization",
+    "RankRecipe",
     "Recipe",
     "Solver",
     "compress",
@@ -38,6 +42,7 @@ __all__ = [
     "quantize",
     "ratio_from_bytes",
     "register_objective",
+    "register_recipe",
     "register_solver",
     "sample_tokens",
     "tune",

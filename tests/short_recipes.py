@@ -2,16 +2,15 @@
 
 from dataclasses import replace
 
-from manifoldkv import RECIPES, Recipe
-from manifoldkv.recipes.recipe import AnyRecipe
+from manifoldkv import RECIPES, RankRecipe, Recipe
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 
 
-def short(name: str) -> AnyRecipe:
+def short(name: str) -> Recipe:
     """One of the library's recipes, with all its parts and few steps of each."""
     recipe = RECIPES[name]
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, RankRecipe):
         return recipe
     few = {"epochs": EPOCHS, "steps": STEPS}
     known = {field: count for field, count in few.items() if hasattr(recipe.solver, field)}

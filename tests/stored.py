@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import CompressionPlan, compress
-from manifoldkv.recipes.recipe import StoredRecipe
+from manifoldkv.recipes.stored import StoredRecipe
 from tests.families import COMMON, tiny_model
 
 CONTEXT = 600

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from manifoldkv.cli.answers import Answer
-from manifoldkv.recipes.recipe import RECIPES, REGISTRIES
+from manifoldkv.recipes.low_rank import REGISTRIES
+from manifoldkv.recipes.named import recipe_named, recipe_names
 from manifoldkv.registry import Registry
 
 TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
@@ -15,7 +16,7 @@ TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
 def listed() -> Answer:
     """Return recipes with their fields; objectives, solvers and rank rules with first lines."""
     facts: dict[str, Any] = {
-        "recipes": {name: recipe.describe() for name, recipe in RECIPES.items()}
+        "recipes": {name: recipe_named(name).describe() for name in recipe_names()}
     }
     lines = ["recipes"]
     for name, parts in facts["recipes"].items():

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import ArgumentError
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.recipe import AnyRecipe, recipe_named
+from manifoldkv.recipes.named import recipe_named
+from manifoldkv.recipes.recipe import Recipe
 
 RUN = ("rotary", "seed", "bits")
 """Names of settings that belong to the run, whatever its recipe."""
@@ -53,7 +54,7 @@ def configured(recipe: str, settings: Sequence[str]) -> CompressionConfig:
     return CompressionConfig(recipe=chosen, quantization=quantization, **run)
 
 
-def _with(chosen: AnyRecipe, name: str, text: str, recipe: str) -> AnyRecipe:
+def _with(chosen: Recipe, name: str, text: str, recipe: str) -> Recipe:
     part, dot, field = name.partition(".")
     if part not in {known.name for known in fields(chosen)}:
         known = ", ".join([*(known.name for known in fields(chosen)), *RUN])

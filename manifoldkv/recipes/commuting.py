@@ -6,7 +6,9 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import SiteMoments, fisher_moments
-from manifoldkv.basis import Basis, HeadGrouping, Site, detached
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.basis import Basis, HeadGrouping, Site, detached, parse_grouping
 from manifoldkv.coding.integers import check_layout
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts
@@ -31,7 +34,7 @@ from manifoldkv.models.support import (
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.objectives import KQSVD
+from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import (
     same_size,
     weighted_closed_form,
@@ -39,12 +42,17 @@ from manifoldkv.objectives.linear_algebra import (
 )
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.recipes.commuting_descent import descended
-from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.prepared import Prepared, check_run, context_of, read_text
-from manifoldkv.recipes.recipe import CommutingRecipe
+from manifoldkv.ranks import RankRule
+from manifoldkv.recipes.commuting_descent import SOLVER, descended
+from manifoldkv.recipes.probe import Estimate, Probe, timed
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.recipes.run import Run, check_run, context_of, heads_and_features
+from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
 
 LOG = logging.getLogger(__name__)
 
@@ -53,8 +61,118 @@ Forms = tuple[Tensor, Tensor]
 """Second moments of keys or values and the weight of errors in them, (groups, g·d, g·d) both."""
 
 
+Weights = Literal["fisher", "kq-svd", "layer-output"]
+"""What an error in keys and values costs."""
+
+
 @dataclass(frozen=True)
-class PreparedCommuting(Prepared):
+class CommutingRecipe(Recipe):
+    """Keys in bases that commute with their rotation, values in as many latents.
+
+    A plan of it is the only one that `export_checkpoint` can fold into the weights of a model: keys
+    are stored after rotation and never rebuilt, all layers have the same ranks of frequencies, and
+    keys and values of a group of heads the same width (see `manifoldkv.commuting`). The ratio is
+    kept at every length, since no token stays exact. It depends neither on the rank rule nor on
+    whether keys are stored before rotation.
+
+    Parameters
+    ----------
+    objective : {"fisher", "kq-svd", "layer-output"}
+        What an error costs: nats to second order (`fisher_moments`); its share of the scores and of
+        the output that the queries and W_O of a layer read; or the error at the output of the
+        decoder layer, to which Riemannian Adam moves the bases of ``"kq-svd"``, of their ranks.
+    grouping : str or int
+        Which heads have a basis together, ``"all"`` or a number: each group becomes one KV head.
+    tuning_steps : int
+        Of `tune`, at the end; 0 leaves bases in closed form.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no such objective.
+        If the grouping is none, or shares one small basis between heads.
+    """
+
+    objective: Weights = "fisher"
+    grouping: str | int = "all"
+    tuning_steps: int = 0
+
+    def __post_init__(self) -> None:
+        known = get_args(Weights)
+        if self.objective not in known:
+            raise ArgumentError(
+                f"unknown objective {self.objective!r} of commuting bases; known: "
+                f"{', '.join(known)}"
+            )
+        object.__setattr__(self, "grouping", parse_grouping(self.grouping))
+        if self.grouping == "shared":
+            raise ArgumentError(
+                "a commuting basis is one of heads side by side: take grouping all, or a number"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `RankRecipe.describe` does."""
+        return {
+            "objective": {"name": self.objective},
+            "solver": {
+                "name": "riemannian-adam" if self.objective == "layer-output" else "closed-form"
+            },
+            "key_grouping": self.grouping,
+            "value_grouping": self.grouping,
+            "ranks": {"name": "frequencies"},
+            "tuning_steps": self.tuning_steps,
+        }
+
+    def with_ranks(self, ranks: RankRule | str) -> Self:
+        raise ArgumentError(
+            "recipe commuting has the same ranks in all layers: leave the rank rule out, or "
+            "take another recipe"
+        )
+
+    def check(
+        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    ) -> None:
+        check_run(model, config)
+        check_turns_halves(model)
+        for index, window in enumerate(sliding_windows(model.config)):
+            check_layout(config.quantization, index, window)
+        self._run_of(model, config.ratio)
+        context_of(model, tokens, config)
+
+    def fit(
+        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+    ) -> CompressionPlan:
+        return _solved(model, self._run(model, run), folder)
+
+    def _run_of(self, model: PreTrainedModel, ratio: float) -> tuple[HeadGrouping, int]:
+        """Return the head grouping and the latents of a group at a ratio."""
+        heads, features = heads_and_features(model)
+        grouping = HeadGrouping(self.grouping, heads)
+        return grouping, _latents(ratio, features // heads, grouping)
+
+    def _run(self, model: PreTrainedModel, run: Run) -> CommutingRun:
+        grouping, latents = self._run_of(model, run.config.ratio)
+        return CommutingRun(run.config, self, run.text, run.tokens, run.context, grouping, latents)
+
+    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
+        commuting, probe = self._run(model, run), Probe.of(model, run.tokens)
+        bases = 0.0
+        if self.objective == "fisher":
+            bases = probe.fisher_seconds
+        elif self.objective == "layer-output":
+            bases = probe.layers * _descending(probe.activations, commuting)
+        return probe.estimate(
+            ratio=run.config.ratio,
+            capture=probe.forward + probe.layers * probe.per_layer,
+            bases=bases,
+            ranks=0.0,
+            tuning_steps=self.tuning_steps,
+            activation_bytes=(probe.layers + 2) * probe.input_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class CommutingRun(Run):
     """A run by a `CommutingRecipe`, whose ratio holds for any number of tokens.
 
     Parameters
@@ -70,34 +188,16 @@ class PreparedCommuting(Prepared):
     latents: int
 
 
-def prepare_commuting(
-    model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
-    config: CompressionConfig,
-    recipe: CommutingRecipe,
-) -> PreparedCommuting:
-    """Read the text and return what a run starts from; its errors are raised here."""
-    grouping, latents = check_commuting(model, config, recipe)
-    context = context_of(model, tokens, config)
-    name, ids = read_text(model, tokens, config)
-    return PreparedCommuting(config, recipe, name, ids, context, grouping, latents)
-
-
-def check_commuting(
-    model: PreTrainedModel, config: CompressionConfig, recipe: CommutingRecipe
-) -> tuple[HeadGrouping, int]:
-    """Return the head grouping of a run by a `CommutingRecipe` and the latents of a group.
-
-    All errors of `prepare_commuting` are raised here, except those of the text.
-    """
-    check_run(model, config)
-    check_turns_halves(model)
-    for index, window in enumerate(sliding_windows(model.config)):
-        check_layout(config.quantization, index, window)
-    heads = model.config.get_text_config().num_key_value_heads
-    grouping = HeadGrouping(recipe.grouping, heads)
-    head_dim = attention_of(decoder_layers(model)[0]).head_dim
-    return grouping, _latents(config.ratio, head_dim, grouping)
+def _descending(activations: LayerActivations, run: CommutingRun) -> float:
+    """Return the seconds of a layer whose commuting bases are trained, by steps of others."""
+    solver, longer = SOLVER.rehearsal(activations.sequences / len(run.tokens))
+    total = 0.0
+    for site in SITES:
+        problem = LayerOutput().problem(activations, site, run.grouping, "post")
+        rank = min(run.latents // run.grouping.width, activations.head_dim)
+        seconds, _ = timed(partial(solver.solve, problem, rank))
+        total += longer * seconds
+    return total
 
 
 def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
@@ -133,8 +233,8 @@ def check_turns_halves(model: PreTrainedModel) -> None:
             )
 
 
-def solve_commuting(
-    model: PreTrainedModel, run: PreparedCommuting, folder: str | Path | None
+def _solved(
+    model: PreTrainedModel, run: CommutingRun, folder: str | Path | None
 ) -> CompressionPlan:
     """Return the plan of a run, not tuned end to end.
 
@@ -142,8 +242,8 @@ def solve_commuting(
     ----------
     model : PreTrainedModel
         As in `compress`, and unwrapped.
-    run : PreparedCommuting
-        From `prepare_commuting`.
+    run : CommutingRun
+        Of the recipe.
     folder : str or Path, optional
         Where Fisher moments are stored, for a run that goes on.
 
@@ -208,7 +308,7 @@ def closed_form(forms: Sequence[Forms], pairs: int, grouping: HeadGrouping) -> l
 
 
 def quadratic_forms(
-    model: PreTrainedModel, run: PreparedCommuting, folder: str | Path | None
+    model: PreTrainedModel, run: CommutingRun, folder: str | Path | None
 ) -> Iterator[tuple[Forms, Forms]]:
     """Yield second moments and weights of the keys and of the values of every layer."""
     if run.recipe.objective == "fisher":
@@ -252,7 +352,7 @@ def _relative(gram: Tensor, weight: Tensor | None) -> Forms:
 
 
 def plan_of(
-    model: PreTrainedModel, run: PreparedCommuting, bases: Sequence[tuple[Basis, Basis]]
+    model: PreTrainedModel, run: CommutingRun, bases: Sequence[tuple[Basis, Basis]]
 ) -> CompressionPlan:
     """Return the plan that stores these keys, after rotation, and these values."""
     layers = [

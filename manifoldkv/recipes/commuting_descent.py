@@ -13,7 +13,7 @@ from manifoldkv.basis import Basis
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.recipes.moving import moving
-from manifoldkv.recipes.prepared import Prepared
+from manifoldkv.recipes.run import Run
 from manifoldkv.runs.progress import follow
 from manifoldkv.solvers.base import checked, progress
 from manifoldkv.solvers.riemannian_adam import BETAS, RiemannianAdam
@@ -24,7 +24,7 @@ SOLVER = RiemannianAdam(learning_rate=0.3)
 
 def descended(
     model: PreTrainedModel,
-    run: Prepared,
+    run: Run,
     bases: Sequence[tuple[Basis, Basis]],
 ) -> Iterator[tuple[Basis, Basis]]:
     """Yield the bases of every layer, moved from these to the least loss of `LayerOutput`.

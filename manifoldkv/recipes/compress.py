@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,39 +13,22 @@ from transformers import PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import (
-    attention_of,
     cached_tokens,
     check_supported,
-    decoder_layers,
     sliding_windows,
     unwrapped,
 )
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.ranks import LayerBases, RankProblem, Ranks
-from manifoldkv.recipes.bits import check_bits, prepare_bits, solve_bits
-from manifoldkv.recipes.commuting import check_commuting, prepare_commuting, solve_commuting
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.prepared import PreparedRanks, check_ranks, context_of, prepare_ranks
-from manifoldkv.recipes.recipe import (
-    DEFAULT_RECIPE,
-    AnyRecipe,
-    BitRecipe,
-    CommutingRecipe,
-    StoredRecipe,
-    recipe_named,
-)
+from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
+from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.rounding import quantize
-from manifoldkv.recipes.solve import BasisFinder, find_bases
-from manifoldkv.recipes.stored import check_stored, prepare_stored, solve_stored
+from manifoldkv.recipes.run import Run, heads_and_features
 from manifoldkv.recipes.tune import tune
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
 from manifoldkv.runs.files import only_run
-from manifoldkv.runs.source import versions
 from manifoldkv.text.sources import TextSource
-
-LOG = logging.getLogger(__name__)
+from manifoldkv.text.tokens import calibration_tokens
 
 
 def compress(
@@ -89,8 +71,8 @@ def compress(
         If a weight of the model is not finite, or what a layer computes is not.
     ArgumentError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
-        given to a recipe other than a `Recipe`, or packs of latents do not fit the features of a
-        layer.
+        given to a recipe other than a `RankRecipe`, or packs of latents do not fit the features of
+        a layer.
         If a recipe, objective or solver does not exist, or the two do not go together.
         If the seed is not an integer of 64 bits.
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
@@ -103,44 +85,43 @@ def compress(
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
     """
-    config = replace(config or CompressionConfig(), **settings)
     model = unwrapped(model)
     executor = executor_named(executor)
-    recipe = config.complete_recipe()
-    if isinstance(recipe, StoredRecipe):
-        return solve_stored(model, prepare_stored(model, tokens, config, recipe), folder)
-    if isinstance(recipe, BitRecipe):
-        return solve_bits(model, prepare_bits(model, tokens, config, recipe), folder)
-    if isinstance(recipe, CommutingRecipe):
-        commuting = prepare_commuting(model, tokens, config, recipe)
-        plan = solve_commuting(model, commuting, folder)
-        return _finished(model, plan, commuting.tokens, config, recipe.tuning_steps, folder)
-    run = prepare_ranks(model, tokens, config, recipe)
-    threads = torch.get_num_threads()
+    run = started(model, tokens, replace(config or CompressionConfig(), **settings))
+    plan = run.recipe.fit(model, run, folder, executor)
+    threads, steps = torch.get_num_threads(), run.recipe.tuning_steps
     alone = nullcontext() if folder is None else only_run(Path(folder))
-    with alone, on_threads(threads):  # all of it, also what is no task
-        checkpoints = _checkpoints(folder, model, run.tokens, threads)
-        of_ranks = _rank_checkpoints(checkpoints, run)  # a source that cannot be read shows here
-        finder = BasisFinder(run.recipe, config.rotary, config.seed)
-        bases = find_bases(
-            model, run.tokens, finder, run.candidates, executor, threads, checkpoints
-        )
-        ranks = _choose_ranks(
-            run,
-            RankProblem(model, run.tokens, bases, run.budget, config.rotary, executor, of_ranks),
-        )
-        plan = _plan(model, run, bases, ranks)
-        plan = tune(
-            model,
-            plan,
-            run.tokens,
-            steps=run.recipe.tuning_steps,
-            seed=config.seed,
-            checkpoints=checkpoints,
-        )
-        if config.quantization is None:
+    with alone, on_threads(threads):
+        checkpoints = run.checkpoints(model, folder)
+        seed = run.config.seed
+        plan = tune(model, plan, run.tokens, steps=steps, seed=seed, checkpoints=checkpoints)
+        if run.config.quantization is None:
             return plan
-        return quantize(plan, model, run.tokens, config.quantization)
+        return quantize(plan, model, run.tokens, run.config.quantization)
+
+
+def started(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+) -> Run:
+    """Check a run, then read its text.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Unwrapped.
+    tokens, config
+        As in `compress`.
+
+    Raises
+    ------
+    ManifoldKVError
+        As `compress`, before any long work.
+    """
+    recipe = config.complete_recipe()
+    recipe.check(model, tokens, config)
+    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    context = ids.shape[1] if config.context is None else config.context
+    return Run(config, recipe, name, ids, context)
 
 
 def check(model: PreTrainedModel, text: TextSource | str, config: CompressionConfig) -> None:
@@ -160,85 +141,8 @@ def check(model: PreTrainedModel, text: TextSource | str, config: CompressionCon
     ManifoldKVError
         As `compress`.
     """
-    model, recipe = unwrapped(model), config.complete_recipe()
-    if isinstance(recipe, StoredRecipe):
-        check_stored(model, text, config, recipe)
-    elif isinstance(recipe, BitRecipe):
-        check_bits(model, text, config, recipe)
-    elif isinstance(recipe, CommutingRecipe):
-        check_commuting(model, config, recipe)
-        context_of(model, text, config)
-    else:
-        check_ranks(model, text, config, recipe)
-
-
-def _finished(
-    model: PreTrainedModel,
-    plan: CompressionPlan,
-    tokens: Tensor,
-    config: CompressionConfig,
-    steps: int,
-    folder: str | Path | None,
-) -> CompressionPlan:
-    """Return a plan tuned, and rounded if that is asked for."""
-    threads = torch.get_num_threads()
-    alone = nullcontext() if folder is None else only_run(Path(folder))
-    with alone, on_threads(threads):
-        checkpoints = _checkpoints(folder, model, tokens, threads)
-        plan = tune(model, plan, tokens, steps=steps, seed=config.seed, checkpoints=checkpoints)
-        if config.quantization is None:
-            return plan
-        return quantize(plan, model, tokens, config.quantization)
-
-
-def _checkpoints(
-    folder: str | Path | None, model: PreTrainedModel, tokens: Tensor, threads: int
-) -> Checkpoints:
-    """Return the checkpoints of all that depends on these."""
-    if folder is None:
-        return Checkpoints()
-    settings = {
-        "model": digest_of_model(model),
-        "tokens": digest_of_tokens(tokens),
-        "threads": threads,
-        "versions": versions(),
-    }
-    return Checkpoints(Path(folder), settings)
-
-
-def _rank_checkpoints(checkpoints: Checkpoints, run: PreparedRanks) -> Checkpoints:
-    """Return the checkpoints of rank sensitivities, which depend on all bases."""
-    recipe, described = run.recipe, run.recipe.describe()
-    of_bases = ("objective", "solver", "key_grouping", "value_grouping")
-    made = checkpoints.made_by(
-        BasisFinder, type(recipe.objective), type(recipe.solver), type(recipe.ranks)
-    )
-    return made.keyed(
-        recipe={name: described[name] for name in of_bases},
-        rotary=run.config.rotary,
-        seed=run.config.seed,
-        candidates=run.candidates,
-    )
-
-
-def _choose_ranks(run: PreparedRanks, problem: RankProblem) -> list[Ranks]:
-    """Return the ranks of all layers by the rule of the recipe, which must meet the budget."""
-    name = run.recipe.describe()["ranks"]["name"]
-    LOG.info("choosing ranks by the %s rule", name)
-    ranks = run.recipe.ranks.choose(problem)
-    if run.budget.cost(ranks) > run.budget.latent_elements:
-        raise ArgumentError(f"rank rule {name} exceeds the ratio {run.budget.ratio:g}")
-    return ranks
-
-
-def _plan(
-    model: PreTrainedModel, run: PreparedRanks, bases: list[LayerBases], ranks: list[Ranks]
-) -> CompressionPlan:
-    layers = [
-        LayerPlan(of_layer.keys[key], of_layer.values[value], window)
-        for of_layer, (key, value), window in zip(bases, ranks, run.budget.windows, strict=True)
-    ]
-    return run.plan(model, layers)
+    model = unwrapped(model)
+    config.complete_recipe().check(model, text, config)
 
 
 def ratio_from_bytes(
@@ -246,7 +150,7 @@ def ratio_from_bytes(
     nbytes: float,
     *,
     context: int,
-    recipe: AnyRecipe | str = DEFAULT_RECIPE,
+    recipe: Recipe | str = DEFAULT_RECIPE,
 ) -> float:
     """Return the ratio at which the cache of one sequence takes at most some bytes.
 
@@ -261,7 +165,7 @@ def ratio_from_bytes(
         All layers together.
     context : int
         Tokens of the sequence.
-    recipe : Recipe, BitRecipe, CommutingRecipe, StoredRecipe or str
+    recipe : Recipe or str
         Whose ratio it is: that of a `BitRecipe` is one to a cache in 16 bits, in which the first
         tokens are counted too, whatever they take in the dtype of the model. That of a
         `StoredRecipe` is also one to a cache in 16 bits, to which all that is stored is compared.
@@ -277,13 +181,11 @@ def ratio_from_bytes(
     recipe = recipe_named(recipe)
     check_supported(model)
     windows = sliding_windows(model.config)
-    kv_heads = model.config.get_text_config().num_key_value_heads
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    elements, itemsize, beyond = 2 * kv_heads * head_dim, model.dtype.itemsize, 0
-    if isinstance(recipe, BitRecipe):
-        sinks = min(recipe.sinks, context) * sum(window is None for window in windows)
-        beyond = sinks * elements * (itemsize - 2)
-    if isinstance(recipe, BitRecipe | StoredRecipe):
+    _, features = heads_and_features(model)
+    elements, itemsize = 2 * features, model.dtype.itemsize
+    open_layers = sum(window is None for window in windows)
+    beyond = recipe.bytes_beyond_ratio(open_layers * elements, itemsize, context)
+    if recipe.in_sixteen_bits:
         itemsize = 2
     if context < 1 or not nbytes > beyond:
         raise ArgumentError(f"{nbytes:g} bytes for {context} tokens leave room for nothing")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.coding.integers import Quantization
-from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.ranks import RANK_RULES, RankRule
-from manifoldkv.recipes.recipe import (
-    DEFAULT_RECIPE,
-    AnyRecipe,
-    BitRecipe,
-    CommutingRecipe,
-    StoredRecipe,
-    recipe_named,
-)
+from manifoldkv.ranks import RankRule
+from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
+from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.seeds import check_seed
 
 
@@ -29,12 +22,12 @@ class CompressionConfig:
         Largest share of the bytes of an uncompressed cache that a text of `context` tokens may
         take, before quantisation, in (0, 1]. The achieved one is `CompressionPlan.ratio`;
         `ratio_from_bytes` returns the one of a budget in bytes.
-    recipe : Recipe, BitRecipe, CommutingRecipe, StoredRecipe or str
-        How: a composition of one's own, or a name out of `RECIPES`.
+    recipe : Recipe or str
+        How: a recipe, or a name out of `RECIPES`.
     ranks : RankRule or str, optional
         The recipe's own rule if omitted; a name stands for a registered one with default fields
         (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). Rules go with a
-        `Recipe` alone.
+        `RankRecipe` alone.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (better) or after it (faster). Those of a
         `CommutingRecipe` are the same either way, and stored after it.
@@ -56,12 +49,12 @@ class CompressionConfig:
         If a recipe, a rank rule or a rotary space does not exist.
         If the seed is not an integer of 64 bits.
     ArgumentError, PlanError
-        If a rank rule is given to a recipe other than a `Recipe`, or a quantisation or keys after
-        rotation to a `BitRecipe` or a `StoredRecipe`.
+        If a rank rule is given to a recipe other than a `RankRecipe`, or a quantisation or keys
+        after rotation to a `BitRecipe` or a `StoredRecipe`.
     """
 
     ratio: float = 0.5
-    recipe: AnyRecipe | str = DEFAULT_RECIPE
+    recipe: Recipe | str = DEFAULT_RECIPE
     ranks: RankRule | str | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None
@@ -75,32 +68,8 @@ class CompressionConfig:
         check_seed(self.seed)
         self.complete_recipe()
 
-    def complete_recipe(self) -> AnyRecipe:
+    def complete_recipe(self) -> Recipe:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
-        if isinstance(recipe, BitRecipe | StoredRecipe):
-            name = "ranks and bits" if isinstance(recipe, BitRecipe) else "its step"
-            if self.ranks is not None:
-                raise ArgumentError(
-                    f"the recipe finds {name} from one budget: leave the rank rule out, or take "
-                    "another recipe (low-rank)"
-                )
-            if self.quantization is not None:
-                raise PlanError(
-                    "the recipe rounds every latent by itself: leave the quantisation out, or take "
-                    "another recipe (low-rank)"
-                )
-            if self.rotary == "post":
-                raise PlanError(
-                    "the recipe stores keys before rotation: leave rotary out, or take another "
-                    "recipe (low-rank)"
-                )
-            return recipe
-        if isinstance(recipe, CommutingRecipe) and self.ranks is not None:
-            raise ArgumentError(
-                "recipe commuting has the same ranks in all layers: leave the rank rule out, or "
-                "take another recipe"
-            )
-        if isinstance(recipe, CommutingRecipe) or self.ranks is None:
-            return recipe
-        return replace(recipe, ranks=RANK_RULES.resolve(self.ranks))
+        recipe.check_config(self)
+        return recipe if self.ranks is None else recipe.with_ranks(self.ranks)

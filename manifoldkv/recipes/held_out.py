@@ -18,14 +18,14 @@ from manifoldkv.coding.mixed import Coding, reconstructed
 from manifoldkv.coding.predictor import Below
 from manifoldkv.coding.transform import by_token
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.recipes.prepared import PreparedCodes
+from manifoldkv.recipes.coded import CodedRun
 from manifoldkv.runs.progress import follow
 
 LOG = logging.getLogger(__name__)
 
 
 def with_predicted_loss(
-    model: PreTrainedModel, plan: CompressionPlan, run: PreparedCodes
+    model: PreTrainedModel, plan: CompressionPlan, run: CodedRun
 ) -> CompressionPlan:
     """Return the plan with its predicted loss in its provenance.
 
@@ -39,7 +39,7 @@ def with_predicted_loss(
     LOG.info("predicting the loss on %d held-out sequences", len(tokens))
     moments = run.moments(model, tokens, None)
     nats = 0.0
-    below = Below(run.recipe.below)  # of tensors (tokens, D)
+    below = Below(run.below)  # of tensors (tokens, D)
     for activations in follow(capture(model, tokens), len(plan.layers)):
         index = activations.layer
         if not plan.layers_below(index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, detached, identity_basis
 from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import CandidateRanks, LayerBases
-from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, Task
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.low_rank import RankRecipe
 
 LOG = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class BasisFinder:
 
     Parameters
     ----------
-    recipe : Recipe
+    recipe : RankRecipe
         Its objective, solver and groupings.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
@@ -45,7 +48,7 @@ class BasisFinder:
         If the objective and the solver do not go together.
     """
 
-    def __init__(self, recipe: Recipe, rotary: Rotary, seed: int) -> None:
+    def __init__(self, recipe: RankRecipe, rotary: Rotary, seed: int) -> None:
         self._recipe = recipe
         self._rotary: Rotary = rotary
         self._seed = seed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,32 +19,130 @@ from manifoldkv.coding.allocation import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes
 from manifoldkv.coding.predictor import Below
 from manifoldkv.coding.tables import entropy_coding, find_step
+from manifoldkv.coding.transform import SAMPLES as COORDINATE_SAMPLES
 from manifoldkv.coding.transform import Coordinates, by_token, find_coordinates, sampled
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.support import (
-    attention_of,
     decoder_layers,
     sliding_windows,
 )
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.coded import (
+    CodedRun,
+    check_coded_config,
+    check_counts,
+    estimate_of_coded,
+)
 from manifoldkv.recipes.held_out import with_predicted_loss
-from manifoldkv.recipes.prepared import PreparedCodes, check_run, context_of, read_text
-from manifoldkv.recipes.recipe import StoredRecipe
+from manifoldkv.recipes.probe import Estimate, Probe, timed
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.recipes.run import Run, check_run, context_of, heads_and_features
+from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
 
 LOG = logging.getLogger(__name__)
 
 SAMPLES = 8192
 """Tokens that tables are made of, of each site."""
+STEPS_TRIED = 24
+"""Of quantisers that entropy coding is measured with, on twice as many samples as for bits."""
 FOLDS = 8
 """Into which tokens are cut, of `find_coordinates`: tables must promise what other text takes."""
 
 
 @dataclass(frozen=True)
-class PreparedStored(PreparedCodes):
+class StoredRecipe(Recipe):
+    """A plan for a `Codec`: latents become symbols, which an entropy coder stores.
+
+    Coordinates are Fisher's, as in `BitRecipe`, but the Fisher information is that of a prompt
+    whose cache is stored after it was read exactly: what its errors cost are the predictions after
+    it (`fisher_moments`, whose `prompt` is half of every calibration sequence). One step for all
+    latents of the model is then the whole allocation; it is chosen so that the bytes of a blob,
+    with everything in it, are expected to meet the ratio. They are compared to a cache in 16 bits,
+    at the context of the run. No model runs on such latents: a codec gives a stock cache back.
+
+    Keys and values are predicted from the layers below as in `BitRecipe`; the step is found three
+    times, since it depends on what predictions leave, and these on what it gives back.
+
+    Parameters
+    ----------
+    sinks : int
+        The first tokens, which stay as they are.
+    below : int or None
+        As in `BitRecipe`.
+
+    Raises
+    ------
+    ArgumentError
+        If there are no such first tokens or layers below.
+    """
+
+    in_sixteen_bits = True
+
+    sinks: int = 4
+    below: int | None = 2
+
+    def __post_init__(self) -> None:
+        check_counts(sinks=self.sinks, below=self.below)
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `RankRecipe.describe` does."""
+        return {
+            "objective": {"name": "fisher"},
+            "solver": {"name": "closed-form"},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "ranks": {"name": "entropy"},
+            "sinks": self.sinks,
+            "below": self.below,
+        }
+
+    def check_config(self, config: CompressionConfig) -> None:
+        check_coded_config(config)
+
+    def check(
+        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    ) -> None:
+        check_run(model, config)
+        for index, window in enumerate(sliding_windows(model.config)):
+            if window is not None:
+                raise PlanError(
+                    f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
+                    "stored does not store: take recipe best"
+                )
+        _, features = heads_and_features(model)
+        context = context_of(model, tokens, config)
+        _symbol_bits(model, config.ratio, context, features, self.sinks)
+
+    def fit(
+        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+    ) -> CompressionPlan:
+        return _solved(model, self._run(model, run), folder)
+
+    def _run(self, model: PreTrainedModel, run: Run) -> StoredRun:
+        heads, features = heads_and_features(model)
+        bits = _symbol_bits(model, run.config.ratio, run.context, features, self.sinks)
+        found = StoredRun(
+            *(run.config, self, run.text, run.tokens, run.context, self.sinks, self.below),
+            *(HeadGrouping("all", heads), bits),
+        )
+        found.warn_if_short(features)
+        return found
+
+    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
+        stored_run, probe = self._run(model, run), Probe.of(model, run.tokens)
+        _, features = heads_and_features(model)
+        once, _ = timed(partial(entropy_coding, torch.randn(COORDINATE_SAMPLES, features)))
+        return estimate_of_coded(stored_run, probe, STEPS_TRIED * once)
+
+
+@dataclass(frozen=True)
+class StoredRun(CodedRun):
     """A run by a `StoredRecipe`: the first half of every sequence is the prompt.
 
     Parameters
@@ -60,44 +160,6 @@ class PreparedStored(PreparedCodes):
     @property
     def prompt(self) -> int:
         return self.tokens.shape[1] // 2
-
-
-def prepare_stored(
-    model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
-    config: CompressionConfig,
-    recipe: StoredRecipe,
-) -> PreparedStored:
-    """Read the text and return what a run starts from; its errors are raised here."""
-    context, bits = check_stored(model, tokens, config, recipe)
-    name, ids = read_text(model, tokens, config)
-    kv_heads = model.config.get_text_config().num_key_value_heads
-    run = PreparedStored(config, recipe, name, ids, context, HeadGrouping("all", kv_heads), bits)
-    run.warn_if_short(kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim))
-    return run
-
-
-def check_stored(
-    model: PreTrainedModel,
-    tokens: Tensor | TextSource | str,
-    config: CompressionConfig,
-    recipe: StoredRecipe,
-) -> tuple[int, float]:
-    """Return the context of a run by a `StoredRecipe` and the bits of a token's symbols.
-
-    No text is read. All errors of `prepare_stored` are raised here, except those of the text.
-    """
-    check_run(model, config)
-    for index, window in enumerate(sliding_windows(model.config)):
-        if window is not None:
-            raise PlanError(
-                f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
-                "stored does not store: take recipe best"
-            )
-    kv_heads = model.config.get_text_config().num_key_value_heads
-    features = kv_heads * int(attention_of(decoder_layers(model)[0]).head_dim)
-    context = context_of(model, tokens, config)
-    return context, _symbol_bits(model, config.ratio, context, features, recipe.sinks)
 
 
 def _symbol_bits(
@@ -119,17 +181,15 @@ def _symbol_bits(
     return 8 * left / max(1, context - exact)
 
 
-def solve_stored(
-    model: PreTrainedModel, run: PreparedStored, folder: str | Path | None
-) -> CompressionPlan:
+def _solved(model: PreTrainedModel, run: StoredRun, folder: str | Path | None) -> CompressionPlan:
     """Return the plan of a run.
 
     Parameters
     ----------
     model : PreTrainedModel
         As in `compress`, and unwrapped.
-    run : PreparedStored
-        From `prepare_stored`.
+    run : StoredRun
+        Of the recipe.
     folder : str or Path, optional
         Where Fisher moments are stored, for a run that goes on.
 
@@ -138,7 +198,7 @@ def solve_stored(
     ArgumentError
         If no step takes so few bits.
     RunError
-        As `PreparedCodes.moments`.
+        As `CodedRun.moments`.
     """
     moments = run.moments(model, run.fitted, folder)
     step = None
@@ -156,7 +216,7 @@ def solve_stored(
 
 
 def _sites(
-    model: PreTrainedModel, run: PreparedStored, moments: list[LayerMoments], step: float | None
+    model: PreTrainedModel, run: StoredRun, moments: list[LayerMoments], step: float | None
 ) -> list[Coordinates]:
     """Return the coordinates of keys and of values of all layers, one after the other.
 

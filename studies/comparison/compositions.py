@@ -27,6 +27,7 @@ from manifoldkv import (
     BitRecipe,
     CompressionPlan,
     Quantization,
+    RankRecipe,
     Recipe,
     compress,
     quantize,
@@ -43,7 +44,6 @@ from manifoldkv.models.support import (
     sliding_windows,
 )
 from manifoldkv.ranks import Optimal, Uniform
-from manifoldkv.recipes.bits import solve_bits
 from manifoldkv.recipes.full_rank import full_rank_plan
 
 
@@ -236,7 +236,7 @@ class PlanPoint:
 class Ranks:
     """A recipe, its latents in 16 bits or rounded to fewer."""
 
-    recipe: Recipe
+    recipe: RankRecipe
     said: str
     bits: int | None = None
     only_at: tuple[float, ...] = ()
@@ -304,7 +304,7 @@ class Bits:
         return {"recipe": self.recipe.describe()}
 
     def made_by(self) -> tuple[Callable[..., Any], ...]:
-        return (solve_bits,)
+        return (BitRecipe,)
 
     def point(self, at: Setting, ratio: float) -> PlanPoint:
         return PlanPoint(at, partial(at.compressed, self.recipe, ratio))
@@ -423,7 +423,7 @@ class _DroppingPoint:
         return {}
 
 
-RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)}
+RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, RankRecipe)}
 LOW_RANK = RANKED["low-rank"]
 FAST_UNIFORM = replace(RANKED["fast"], ranks=Uniform())
 GROUPED = replace(LOW_RANK, ranks=Uniform(), tuning_steps=0)

@@ -11,7 +11,7 @@ import pandas as pd
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv import CompressionPlan, RankRecipe, compress
 from manifoldkv.activations.capture import capture
 from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
 from manifoldkv.ranks import GivenRanks, Optimal, RankRule, Ranks, Sequential, Threshold, Uniform
@@ -111,9 +111,9 @@ class PlanMaker:
 
     def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
         recipe = {
-            EIGEN: Recipe(EigenAttention(), ClosedForm()),
-            STIEF: Recipe(LayerOutput(), self._protocol.solver),
-            GROUPED: Recipe(KQSVD(), ClosedForm(), "all", "all"),
+            EIGEN: RankRecipe(EigenAttention(), ClosedForm()),
+            STIEF: RankRecipe(LayerOutput(), self._protocol.solver),
+            GROUPED: RankRecipe(KQSVD(), ClosedForm(), "all", "all"),
         }[method]
         recipe = replace(recipe, ranks=rule)
 

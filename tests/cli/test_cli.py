@@ -37,8 +37,8 @@ from manifoldkv.evaluation.speed import PROMPT
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.ranks import RANK_RULES, Optimal
 from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.named import DEFAULT_RECIPE
 from manifoldkv.recipes.own import own_text
-from manifoldkv.recipes.recipe import DEFAULT_RECIPE
 from manifoldkv.solvers import SOLVERS
 from manifoldkv.text import sources
 from manifoldkv.text.tokens import LENGTH, SEQUENCES

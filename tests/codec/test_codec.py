@@ -21,7 +21,7 @@ from manifoldkv.codec.blob import read_blob
 from manifoldkv.codec.symbols import SymbolCoder
 from manifoldkv.coding.tables import entropy_coding
 from manifoldkv.errors import CacheError, PlanError, RunError
-from manifoldkv.recipes.recipe import StoredRecipe
+from manifoldkv.recipes.stored import StoredRecipe
 from tests.families import tiny_model
 from tests.plans import random_plan
 from tests.stored import CONTEXT, filled, some_tokens, stored_model, stored_plan

@@ -24,8 +24,8 @@ from manifoldkv import (
 )
 from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.export.fold import FAMILIES, folded
+from manifoldkv.recipes.commuting import CommutingRecipe
 from manifoldkv.recipes.full_rank import full_rank_plan
-from manifoldkv.recipes.recipe import CommutingRecipe
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
 

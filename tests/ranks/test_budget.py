@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv import BitRecipe, Recipe, compress, compressed, ratio_from_bytes
+from manifoldkv import BitRecipe, RankRecipe, compress, compressed, ratio_from_bytes
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import cached_tokens
 from manifoldkv.ranks import CANDIDATES, PAPER_CANDIDATES, Budget, Uniform, candidate_ranks
@@ -107,7 +107,7 @@ def test_bytes_are_kept_at_the_context(family: str, rule: str) -> None:
     per_token = sum(x.nbytes for layer in stock.layers for x in (layer.keys, layer.values))
     per_layer = per_token // len(stock.layers)
     for context in (5, 60):
-        recipe = Recipe("eigen-attention", "closed-form", ranks=rule)
+        recipe = RankRecipe("eigen-attention", "closed-form", ranks=rule)
         plan = compress(model, tokens[:, :16], ratio=0.55, recipe=recipe, context=context)
         with compressed(model, plan) as new_cache, torch.no_grad():
             cache = new_cache()
@@ -123,7 +123,7 @@ def test_bytes_are_kept_at_the_context(family: str, rule: str) -> None:
 def test_a_budget_in_bytes_is_kept(family: str, context: int) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 12)
     for nbytes in (150 * context, 317 * context):
-        recipe = Recipe("k-svd", "closed-form")
+        recipe = RankRecipe("k-svd", "closed-form")
         ratio = ratio_from_bytes(model, nbytes, context=context, recipe=recipe)
         plan = compress(model, tokens, ratio=ratio, recipe=recipe, context=context)
         assert plan.nbytes(context, dtype=model.dtype) <= nbytes

@@ -19,10 +19,9 @@ from manifoldkv.models.projected import divergence
 from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_directions
 from manifoldkv.recipes import tune as tuning
-from manifoldkv.recipes.commuting import _latents, closed_form
+from manifoldkv.recipes.commuting import CommutingRecipe, _latents, closed_form
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate
-from manifoldkv.recipes.recipe import CommutingRecipe
 from tests.families import tiny_model, tiny_tokens
 
 HALF, HEADS = 4, 3

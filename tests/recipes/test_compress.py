@@ -12,6 +12,7 @@ from manifoldkv import (
     RECIPES,
     CompressionPlan,
     Quantization,
+    RankRecipe,
     Recipe,
     compress,
     compressed,
@@ -81,7 +82,7 @@ def test_the_recipe_of_the_paper() -> None:
 def test_fields_of_a_method_are_taken() -> None:
     """An object stands wherever a name may, and other fields are another plan."""
     model, tokens = tiny_model("llama"), tiny_tokens(4, 12)
-    recipe = Recipe(LayerOutput(), RiemannianAdam(steps=3), ranks=Uniform(multiple=2))
+    recipe = RankRecipe(LayerOutput(), RiemannianAdam(steps=3), ranks=Uniform(multiple=2))
     plan = compress(model, tokens, recipe=recipe, ratio=0.7)
     assert plan.provenance.recipe["solver"]["steps"] == 3
     assert all(basis.rank % 2 == 0 for layer in plan.layers for _, basis in layer.sites)
@@ -116,7 +117,7 @@ def test_ranks_can_be_given() -> None:
 
 def test_an_oblique_recipe_runs() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    recipe = Recipe("kq-svd", "closed-form", key_grouping="all", value_grouping="all")
+    recipe = RankRecipe("kq-svd", "closed-form", key_grouping="all", value_grouping="all")
     plan = compress(model, tokens, recipe=recipe)
     assert not plan.layers[0].key.orthonormal
     with compressed(model, plan) as new_cache:
@@ -146,7 +147,7 @@ def test_every_phase_is_logged_and_nothing_is_printed(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    recipe = Recipe("eigen-attention", "closed-form", ranks="optimal", tuning_steps=1)
+    recipe = RankRecipe("eigen-attention", "closed-form", ranks="optimal", tuning_steps=1)
     capfd.readouterr()
     with caplog.at_level("INFO", logger="manifoldkv"):
         compress(model, tokens, recipe=recipe, quantization=Quantization(4))
@@ -188,12 +189,12 @@ class TestRefusedBeforeAnyWork:
         with pytest.raises(ArgumentError, match="unknown rank rule"):
             compress(model, tokens, recipe="low-rank", ranks="greedy")
         with pytest.raises(ArgumentError, match="unknown solver"):
-            compress(model, tokens, recipe=Recipe("k-svd", "none"))
+            compress(model, tokens, recipe=RankRecipe("k-svd", "none"))
 
     def test_a_recipe_that_cannot_be_solved(self) -> None:
         with pytest.raises(ArgumentError, match="no closed form"):
             compress(
-                tiny_model("llama"), tiny_tokens(), recipe=Recipe("layer-output", "closed-form")
+                tiny_model("llama"), tiny_tokens(), recipe=RankRecipe("layer-output", "closed-form")
             )
 
     def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +260,8 @@ class TestQuantize:
         [
             ("none", "eigen-attention", 0.5),
             ("pca", "eigen-attention", 0.75),
-            ("pca", Recipe("kq-svd", "closed-form", 1, 1), 0.5),
-            ("hadamard", Recipe("kq-svd", "closed-form", 1, 1), 0.75),
+            ("pca", RankRecipe("kq-svd", "closed-form", 1, 1), 0.5),
+            ("hadamard", RankRecipe("kq-svd", "closed-form", 1, 1), 0.75),
         ],
     )
     def test_a_rotation_leaves_the_projector_as_it_is(
@@ -347,7 +348,7 @@ class TestRankRules:
     ) -> None:
         """Every pair comes from one error; a smaller error for all layers costs too much."""
         model, tokens = tiny_model("llama"), tiny_tokens()
-        recipe = Recipe("eigen-attention", "closed-form", grouping, grouping, ranks="threshold")
+        recipe = RankRecipe("eigen-attention", "closed-form", grouping, grouping, ranks="threshold")
         module = import_module("manifoldkv.ranks.threshold")
         search, calls = module._search_on_candidates, []
 
@@ -397,7 +398,7 @@ class TestRankRules:
 
 def test_what_is_tuned_is_what_is_decoded() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(4, 20)
-    recipe = Recipe("kq-svd", "closed-form", "all", "all", ranks="optimal")
+    recipe = RankRecipe("kq-svd", "closed-form", "all", "all", ranks="optimal")
     start = compress(model, tokens, ratio=0.5, recipe=recipe)
     tuned = compress(model, tokens, ratio=0.5, recipe=replace(recipe, tuning_steps=20))
     assert tuned.provenance.tuning_steps == 20

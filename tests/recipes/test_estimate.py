@@ -3,14 +3,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import RECIPES, BitRecipe, Recipe
+from manifoldkv import RECIPES, BitRecipe, RankRecipe
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.ranks import RANK_RULES
 from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
-RANKED = [name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe)]
+RANKED = [name for name, recipe in RECIPES.items() if isinstance(recipe, RankRecipe)]
 
 
 @pytest.mark.parametrize("recipe", RANKED)
@@ -60,7 +60,7 @@ def test_bytes_by_hand() -> None:
     assert estimate(model, tokens, recipe="fast").activation_bytes == (
         found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 4) * 8
     )
-    together = Recipe("layer-output", "riemannian-adam", value_grouping="all")
+    together = RankRecipe("layer-output", "riemannian-adam", value_grouping="all")
     assert estimate(model, tokens, recipe=together).activation_bytes == (
         found.activation_bytes + 6 * 16 * 4 * (2 * 2 + 2 * 4) * 8
     )
@@ -93,4 +93,4 @@ def test_what_compress_refuses_is_refused() -> None:
     with pytest.raises(ArgumentError, match="unknown recipe"):
         estimate(model, tokens, recipe="nothing")
     with pytest.raises(ArgumentError):
-        estimate(model, tokens, recipe=Recipe("layer-output", "closed-form"))
+        estimate(model, tokens, recipe=RankRecipe("layer-output", "closed-form"))

@@ -7,6 +7,7 @@ from manifoldkv import (
     RECIPES,
     BitRecipe,
     Quantization,
+    RankRecipe,
     Recipe,
     compress,
     compressed,
@@ -19,7 +20,7 @@ from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.objectives import KQSVD
 from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.recipe import recipe_named
+from manifoldkv.recipes.named import recipe_named
 from manifoldkv.solvers import Predictor
 from tests.families import tiny_model, tiny_tokens
 from tests.short_recipes import short
@@ -75,7 +76,7 @@ def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
 
 
 def test_names_stand_for_objects_with_default_fields() -> None:
-    assert Recipe("kq-svd", "predictor", "2", ranks="optimal") == Recipe(
+    assert RankRecipe("kq-svd", "predictor", "2", ranks="optimal") == Recipe(
         KQSVD(), Predictor(), 2, ranks=Optimal()
     )
 
@@ -98,7 +99,7 @@ def test_python_and_the_command_line_have_the_same_default() -> None:
 
 def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
     assert recipe_named("best") is RECIPES["best"]
-    for own in (Recipe("k-svd", "closed-form"), BitRecipe(below=None)):
+    for own in (RankRecipe("k-svd", "closed-form"), BitRecipe(below=None)):
         assert recipe_named(own) is own
 
 
@@ -106,6 +107,6 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(ArgumentError, match="unknown recipe 'nothing'; known: best, bits"):
         recipe_named("nothing")
     with pytest.raises(ArgumentError, match=r"unknown rank rule .best.; known: .*uniform"):
-        Recipe("k-svd", "closed-form", ranks="best")
+        RankRecipe("k-svd", "closed-form", ranks="best")
     with pytest.raises(ArgumentError, match="unknown solver 'none'"):
-        Recipe("k-svd", "none")
+        RankRecipe("k-svd", "none")

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv import CompressionPlan, RankRecipe, Recipe, compress
 from manifoldkv.errors import RunError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.runs.files import only_run
 from manifoldkv.solvers import RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 
-RECIPE = Recipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
+RECIPE = RankRecipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
 KILLS = 20
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["manifoldkv", "tests.families"])
@@ -97,7 +97,7 @@ def test_what_ranks_cost_is_not_measured_again(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(folder: Path | None = tmp_path) -> CompressionPlan:
-        recipe = Recipe("eigen-attention", "closed-form", ranks=rule)
+        recipe = RankRecipe("eigen-attention", "closed-form", ranks=rule)
         return compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=folder)
 
     module, name, parts = (
@@ -205,7 +205,7 @@ def test_code_without_a_source_is_not_stored(tmp_path: Path) -> None:
     main = import_module("__main__")
     file = vars(main).pop("__file__", None)
     try:
-        recipe = Recipe("layer-output", made(steps=1))
+        recipe = RankRecipe("layer-output", made(steps=1))
         with pytest.raises(RunError, match="the source of Nowhere cannot be read"):
             compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=tmp_path)
         compress(tiny_model("llama"), tiny_tokens(), recipe=recipe)

@@ -13,8 +13,7 @@ from manifoldkv import CompressionPlan, Quantization, compress, quantize, tune
 from manifoldkv.coding.tables import NARROWEST, entropy_coding, find_step
 from manifoldkv.coding.transform import find_coordinates
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.recipes.recipe import StoredRecipe
-from manifoldkv.recipes.stored import _given_back
+from manifoldkv.recipes.stored import StoredRecipe, _given_back
 from tests.coding.test_transform import TOKENS, ridge, some_site
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, Recipe, compress
+from manifoldkv import CompressionPlan, RankRecipe, Recipe, compress
 from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.runs.executors import Executor, LocalExecutor, RayExecutor, Task
 from tests.families import tiny_model, tiny_tokens
@@ -18,7 +18,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Ray's own
-RECIPE = Recipe("layer-output", "riemannian-adam", "shared", 1)
+RECIPE = RankRecipe("layer-output", "riemannian-adam", "shared", 1)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_plan_is_that_of_one_process(executor: RayExecutor, tmp_path: Path) 
 
 @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
 def test_the_ranks_are_those_of_one_process(executor: RayExecutor, rule: str) -> None:
-    recipe = Recipe("kq-svd", "closed-form", "all", "all", rule)
+    recipe = RankRecipe("kq-svd", "closed-form", "all", "all", rule)
     expected = plan_by("local", recipe, ratio=0.6)
     assert len({basis.rank for layer in expected.layers for _, basis in layer.sites}) > 1
     assert plan_by(executor, recipe, ratio=0.6).digest() == expected.digest()

@@ -1,0 +1,207 @@
+"""Low-rank bases: an objective, a solver and a rank rule."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.basis import HeadGrouping, Site, parse_grouping
+from manifoldkv.coding.integers import check_layout
+from manifoldkv.errors import ArgumentError
+from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
+from manifoldkv.objectives import OBJECTIVES, Objective
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Rehearsal, Uniform
+from manifoldkv.ranks.base import CandidateRanks
+from manifoldkv.recipes.probe import Estimate, Probe, timed
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.recipes.run import Run, check_run, context_of
+from manifoldkv.recipes.solve import SITES, BasisFinder, find_bases
+from manifoldkv.registry import Registry
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.runs.executors import Executor, on_threads
+from manifoldkv.runs.files import only_run
+from manifoldkv.solvers import SOLVERS, ClosedForm, Solver
+from manifoldkv.text.sources import TextSource
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
+
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankRecipe(Recipe):
+    """Bases of an objective by a solver, at the ranks that a rule chooses.
+
+    Objective, solver and rank rule may be given by their registered names, which stand for objects
+    with default fields.
+
+    Parameters
+    ----------
+    objective : Objective
+        What a good basis keeps.
+    solver : Solver
+        How it is found.
+    key_grouping, value_grouping : str or int
+        Which heads share a basis.
+    ranks : RankRule
+        How the ranks of all layers are chosen.
+    tuning_steps : int
+        Of `tune`, at the end; 0 leaves bases as the solver found them.
+
+    Raises
+    ------
+    ArgumentError
+        If a name is not registered.
+        If a grouping does not exist.
+    """
+
+    objective: Objective
+    solver: Solver
+    key_grouping: str | int = "shared"
+    value_grouping: str | int = 1
+    ranks: RankRule = field(default_factory=Uniform)
+    tuning_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, registry in REGISTRIES.items():
+            object.__setattr__(self, name, registry.resolve(getattr(self, name)))
+        for name in ("key_grouping", "value_grouping"):
+            object.__setattr__(self, name, parse_grouping(getattr(self, name)))
+
+    def grouping(self, site: Site) -> str | int:
+        """Return which heads share a basis at a site."""
+        return self.key_grouping if site == "key" else self.value_grouping
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields, methods by their names and fields, as a plan's provenance has them."""
+        methods = {
+            name: registry.describe(getattr(self, name)) for name, registry in REGISTRIES.items()
+        }
+        return asdict(self) | methods
+
+    def with_ranks(self, ranks: RankRule | str) -> Self:
+        return replace(self, ranks=RANK_RULES.resolve(ranks))
+
+    def check(
+        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    ) -> None:
+        check_run(model, config)
+        for index, window in enumerate(sliding_windows(model.config)):
+            check_layout(config.quantization, index, window)
+        BasisFinder(self, config.rotary, config.seed)  # do objective and solver go together?
+        self.ranks.candidate_ranks(_budget(model, config, context_of(model, tokens, config)))
+
+    def fit(
+        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+    ) -> CompressionPlan:
+        budget = _budget(model, run.config, run.context)
+        candidates = self.ranks.candidate_ranks(budget)
+        rotary, threads = run.config.rotary, torch.get_num_threads()
+        alone = nullcontext() if folder is None else only_run(Path(folder))
+        with alone, on_threads(threads):  # all of it, also what is no task
+            checkpoints = run.checkpoints(model, folder)
+            of_ranks = self._rank_checkpoints(checkpoints, run, candidates)
+            finder = BasisFinder(self, rotary, run.config.seed)
+            bases = find_bases(
+                model, run.tokens, finder, candidates, executor, threads, checkpoints
+            )
+            ranks = self._chosen(
+                RankProblem(model, run.tokens, bases, budget, rotary, executor, of_ranks)
+            )
+        layers = [
+            LayerPlan(of_layer.keys[key], of_layer.values[value], window)
+            for of_layer, (key, value), window in zip(bases, ranks, budget.windows, strict=True)
+        ]
+        return run.plan(model, layers)
+
+    def _rank_checkpoints(
+        self, checkpoints: Checkpoints, run: Run, candidates: list[CandidateRanks]
+    ) -> Checkpoints:
+        """Return the checkpoints of rank sensitivities, which depend on all bases."""
+        described = self.describe()
+        of_bases = ("objective", "solver", "key_grouping", "value_grouping")
+        made = checkpoints.made_by(
+            BasisFinder, type(self.objective), type(self.solver), type(self.ranks)
+        )
+        return made.keyed(
+            recipe={name: described[name] for name in of_bases},
+            rotary=run.config.rotary,
+            seed=run.config.seed,
+            candidates=candidates,
+        )
+
+    def _chosen(self, problem: RankProblem) -> list[Ranks]:
+        """Return the ranks of all layers by the rule of the recipe, which must meet the budget."""
+        name, budget = self.describe()["ranks"]["name"], problem.budget
+        LOG.info("choosing ranks by the %s rule", name)
+        ranks = self.ranks.choose(problem)
+        if budget.cost(ranks) > budget.latent_elements:
+            raise ArgumentError(f"rank rule {name} exceeds the ratio {budget.ratio:g}")
+        return ranks
+
+    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
+        budget = _budget(model, run.config, run.context)
+        candidates = self.ranks.candidate_ranks(budget)
+        probe = Probe.of(model, run.tokens)
+        most = max(len(ranks) for of_layer in candidates for ranks in of_layer)
+        rehearsal = Rehearsal(
+            probe.activations, probe.forward, len(run.tokens), budget.layers, most
+        )
+        return probe.estimate(
+            ratio=budget.ratio,
+            capture=probe.forward + budget.layers * probe.per_layer,
+            bases=self._solving(probe.activations, run, candidates),
+            ranks=self.ranks.estimated_seconds(rehearsal),
+            tuning_steps=self.tuning_steps,
+            activation_bytes=self._bytes_per_token(probe.activations),
+        )
+
+    def _solving(
+        self, activations: LayerActivations, run: Run, candidates: list[CandidateRanks]
+    ) -> float:
+        """Return the seconds for the bases of all layers; activations are of a few sequences."""
+        solver, longer = self.solver.rehearsal(activations.sequences / len(run.tokens))
+        total = 0.0
+        for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
+            grouping = HeadGrouping(self.grouping(site), activations.kv_heads)
+            problem = self.objective.problem(activations, site, grouping, run.config.rotary)
+            solved = [r for ranks in ranks_of for r in ranks if r < activations.head_dim]
+            if solved:  # full rank is the identity
+                middle = sorted(solved)[len(solved) // 2]
+                seconds, _ = timed(partial(solver.solve, problem, middle))
+                total += len(solved) * longer * seconds
+        return total
+
+    def _bytes_per_token(self, activations: LayerActivations) -> int:
+        """Return bytes of inputs and outputs, then of keys, values and mixtures of values."""
+        nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
+        if not isinstance(self.solver, ClosedForm):
+            width = HeadGrouping(self.value_grouping, activations.kv_heads).width
+            heads = 2 * activations.kv_heads + width * activations.query_heads
+            nbytes += heads * activations.head_dim * activations.dtype.itemsize
+        return nbytes
+
+
+def _budget(model: PreTrainedModel, config: CompressionConfig, context: int) -> Budget:
+    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
+    return Budget(config.ratio, head_dim, sliding_windows(model.config), context)
+
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "objective": OBJECTIVES,
+    "solver": SOLVERS,
+    "ranks": RANK_RULES,
+}
+"""Of the methods of a `RankRecipe`, by its fields."""

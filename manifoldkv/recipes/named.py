@@ -1,0 +1,80 @@
+"""Recipes by name."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from manifoldkv.errors import ArgumentError
+from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
+from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.recipes.bits import BitRecipe
+from manifoldkv.recipes.commuting import CommutingRecipe
+from manifoldkv.recipes.low_rank import RankRecipe
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.recipes.stored import StoredRecipe
+from manifoldkv.solvers import ClosedForm, Predictor, RiemannianAdam
+
+GROUP = "manifoldkv.recipes"
+RECIPES: dict[str, Recipe] = {
+    "best": BitRecipe(),
+    "bits": BitRecipe(below=None),
+    "low-rank": RankRecipe(
+        KQSVD(),
+        ClosedForm(),
+        key_grouping="all",
+        value_grouping="all",
+        ranks=Optimal(),
+        tuning_steps=200,
+    ),
+    "eigen-attention": RankRecipe(EigenAttention(), ClosedForm()),
+    "paper": RankRecipe(
+        LayerOutput(),
+        Predictor(),
+        ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
+    ),
+    "fast": RankRecipe(
+        LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)
+    ),
+    "commuting": CommutingRecipe(),
+    "stored": StoredRecipe(),
+}
+DEFAULT_RECIPE = "best"
+
+
+def register_recipe(name: str, recipe: Recipe) -> None:
+    """Make a recipe known by a name, here and in the command line.
+
+    Other packages add recipes by an entry point of the group ``manifoldkv.recipes``, which names a
+    `Recipe`.
+
+    Raises
+    ------
+    ValueError
+        If another recipe has the name.
+    """
+    if RECIPES.get(name, recipe) != recipe:
+        raise ValueError(f"recipe {name!r} is already {RECIPES[name]!r}")
+    RECIPES[name] = recipe
+
+
+def recipe_names() -> list[str]:
+    """Return all known names: registered ones in order, then entry points."""
+    return list(dict.fromkeys([*RECIPES, *(e.name for e in entry_points(group=GROUP))]))
+
+
+def recipe_named(recipe: str | Recipe) -> Recipe:
+    """Return a recipe by its name, or itself.
+
+    Raises
+    ------
+    ArgumentError
+        If there is none of this name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    for entry_point in entry_points(group=GROUP, name=recipe):
+        if recipe not in RECIPES:
+            RECIPES[recipe] = entry_point.load()
+    if recipe not in RECIPES:
+        raise ArgumentError(f"unknown recipe {recipe!r}; known: {', '.join(recipe_names())}")
+    return RECIPES[recipe]

@@ -1,0 +1,138 @@
+"""The run of a recipe: settings, text, tokens and context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.basis import Rotary
+from manifoldkv.errors import ArgumentError
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.support import attention_of, check_supported, decoder_layers
+from manifoldkv.models.weights import check_finite
+from manifoldkv.plan.files import check_context
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.source import versions
+from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import calibration_length
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings and calibration tokens of a run of `compress`.
+
+    Parameters
+    ----------
+    config : CompressionConfig
+        What plan to make.
+    recipe : Recipe
+        With the rank rule of the run.
+    text : str
+        Name of the calibration text.
+    tokens : Tensor
+        Token ids, (sequences, length), int64.
+    context : int
+        Tokens that the ratio holds for.
+    """
+
+    config: CompressionConfig
+    recipe: Recipe
+    text: str
+    tokens: Tensor
+    context: int
+
+    def plan(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerPlan],
+        *,
+        rotary: Rotary | None = None,
+        sinks: int = 0,
+        predicted_nats: float | None = None,
+    ) -> CompressionPlan:
+        """Return the plan of layers that the run has found, by torch's threads of now.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            Unwrapped.
+        layers : sequence of LayerPlan
+            All of the model's.
+        rotary : {"pre", "post"}, optional
+            Whether keys are stored before rotation; as the run has it if omitted.
+        sinks, predicted_nats
+            As in `CompressionPlan` and `Provenance`.
+        """
+        provenance = Provenance(
+            model=model.config._name_or_path,
+            text=self.text,
+            sequences=self.tokens.shape[0],
+            length=self.tokens.shape[1],
+            context=self.context,
+            recipe=self.recipe.describe(),
+            seed=self.config.seed,
+            requested_ratio=self.config.ratio,
+            threads=torch.get_num_threads(),
+            versions=versions(),
+            predicted_nats=predicted_nats,
+        )
+        return CompressionPlan(
+            tuple(layers),
+            self.config.rotary if rotary is None else rotary,
+            config_hash(model.config),
+            fingerprint(model),
+            provenance,
+            sinks=sinks,
+        )
+
+    def checkpoints(self, model: PreTrainedModel, folder: str | Path | None) -> Checkpoints:
+        """Return the checkpoints of all that depends on model, tokens, threads and versions."""
+        if folder is None:
+            return Checkpoints()
+        settings = {
+            "model": digest_of_model(model),
+            "tokens": digest_of_tokens(self.tokens),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+        }
+        return Checkpoints(Path(folder), settings)
+
+
+def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
+    """Refuse what no recipe can do, before the text is read."""
+    if not 0 < config.ratio <= 1:
+        raise ArgumentError(f"ratio {config.ratio:g} is not in (0, 1]")
+    if config.context is not None:
+        check_context(config.context)
+    check_supported(model)
+    check_finite(model)
+
+
+def context_of(
+    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+) -> int:
+    """Return the tokens that the ratio holds for, and refuse sequences too long for the model.
+
+    No text is read.
+    """
+    length = calibration_length(model, tokens, config.length)
+    return length if config.context is None else config.context
+
+
+def heads_and_features(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the KV heads of a layer, and the features of the keys of all of them together."""
+    heads = int(model.config.get_text_config().num_key_value_heads)
+    return heads, heads * int(attention_of(decoder_layers(model)[0]).head_dim)
