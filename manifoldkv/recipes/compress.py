@@ -89,15 +89,15 @@ def compress(
     executor = executor_named(executor)
     run = started(model, tokens, replace(config or CompressionConfig(), **settings))
     plan = run.recipe.fit(model, run, folder, executor)
-    threads, steps = torch.get_num_threads(), run.recipe.tuning_steps
+    steps, quantization = run.recipe.tuning_steps, run.config.quantization
     alone = nullcontext() if folder is None else only_run(Path(folder))
-    with alone, on_threads(threads):
-        checkpoints = run.checkpoints(model, folder)
-        seed = run.config.seed
-        plan = tune(model, plan, run.tokens, steps=steps, seed=seed, checkpoints=checkpoints)
-        if run.config.quantization is None:
-            return plan
-        return quantize(plan, model, run.tokens, run.config.quantization)
+    with alone, on_threads(torch.get_num_threads()):
+        if steps:
+            checkpoints, seed = run.checkpoints(model, folder), run.config.seed
+            plan = tune(model, plan, run.tokens, steps=steps, seed=seed, checkpoints=checkpoints)
+        if quantization is not None:
+            plan = quantize(plan, model, run.tokens, quantization)
+    return plan
 
 
 def started(

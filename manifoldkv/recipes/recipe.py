@@ -43,8 +43,8 @@ class Recipe(ABC):
             If the recipe has no rank rule.
         """
         raise ArgumentError(
-            f"{type(self).__name__} has no rank rule: leave ranks out, or take another recipe "
-            "(low-rank)"
+            f"{type(self).__name__} has no ranks to choose: leave the rank rule out, or take "
+            "another recipe (low-rank)"
         )
 
     def check_config(self, config: CompressionConfig) -> None:

@@ -11,6 +11,7 @@ pytest collects the inherited tests. They run on tiny random models in float64, 
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal
 from manifoldkv.testing.objectives import ObjectiveConformance
 from manifoldkv.testing.ranks import RankRuleConformance
+from manifoldkv.testing.recipes import RecipeConformance
 from manifoldkv.testing.solvers import SolverConformance
 from manifoldkv.testing.tiny import (
     HEAD_DIM,
@@ -27,6 +28,7 @@ __all__ = [
     "SHAPE",
     "ObjectiveConformance",
     "RankRuleConformance",
+    "RecipeConformance",
     "SolverConformance",
     "assert_describable",
     "assert_orthonormal",

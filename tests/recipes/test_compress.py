@@ -212,7 +212,7 @@ class TestRefusedBeforeAnyWork:
     def test_contexts_that_no_plan_can_name(
         self, context: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = import_module("manifoldkv.recipes.prepared")  # which would read the text
+        module = import_module("manifoldkv.recipes.compress")  # which would read the text
         monkeypatch.setattr(module, "calibration_tokens", None)
         for recipe in ("low-rank", "best"):
             with pytest.raises(PlanError, match=f"a context of {context:,} tokens, only for 1 to"):

@@ -8,7 +8,6 @@ from manifoldkv import (
     BitRecipe,
     Quantization,
     RankRecipe,
-    Recipe,
     compress,
     compressed,
     load_model,
@@ -76,7 +75,7 @@ def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
 
 
 def test_names_stand_for_objects_with_default_fields() -> None:
-    assert RankRecipe("kq-svd", "predictor", "2", ranks="optimal") == Recipe(
+    assert RankRecipe("kq-svd", "predictor", "2", ranks="optimal") == RankRecipe(
         KQSVD(), Predictor(), 2, ranks=Optimal()
     )
 

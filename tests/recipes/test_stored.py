@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_plan_and_a_killed_run_goes_on(tmp_path: Pa
     [
         ({"ratio": 1.5}, ArgumentError, r"ratio 1.5 is not in \(0, 1\]"),
         ({"ratio": 0.01}, ArgumentError, "ratio 0.01 is too small: 4 uncompressed tokens"),
-        ({"ranks": "uniform"}, ArgumentError, "finds its step from one budget"),
+        ({"ranks": "uniform"}, ArgumentError, "has no ranks to choose: leave the rank rule out"),
         ({"rotary": "both"}, PlanError, "unknown rotary space"),
         ({"context": 0}, PlanError, "a context of 0 tokens"),
     ],
