@@ -14,6 +14,8 @@ from manifoldkv.errors import PlanError
 
 WIDEST = 8
 """Most bits of a latent."""
+LARGEST = 1e8
+"""Magnitude of any number of a coding: products of a few must stay finite in float32."""
 SCALE_BYTES = 2
 """Of a token's scale, in float16."""
 
@@ -149,8 +151,8 @@ def reconstructed(basis: Basis, coding: Coding, x: Tensor, inputs: Tensor | None
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
         raise PlanError(f"{name} of latents must be {shape} in float32, got {_said(tensor)}")
-    if not bool(tensor.isfinite().all()):
-        raise PlanError(f"{name} of latents must be finite")
+    if not bool((tensor.abs() <= LARGEST).all()):  # nor NaN
+        raise PlanError(f"{name} of latents must be finite, at most {LARGEST:g}")
 
 
 def _said(tensor: Tensor) -> str:
