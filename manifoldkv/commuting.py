@@ -76,7 +76,7 @@ def _complex_columns(matrix: Tensor, basis: Basis) -> Tensor:
 
 
 def hermitian_parts(matrix: Tensor, width: int) -> Tensor:
-    """Return what is left of a quadratic form of keys when all phases are averaged over.
+    """Return the mean of a quadratic form of keys over all phases.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ def attention_output(
     activations : LayerActivations
         The layer and what enters it.
     key_basis, value_basis : Basis or None
-        None leaves keys or values as they are.
+        None leaves keys or values uncompressed.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     batch : Batch, optional

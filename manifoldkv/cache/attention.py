@@ -32,7 +32,7 @@ they should stay in a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
 MANY_QUERIES = 32
-"""From so many queries of a call on, keys and values are reconstructed for them."""
+"""Queries of a call from which on keys and values are reconstructed for them."""
 MASKED_AT_A_TIME = 1 << 26
 """Elements of the mask that is built for such queries at a time."""
 
@@ -104,8 +104,8 @@ class CachedAttention:
     ) -> list[GivenBack]:
         """Store new keys and values, (B, H_kv, m, d), in a layer of the cache.
 
-        Where latents are predicted, `below` is what layers below give back, the nearest first, and
-        what this one gives back is returned; nothing otherwise.
+        Where latents are predicted, `below` are reconstructions of the layers below, the nearest
+        first, and that of this layer is returned; nothing otherwise.
         """
         if self._predicted is not None:
             return [self._predicted.store(layer, keys, values, below)]
@@ -268,7 +268,7 @@ class CachedAttention:
         return self._value.finish(self._value.split_groups(mixed))
 
     def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
-        """Return whether so many queries attend to reconstructed keys and values."""
+        """Return whether queries attend to reconstructed keys and values."""
         plain = settings.softcap is None and settings.sinks is None
         return plain and rows >= MANY_QUERIES
 
@@ -365,7 +365,7 @@ def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:
 
 
 def _blocks(rows: slice, elements_per_row: int, elements: int) -> Iterator[slice]:
-    """Cut query rows into blocks that have no more than so many elements."""
+    """Cut query rows into blocks of at most `elements` elements."""
     size = max(1, elements // elements_per_row)
     for start, stop in split_tiles(rows.start, rows.stop, size):
         yield slice(start, stop)

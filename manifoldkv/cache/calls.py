@@ -46,7 +46,7 @@ def check_unpadded(mask: Any) -> None:
 
 
 def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
-    """Refuse a cache that is none of ours, of another plan or dtype, or incomplete."""
+    """Refuse a cache of another kind, plan or dtype, or an incomplete one."""
     if not isinstance(cache, CompressedCache):
         raise CacheError(
             f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
@@ -69,7 +69,7 @@ def boolean_masks(mask: Any, tokens: int, cache: CompressedCache, kinds: Sequenc
     Parameters
     ----------
     mask : Tensor, dict of Tensor or None
-        (B, n), which is given back as it is, or (B or 1, 1, m, n); a dict has one per kind of
+        (B, n), which is returned unchanged, or (B or 1, 1, m, n); a dict has one per kind of
         layer.
     tokens : int
         m, new ones.

@@ -15,7 +15,7 @@ from manifoldkv.errors import CacheError
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The output of attention as it is, refusing a gradient: what is stored has none."""
+    """The unchanged output of attention, refusing a gradient: stored tokens have none."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from manifoldkv.plan.plan import CompressionPlan
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Latents of the keys and values of one layer, and some of its tokens as they are.
+    """Latents of the keys and values of one layer, and its uncompressed sink tokens.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class CompressedLayer(CacheLayerMixin):
     device : torch.device
         Of the layer.
     sinks : int
-        How many of the first tokens of every sequence are kept as they are beside their latents;
+        Number of first tokens of every sequence that are also kept uncompressed;
         none in a layer with a window.
     """
 
@@ -186,7 +186,7 @@ class CompressedLayer(CacheLayerMixin):
         self.sinks.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence so many times."""
+        """Repeat every sequence."""
         if self.is_initialized:
             batch = self.key_store.parts[0].view.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))

@@ -102,7 +102,7 @@ class StaticRangeStore(Store):
     features : int
         Of a head group.
     dtype : torch.dtype
-        In which elements are given back.
+        Of reconstructed elements.
     ranges : Tensor
         Smallest and largest element by head group and group of features, (G, groups, 2).
     """
@@ -144,7 +144,7 @@ class _RangeStore(Store):
     features : int
         Of a head group.
     dtype : torch.dtype
-        In which elements are given back.
+        Of reconstructed elements.
     run, group : int
         Tokens and features that share a range. Tokens come and are given out in whole runs.
     """

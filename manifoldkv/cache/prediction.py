@@ -1,4 +1,4 @@
-"""Tokens that are predicted from what the cache gives back of them in the layers below."""
+"""Tokens that are predicted from their reconstructions in the layers below."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.storage import Store
 
 GivenBack = tuple[Tensor, Tensor]
-"""Keys before rotation and values of all the tokens that a layer holds, as their latents give them
-back, all heads side by side, tokens last, (B, D, n)."""
+"""Reconstructed keys before rotation and values of all tokens of a layer, all heads side by side,
+tokens last, (B, D, n)."""
 
 TOKENS_AT_A_TIME = 2048
 """Tokens whose latents are up-projected at a time."""
@@ -42,7 +42,7 @@ class PredictedSites:
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, below: list[GivenBack]
     ) -> GivenBack:
-        """Store new keys and values, and return what the layer gives back of all its tokens.
+        """Store new keys and values, and return the layer's reconstruction of all its tokens.
 
         Parameters
         ----------
@@ -65,7 +65,7 @@ class PredictedSites:
 def _stored(
     store: Store, basis: RunningBasis, x: Tensor, prediction: Tensor | None, inputs: list[Tensor]
 ) -> Tensor:
-    """Store new keys or values (B, H_kv, m, d), and return all as they are given back."""
+    """Store new keys or values (B, H_kv, m, d), and return the reconstruction of all."""
     features = x.shape[1] * x.shape[3]
     weights = () if prediction is None else prediction.split(features)
     of_inputs = [*zip(inputs, weights, strict=False)]  # of more layers below than predict here

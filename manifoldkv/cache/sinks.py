@@ -1,4 +1,4 @@
-"""The first tokens of every sequence, held as they are beside their latents."""
+"""Sink tokens: the first of every sequence, held uncompressed beside their latents."""
 
 from __future__ import annotations
 

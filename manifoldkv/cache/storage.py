@@ -91,7 +91,7 @@ class GrowingTensor:
                 self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
 
     def clear(self) -> None:
-        """Forget all tokens and give back their memory."""
+        """Forget all tokens and free their memory."""
         self._buffer, self._start, self._stop = None, 0, 0
 
     def compact(self) -> None:
@@ -125,7 +125,7 @@ class GrowingTensor:
         self.view.copy_(held)
 
     def _allocated(self, like: Tensor, tokens: int) -> Tensor:
-        """Return memory for so many tokens, otherwise of the shape of some.
+        """Return memory for a number of tokens, otherwise of the shape of `like`.
 
         What is allocated in inference mode could not be written to outside of it.
         """
@@ -180,7 +180,7 @@ class Store(ABC):
             part.select(sequences)
 
     def clear(self) -> None:
-        """Forget all tokens and give back their memory."""
+        """Forget all tokens and free their memory."""
         for part in self.parts:
             part.clear()
 

@@ -63,7 +63,7 @@ def manifoldkv(
     Results are printed on standard output when all is done (with --json as one JSON object), a line
     for each phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot
     be used or the work cannot be done, and the message says why; 130 interrupted. A run that was
-    given --work goes on where it was.
+    given --work resumes.
     """
 
 

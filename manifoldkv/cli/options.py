@@ -19,7 +19,7 @@ TEXT = (
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error)
-    """Ends a command that Ctrl-C has met, and says what is left of its work."""
+    """Ends a command after Ctrl-C, and says which work is saved."""
 
 
 def _path(name: str | Path) -> Path:

@@ -188,7 +188,7 @@ def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:
 
 @contextmanager
 def resumable(work: Path | None) -> Iterator[None]:
-    """Say what is left of the work inside the block if Ctrl-C ends it."""
+    """Say which work is saved if Ctrl-C ends the block."""
     try:
         yield
     except KeyboardInterrupt as interruption:

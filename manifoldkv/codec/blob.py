@@ -24,7 +24,7 @@ A block of another cache does not fit behind the blocks of this one. The number 
 no part in these checksums: blocks stay what they are when others are appended.
 
 A payload is padded to a `LARGEST_EXPANSION`-th of the bytes that it is read as: a blob cannot ask
-for more memory than so many times its own size.
+for more memory than this many times its own size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAGIC = b"mkvcache"
 VERSION = 2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGEST_EXPANSION = 1024
-"""A stock cache takes at most so many times the bytes of its blob."""
+"""Largest ratio of the bytes of a cache to those of its blob."""
 EMPTY_NAME = "the name of the stored cache's file is empty"
 
 _HEADER = struct.Struct("<8sIIII32s32s8x")
@@ -63,7 +63,7 @@ class Header:
     dtype : torch.dtype
         Of the cache.
     sequences, tokens : int
-        So many sequences of so many tokens.
+        Number of sequences, and of their tokens.
     plan, model : bytes
         Digests, 32 bytes each.
     """
@@ -128,7 +128,7 @@ def write_blob(header: Header, blocks: list[Block]) -> bytes:
 
 
 def extended(header: Header, tokens: int) -> Header:
-    """Return the header of a blob to which so many tokens were appended."""
+    """Return the header of a blob after tokens were appended."""
     return replace(header, tokens=header.tokens + tokens)
 
 
@@ -205,7 +205,7 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
 
 
 def least_payload(stock_bytes: int) -> int:
-    """Return to how many bytes a payload is padded that is read as so many."""
+    """Return the padded size of a payload, in bytes."""
     return -(-stock_bytes // LARGEST_EXPANSION)
 
 

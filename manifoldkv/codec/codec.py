@@ -121,7 +121,7 @@ class Codec:
         Parameters
         ----------
         blob : bytes
-            From `encode` or `append`. Its blocks stay as they are.
+            From `encode` or `append`. Its blocks are not changed.
         cache : DynamicCache
             Of a text that begins with the tokens of the blob, which are not looked at again.
         input_ids : Tensor, optional
@@ -275,7 +275,7 @@ class Codec:
         return 2 * len(self._layers) * basis.grouping.heads * basis.head_dim * dtype.itemsize
 
     def _exact(self, start: int, stop: int) -> int:
-        """Return how many of some tokens are stored as they are."""
+        """Return how many of some tokens are stored uncompressed."""
         return max(0, min(self._plan.sinks, stop) - start)
 
     def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:

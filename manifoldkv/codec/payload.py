@@ -18,7 +18,7 @@ LENGTHS = struct.Struct("<II")
 
 
 def exact_bytes(x: Tensor) -> bytes:
-    """Return first tokens, which are stored as they are, as bytes.
+    """Return the bytes of sink tokens, which are stored uncompressed.
 
     Raises
     ------
@@ -40,7 +40,7 @@ class PayloadReader:
     sequences : int
         Of the blob.
     exact : int
-        How many of the block's tokens are stored as they are.
+        Number of uncompressed tokens in the block.
     least : int
         To how many bytes the payload is padded.
 
@@ -69,7 +69,7 @@ class PayloadReader:
             self.ids = torch.from_numpy(ids.reshape(shape))
 
     def raw(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return elements that are stored as they are."""
+        """Return uncompressed elements."""
         content = bytearray(self._take(prod(shape) * dtype.itemsize))
         if not content:
             return torch.empty(shape, dtype=dtype)

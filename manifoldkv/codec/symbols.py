@@ -83,7 +83,7 @@ class SymbolCoder:
         Raises
         ------
         CacheError
-            If words or distances are not those of so many tokens by these tables.
+            If words or distances do not belong to this number of tokens and these tables.
         """
         symbols = np.empty((self.features, tokens), dtype=np.int32)
         try:
@@ -115,7 +115,7 @@ class SiteCodec:
         self._coder = SymbolCoder(coding)
 
     def expected(self, given_back: Sequence[Tensor]) -> Tensor:
-        """Return what is expected of keys or values, given what comes back elsewhere.
+        """Return the prediction of keys or values from reconstructions of other sites.
 
         Parameters
         ----------

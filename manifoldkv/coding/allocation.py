@@ -70,7 +70,7 @@ class FittedQuantizers:
 
 
 def quantized(x: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Return what a uniform mid-rise quantiser gives back for x.
+    """Return the reconstruction of x by a uniform mid-rise quantiser.
 
     Codes are ``floor(x / step)`` within ``[-2^(bits - 1), 2^(bits - 1) - 1]``, and stand for the
     middles of their intervals.
@@ -149,7 +149,7 @@ def floored(deviations: Tensor) -> Tensor:
 def coherent_costs(distortion: Tensor, coherence: float = COHERENCE) -> Tensor:
     """Return what errors cost if those in proportion to a latent cost more than noise.
 
-    The best quantiser of a coordinate of power one with a mean squared error D gives back
+    The best quantiser of a coordinate of power one with a mean squared error D returns
     ``(1 - D) y`` and noise of power ``D (1 - D)``. Multiplied by a gain g, the first misses
     ``1 - g (1 - D)``, of which the square counts `coherence` times. With the best g all this is
     ``coherence D / (coherence (1 - D) + D)``: D itself if coherence is 1, and with 0 bits

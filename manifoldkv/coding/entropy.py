@@ -1,4 +1,4 @@
-"""What rounded latents of a site are given back as, and how likely each of their symbols is."""
+"""Entropy-coded latents: reconstruction and frequencies of their symbols."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EntropyCoding:
     """Tables of the symbols that the latents of a site are rounded to.
 
     The symbol of a latent is the integer next to it: the step of the quantiser, one for all latents
-    of a model, is in the scale of the basis. A symbol s is given back as ``gain · s``. A caller
+    of a model, is in the scale of the basis. A symbol s is reconstructed as ``gain · s``. A caller
     that stores symbols codes each by the table of its latent; one that is past the ends of its
     table is stored as the nearest end and how far it is past it.
 
@@ -53,8 +53,7 @@ class EntropyCoding:
         Frequencies of these symbols, all tables one after the other, (Σ (2 · reach + 1),), int32,
         positive.
     prediction : Tensor or None
-        As in `Coding`: keys or values are expected to be the mean and this times what is given back
-        of the same token elsewhere, and only what is left is projected. (inputs, D), float32.
+        Weights of a linear prediction as in `Coding`, (inputs, D), float32.
     """
 
     mean: Tensor = field(repr=False)

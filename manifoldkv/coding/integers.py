@@ -78,7 +78,7 @@ class Quantization:
 
 
 def pack_elements(bits: int) -> int:
-    """Return how many elements of so many bits, 1 to 8, are packed together into whole bytes."""
+    """Return the number of elements of some bits, 1 to 8, that fill whole bytes together."""
     return 8 // (bits & -bits)  # the lowest bit that is set is the narrowest plane
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Below:
-    """What comes back of the same tokens at the sites before one site.
+    """Reconstructions of the same tokens at the sites before one site.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class Below:
         is one of values, then the keys and the values of the layer below, and so on."""
 
     def add(self, x: Tensor) -> None:
-        """Add what comes back of the next site: keys and values of a layer take turns."""
+        """Add the reconstruction of the next site: keys and values of a layer take turns."""
         if self._depth is None:
             return
         if self._keys is None:

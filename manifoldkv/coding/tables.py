@@ -33,7 +33,7 @@ GAUSSIAN_BITS = math.log2(2 * math.pi * math.e) / 2
 
 
 def find_step(sites: Sequence[Tensor], bits: float) -> float:
-    """Return the step at which a token takes so many bits by the tables of all sites.
+    """Return the step at which a token takes `bits` bits by the tables of all sites.
 
     Parameters
     ----------

@@ -107,7 +107,7 @@ def find_coordinates(
         Tokens of which latents are returned, at most.
     folds : int
         Into how many parts the tokens are cut of which each is predicted by a regression on the
-        others: what is left on other text is then not underestimated. 1 is one regression on all.
+        others: residuals of other text are then not underestimated. 1 is one regression on all.
     """
     prediction, mean = None, moments.mean
     keys_or_values = x
@@ -145,7 +145,7 @@ def without_noise(latents: Tensor, size: float) -> Tensor:
 
 
 def sampled(x: Tensor, samples: int) -> Tensor:
-    """Return so many tokens of x (tokens, D) at most, spread over all."""
+    """Return at most `samples` tokens of x (tokens, D), spread over all."""
     if len(x) <= samples:
         return x
     return x[torch.linspace(0, len(x) - 1, samples).long()]
@@ -246,7 +246,7 @@ class _Regression:
         return FLOOR * float(self._sums()[0].diagonal().max()) ** 0.5 + TINY
 
     def left_by_others(self) -> Tensor:
-        """Return what is left of every fold by a regression on all others, (tokens, D)."""
+        """Return the residuals of every fold by a regression on all others, (tokens, D)."""
         sums = [
             (y.sum(dim=0).double(), g.sum(dim=0).double(), len(y))
             for y, g in zip(self.x, self.given, strict=True)

@@ -1,4 +1,4 @@
-"""A text as a model goes on with it, on its compressed cache or without."""
+"""Continuations of a text, on the compressed cache and on the uncompressed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def continuation(
         The prompt is read and the text written on the compressed cache; on the stock cache without
         one.
     new_tokens : int
-        At most so many; a model may end its text before.
+        Largest number; a model may end its text before.
 
     Returns
     -------

@@ -70,7 +70,7 @@ class _Request:
         return ids
 
     def filler(self, length: int) -> list[list[int]]:
-        """Return so many held-out tokens of the text for every question."""
+        """Return held-out tokens of the text for every question."""
         tokens = sample_tokens(
             self.text, self.tokenizer, sequences=self.items, length=length, split="held-out"
         )
@@ -127,7 +127,7 @@ def questions(
     ------
     ArgumentError
         If there is no such task.
-        If the text is too short for so many questions, or the length for a single one.
+        If the text is too short for the questions, or the length for a single one.
     """
     request = _Request(tokenizer, text, length, items, seed)
     if task in RULER:

@@ -244,7 +244,7 @@ def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[in
 
 
 def _prefilled(model: PreTrainedModel, batch: Sequence[Question]) -> Prompts:
-    """Return the prompts of some questions, read by the model as it is."""
+    """Return the prompts of some questions, read by the uncompressed model."""
     ids = torch.tensor([question.prompt for question in batch], device=model.device)
     stock = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-1], past_key_values=stock, logits_to_keep=1)

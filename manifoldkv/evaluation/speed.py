@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 TOKENS_PER_CALL = 512
 """Of a prompt, while a cache is filled."""
 PROMPT = 512
-"""Tokens cached before decoding begins, if the model takes so many."""
+"""Tokens cached before decoding begins, or fewer if the model takes fewer."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def decode_speed(
     Raises
     ------
     ArgumentError
-        If a count is not positive, or the model does not take so many tokens.
+        If a count is not positive, or the tokens exceed the positions of the model.
     """
     longest = positions(model)
     if tokens is None:

@@ -13,7 +13,7 @@ from manifoldkv.models.offloading import weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
 SIDE = 8
-"""Elements are taken where so many rows of a matrix cross so many columns."""
+"""Rows and columns of a matrix at whose crossings elements are taken."""
 RELATIVE_TOLERANCE = 2**-7
 """Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
 ABSOLUTE_TOLERANCE = 2**-12

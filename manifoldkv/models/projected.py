@@ -58,7 +58,7 @@ def projected(
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     sinks : int
-        The first tokens, which all queries see as they are in layers without a sliding window.
+        Number of first tokens that queries see uncompressed in layers without a sliding window.
 
     Raises
     ------

@@ -59,7 +59,7 @@ class PlanContents(NamedTuple):
 
 
 def check_context(context: int) -> None:
-    """Raise `PlanError` if no plan that is made for so many tokens could be read again."""
+    """Raise `PlanError` if a plan for a context could not be read again."""
     if not 1 <= context <= LARGEST_INTEGER:
         raise PlanError(
             f"a plan cannot be made for a context of {context:,} tokens, only for 1 to "

@@ -177,7 +177,7 @@ class CompressionPlan(OnHub):
 
     @property
     def predicted(self) -> bool:
-        """Return whether latents are what is left of a prediction."""
+        """Return whether latents are those of the residuals of a prediction."""
         return any(True for _ in self._predictions())
 
     @property

@@ -33,10 +33,10 @@ class Sequential(RankRule):
     """The paper's greedy rule (Alg. error_surface), one layer after the other.
 
     A layer takes the pair with the lowest layer-output error among those that cost at most the
-    average of what is left, τ = B / (tokens left to cache); what it does not spend is left to later
-    layers. Errors are measured on inputs that have passed the compressed layers below. Surfaces on
-    which a larger rank has a larger error, as every rank is a solution of its own, are reported by
-    a warning.
+    average of the remaining budget, τ = B / (tokens left to cache); what it does not spend is left
+    to later layers. Errors are measured on inputs that have passed the compressed layers below.
+    Surfaces on which a larger rank has a larger error, as every rank is a solution of its own, are
+    reported by a warning.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class Selection:
 
     @property
     def share(self) -> float:
-        """Return what r_K + r_V of the next layer may be: the average of what is left."""
+        """Return the largest r_K + r_V of the next layer: the average of the remaining budget."""
         tokens_left = sum(self._tokens[len(self.ranks) :])
         return self._elements_left / tokens_left if tokens_left else float("inf")
 

@@ -74,16 +74,16 @@ class BitRecipe(Recipe):
     side (`fisher_moments`), and C their covariance. With F^½ C F^½ = V Λ Vᵀ, the latents
     y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer, costs half
     its square in nats, to second order; what shrinks all tokens alike costs more than noise
-    (`coherent_costs`), and codes are given back with a gain that allows for it. One water-filling
+    (`coherent_costs`), and reconstructed latents have a gain that allows for it. One water-filling
     over all latents of the model is then the whole allocation: of ranks (latents of 0 bits are not
     stored) and of bits. The ratio is one to the bytes of a cache in 16 bits: latents, norms and
     sinks.
 
     Keys and values of neighbouring layers say much the same of a token. Each is predicted, by ridge
-    regression, from what the cache gives back of the layers below (values from the keys of their
-    own layer too), and x is what is left: predictive coding along the layers. What is left depends
-    on the bits below and these on what is left, so that both are found three times, first as if
-    everything was given back exactly.
+    regression, from the reconstructions of the layers below (values from the keys of their own
+    layer too), and x is the residual: predictive coding along the layers. Residuals depend on the
+    bits below and these on residuals, so that both are found three times, first as if
+    reconstruction were exact.
 
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
@@ -96,7 +96,7 @@ class BitRecipe(Recipe):
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
     sinks : int
-        The first tokens, which stay as they are.
+        Number of first tokens that are kept uncompressed.
     below : int or None
         How many layers below predict keys and values; with 0 only values are predicted, from the
         keys of their own layer, and with None nothing is.
@@ -203,7 +203,7 @@ def _solved(model: PreTrainedModel, run: BitRun, folder: str | Path | None) -> C
     run : BitRun
         Of the recipe.
     folder : str or Path, optional
-        Where Fisher moments are stored, for a run that goes on.
+        Where Fisher moments are stored, for a run that resumes.
 
     Raises
     ------
@@ -245,8 +245,8 @@ def _sites(
 ) -> Iterator[tuple[Coordinates, Costs]]:
     """Yield the coordinates of keys and of values of one layer after the other, and their costs.
 
-    Both are predicted, if at all, from what codes of so many bits give back of the sites before;
-    without bits, from these themselves.
+    Both are predicted, if at all, from reconstructions of the sites before, with these bits;
+    without bits, from these sites themselves.
     """
     given_back = "" if bits is None else ", predicted from reconstructions"
     LOG.info("fitting quantisers of %d layers%s", len(moments), given_back)

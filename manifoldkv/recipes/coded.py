@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 HELD_OUT = 8
-"""One of so many sequences is held out, to predict the loss on."""
+"""One of this many sequences is held out, to predict the loss on."""
 ROUNDS = 3
 """In which codes and predictions are found, which depend on each other: first as if reconstruction
 were exact."""
@@ -106,7 +106,7 @@ class CodedRun(Run):
         tokens : Tensor
             Some of the sequences, (S, n), int64.
         folder : str or Path, optional
-            Where they are stored, for a run that goes on.
+            Where they are stored, for a run that resumes.
 
         Raises
         ------

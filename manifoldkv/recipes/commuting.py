@@ -90,7 +90,7 @@ class CommutingRecipe(Recipe):
     ------
     ArgumentError
         If there is no such objective.
-        If the grouping is none, or shares one small basis between heads.
+        If the grouping does not exist, or shares one small basis between heads.
     """
 
     objective: Weights = "fisher"
@@ -245,7 +245,7 @@ def _solved(
     run : CommutingRun
         Of the recipe.
     folder : str or Path, optional
-        Where Fisher moments are stored, for a run that goes on.
+        Where Fisher moments are stored, for a run that resumes.
 
     Raises
     ------

@@ -37,7 +37,7 @@ class CompressionConfig:
     seed : int
         Of everything random.
     sequences, length : int, optional
-        How much of a text is read: so many windows of so many tokens; 64 of 512, or of what the
+        Number of windows of a text, and tokens of each; 64 of 512, or of what the
         model can take, if omitted.
     context : int, optional
         Tokens of the text that the ratio holds for, 2^20 at most; those of a calibration sequence

@@ -46,7 +46,7 @@ class Estimate:
         Of one layer, with what an iterative solver stores of it at most; they go to files where
         they do not fit.
     cache_bytes : float
-        At most so many per token of a text as long as the calibration sequences, in the dtype of
+        Most bytes per token of a text as long as the calibration sequences, in the dtype of
         the model.
     stock_bytes : int
         Per token of the uncompressed cache.

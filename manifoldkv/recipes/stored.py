@@ -67,12 +67,12 @@ class StoredRecipe(Recipe):
     at the context of the run. No model runs on such latents: a codec gives a stock cache back.
 
     Keys and values are predicted from the layers below as in `BitRecipe`; the step is found three
-    times, since it depends on what predictions leave, and these on what it gives back.
+    times, since it depends on residuals, and these on reconstructions.
 
     Parameters
     ----------
     sinks : int
-        The first tokens, which stay as they are.
+        Number of first tokens that are kept uncompressed.
     below : int or None
         As in `BitRecipe`.
 
@@ -191,7 +191,7 @@ def _solved(model: PreTrainedModel, run: StoredRun, folder: str | Path | None) -
     run : StoredRun
         Of the recipe.
     folder : str or Path, optional
-        Where Fisher moments are stored, for a run that goes on.
+        Where Fisher moments are stored, for a run that resumes.
 
     Raises
     ------
@@ -220,8 +220,8 @@ def _sites(
 ) -> list[Coordinates]:
     """Return the coordinates of keys and of values of all layers, one after the other.
 
-    Both are predicted, if at all, from what this step gives back of the sites before; without one,
-    from these themselves.
+    Both are predicted, if at all, from reconstructions of the sites before, with this step; without
+    one, from these sites themselves.
     """
     sites: list[Coordinates] = []
     below = Below(run.recipe.below)  # of tensors (tokens, D)
@@ -241,10 +241,10 @@ def _sites(
 
 
 def _given_back(site: Coordinates, step: float, x: Tensor) -> Tensor:
-    """Return what a codec gives back of keys or values (tokens, D) that it was not fitted to.
+    """Return reconstructed keys or values (tokens, D) of text that nothing was fitted to.
 
     The site has latents of all of them, each predicted by a regression on others: where a latent is
-    rounded to 0, the prediction is what comes back.
+    rounded to 0, the prediction is the reconstruction.
     """
     scaled = (site.latents / step).float()
     rounded = scaled.round()

@@ -75,7 +75,7 @@ def tune(
         Of the order of the sequences.
     checkpoints : Checkpoints, optional
         Where the state is stored every `STEPS_BETWEEN_WRITES` steps, keyed by all that the
-        result depends on beside these arguments. Tuning goes on from what is there, to the same
+        result depends on beside these arguments. Tuning resumes from it, to the same
         plan.
 
     Raises

@@ -153,7 +153,7 @@ def _texts(
     tokens: Tensor,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Return the end of a held-out text, and how it goes on before compression and after."""
+    """Return the end of a held-out text, and its continuations before and after compression."""
     LOG.info("continuing a text for the report")
     new_tokens = min(NEW_TOKENS, positions(model) // 2)
     asked = beginning(model, tokens, new_tokens)

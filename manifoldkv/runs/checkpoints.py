@@ -1,4 +1,4 @@
-"""Results of long steps, stored by what they depend on: an interrupted run goes on from them."""
+"""Results of long steps, stored by what they depend on: an interrupted run resumes from them."""
 
 from __future__ import annotations
 

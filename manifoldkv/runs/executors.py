@@ -150,7 +150,7 @@ class RayExecutor(Executor):
 
 
 def set_threads(count: int) -> None:
-    """Let torch compute on so many threads from now on.
+    """Set the number of threads of torch.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def set_threads(count: int) -> None:
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Let torch compute on so many threads inside the block.
+    """Set the number of threads of torch inside the block.
 
     Until a number is set, though it be the one in use, MKL takes fewer where it likes, and sums in
     another order: a run that finds everything stored would end in other bytes than the first.

@@ -55,7 +55,7 @@ class Predictor(Solver):
     epochs : int
         At most this many passes over the calibration sequences.
     patience : int
-        Stop after so many epochs in a row without an improvement of `delta`.
+        Stop after this many epochs in a row without an improvement of `delta`.
     delta : float
         Smallest improvement of an epoch's mean loss that counts.
     learning_rate, weight_decay : float

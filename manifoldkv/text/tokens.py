@@ -98,7 +98,7 @@ def positions(model: PreTrainedModel) -> int:
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
-    """Raise `ArgumentError` if a sequence of so many tokens is longer than the model takes."""
+    """Raise `ArgumentError` if sequences are longer than the model takes."""
     if length > positions(model):
         raise ArgumentError(
             f"sequences of {length:,} tokens are longer than the {positions(model):,} positions of "

@@ -209,7 +209,7 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of so many panels in a row, each legible in a column of text."""
+    """Return a figure of panels in a row, each legible in a column of text."""
     figure = Figure(figsize=(max(4.8, 3.3 * count), 3.6), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
