@@ -271,7 +271,7 @@ class Study:
         frames = []
         for method, seed in [(EIGEN, 0), *((STIEF, seed) for seed in self.seeds)]:
             plan = self.maker.plan(method, rule, 1.0, seed)
-            bases = {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
+            bases = plan.bases
 
             def compute(bases: Any = bases) -> pd.DataFrame:
                 return diagnose(capture(self.model, tokens), bases)

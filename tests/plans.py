@@ -12,12 +12,15 @@ from transformers.masking_utils import eager_mask
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import WIDTHS
+from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
 from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.site import SitePlan
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)
@@ -69,20 +72,15 @@ def random_plan(
     config = model.config.get_text_config()
     heads, head_dim = config.num_key_value_heads, attention_of(decoder_layers(model)[0]).head_dim
     key, value = HeadGrouping(key_grouping, heads), HeadGrouping(value_grouping, heads)
-    static = quantization is not None and quantization.layout == "static"
     layers = []
     for index, window in enumerate(sliding_windows(config)):
-        ranges = None
-        if static:
-            runs, features = heads // key.width, key_rank * key.width
-            ends = torch.tensor([-8.0, 8.0], dtype=torch.float64)
-            ranges = ends.expand(runs, quantization.groups(features), 2)
+        keys = any_basis(head_dim, key_rank, key, oblique=oblique, seed=2 * index)
+        values = any_basis(head_dim, value_rank, value, oblique=oblique, seed=2 * index + 1)
         layers.append(
             LayerPlan(
-                any_basis(head_dim, key_rank, key, oblique=oblique, seed=2 * index),
-                any_basis(head_dim, value_rank, value, oblique=oblique, seed=2 * index + 1),
+                SitePlan(keys, keys_in(quantization, keys)),
+                SitePlan(values, quantization.values() if quantization else Unquantized()),
                 window,
-                ranges,
             )
         )
     return CompressionPlan(
@@ -91,9 +89,18 @@ def random_plan(
         config_hash(model.config),
         fingerprint(model),
         PROVENANCE,
-        quantization,
         sinks,
     )
+
+
+def keys_in(quantization: Quantization | None, basis: Basis) -> Quantizer:
+    """The quantizer of keys, static ranges from -8 to 8."""
+    if quantization is None:
+        return Unquantized()
+    groups = -(-basis.down.shape[2] // quantization.group_size)
+    ends = torch.tensor([-8.0, 8.0], dtype=torch.float64)
+    ranges = ends.expand(basis.grouping.heads // basis.grouping.width, groups, 2)
+    return quantization.keys(ranges if quantization.layout == "static" else None)
 
 
 def bits_plan(
@@ -106,7 +113,7 @@ def bits_plan(
     **settings: Any,
 ) -> CompressionPlan:
     """Rank and bits from one budget, nothing predicted unless it is asked for."""
-    return compress(model, tokens, recipe=BitRecipe(widths, sinks, below), **settings)
+    return compress(model, tokens, recipe=BitRecipe(sinks, below, widths), **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:
@@ -141,7 +148,7 @@ def projected_by_hooks(model: PreTrainedModel, plan: CompressionPlan) -> Iterato
         eager = modeling_module(decoder_layers(model)[0]).eager_attention_forward
         if plan.rotary == "post":
             planned = plan.layers[module.layer_idx]
-            keys = _behind_sinks(keys, planned.key, planned, plan)
+            keys = _behind_sinks(keys, planned.key.basis, planned, plan)
         return eager(module, queries, keys, values, mask, **more)
 
     AttentionInterface.register("projecting-reference", projecting)
@@ -174,16 +181,16 @@ def _hooks(attention: nn.Module, layer: LayerPlan, plan: CompressionPlan) -> lis
         return project(split, basis).transpose(1, 2).reshape(x.shape)
 
     def on_keys(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return by_head(output, layer.key)
+        return by_head(output, layer.key.basis)
 
     def on_values(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return by_head(output, layer.value)
+        return by_head(output, layer.value.basis)
 
     def on_fused(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         size = heads * head_dim
         queries, keys, values = output.split([output.shape[-1] - 2 * size, size, size], dim=-1)
-        keys = by_head(keys, layer.key) if rotary == "pre" else keys
-        return torch.cat([queries, keys, by_head(values, layer.value)], dim=-1)
+        keys = by_head(keys, layer.key.basis) if rotary == "pre" else keys
+        return torch.cat([queries, keys, by_head(values, layer.value.basis)], dim=-1)
 
     if hasattr(attention, "qkv_proj"):
         return [attention.qkv_proj.register_forward_hook(on_fused)]
@@ -192,7 +199,9 @@ def _hooks(attention: nn.Module, layer: LayerPlan, plan: CompressionPlan) -> lis
         keys = getattr(attention, "k_norm", attention.k_proj)
         if _heads_first(attention):
             # Gemma 3 norms keys that already lie as (B, H, n, d).
-            hooks.append(keys.register_forward_hook(lambda m, a, out: project(out, layer.key)))
+            hooks.append(
+                keys.register_forward_hook(lambda m, a, out: project(out, layer.key.basis))
+            )
         else:
             hooks.append(keys.register_forward_hook(on_keys))
     return hooks

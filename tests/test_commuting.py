@@ -14,6 +14,7 @@ from manifoldkv import CompressionPlan, compressed
 from manifoldkv.basis import Basis, HeadGrouping, orthonormality_error
 from manifoldkv.commuting import commuting_basis, complex_columns, hermitian_parts
 from manifoldkv.errors import PlanError
+from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import any_basis, any_commuting_basis, random_plan
 
@@ -114,11 +115,11 @@ def test_a_plan_keeps_it(dtype: torch.dtype, tmp_path: Path) -> None:
     plan.save(tmp_path)
     found = CompressionPlan.load(tmp_path)
     assert found == plan
-    assert [layer.key.frequencies for layer in found.layers] == [FREQUENCIES] * 3
-    assert all(layer.value.frequencies is None for layer in found.layers)
-    assert "oblique, commuting" in repr(found.layers[0].key)
-    free = replace(plan.layers[0].key, frequencies=None)
-    assert free != plan.layers[0].key
+    assert [layer.key.basis.frequencies for layer in found.layers] == [FREQUENCIES] * 3
+    assert all(layer.value.basis.frequencies is None for layer in found.layers)
+    assert "oblique, commuting" in repr(found.layers[0].key.basis)
+    free = replace(plan.layers[0].key.basis, frequencies=None)
+    assert free != plan.layers[0].key.basis
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,9 @@ def test_a_plan_keeps_it(dtype: torch.dtype, tmp_path: Path) -> None:
 )
 def test_a_plan_refuses_what_does_not_commute(change, message: str | None) -> None:
     plan = commuting_plan(random_plan(tiny_model("llama")))
-    layers = (replace(plan.layers[0], key=change(plan.layers[0].key)), *plan.layers[1:])
+    first = plan.layers[0]
+    changed = replace(first, key=SitePlan(change(first.key.basis)))
+    layers = (changed, *plan.layers[1:])
     if message is None:  # scaled, it still does
         replace(plan, layers=layers)
         return
@@ -149,7 +152,7 @@ def test_heads_that_share_a_small_basis_have_no_commuting_one() -> None:
     columns = commuting_basis(*[torch.ones(1, 1, 1, dtype=torch.complex64)] * 2, (0,), grouping, 8)
     model = tiny_model("llama")
     plan = random_plan(model, key_rank=2)
-    layers = tuple(replace(layer, key=columns) for layer in plan.layers)
+    layers = tuple(replace(layer, key=SitePlan(columns)) for layer in plan.layers)
     with pytest.raises(PlanError, match="cannot have frequencies"):
         replace(plan, layers=layers)
 
@@ -162,5 +165,5 @@ def commuting_plan(plan: CompressionPlan, dtype: torch.dtype = torch.float64) ->
         made = any_commuting_basis(HEAD_DIM, FREQUENCIES, grouping, oblique=True, seed=seed)
         return made.like(torch.empty(0, dtype=dtype))
 
-    layers = (replace(layer, key=basis(seed)) for seed, layer in enumerate(plan.layers))
+    layers = (replace(layer, key=SitePlan(basis(seed))) for seed, layer in enumerate(plan.layers))
     return replace(plan, layers=tuple(layers))

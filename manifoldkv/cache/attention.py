@@ -21,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.cache.latents import RunningBasis, product, scores_of
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.prediction import GivenBack, PredictedSites
+from manifoldkv.cache.prediction import PredictedSites, Reconstruction
 from manifoldkv.cache.storage import ExactStore, Store, split_tiles
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles
 
@@ -65,7 +66,7 @@ class _Seen:
     mask: Tensor | None
     rebuilt: tuple[Tensor, Tensor] | None = None
 
-    def with_rebuilt(self, found: GivenBack, grouping: HeadGrouping) -> _Seen:
+    def with_rebuilt(self, found: Reconstruction, grouping: HeadGrouping) -> _Seen:
         """Return the same with reconstructed keys and values of the tokens seen as latents."""
         if not self.latents:
             return self
@@ -100,18 +101,17 @@ class CachedAttention:
         self._predicted = predicted
 
     def store(
-        self, layer: CompressedLayer, keys: Tensor, values: Tensor, below: list[GivenBack]
-    ) -> list[GivenBack]:
+        self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
+    ) -> Reconstruction | None:
         """Store new keys and values, (B, H_kv, m, d), in a layer of the cache.
 
-        Where latents are predicted, `below` are reconstructions of the layers below, the nearest
-        first, and that of this layer is returned; nothing otherwise.
+        With predictors the reconstruction of the layer is added to the context, and returned.
         """
         if self._predicted is not None:
-            return [self._predicted.store(layer, keys, values, below)]
+            return self._predicted.store(layer, keys, values, context)
         layer.advance(keys.shape[2])
         layer.append(self._key.latents(keys), self._value.latents(values))
-        return []
+        return None
 
     def attend(
         self,
@@ -122,8 +122,8 @@ class CachedAttention:
         mask: Tensor | None,
         settings: AttentionSettings,
         angles: Angles | None,
-        below: list[GivenBack],
-    ) -> tuple[Tensor, list[GivenBack]]:
+        context: PredictorContext,
+    ) -> Tensor:
         """Store new tokens and attend to what is stored.
 
         Parameters
@@ -141,14 +141,13 @@ class CachedAttention:
             Scaling, soft cap and sinks.
         angles : Angles or None
             Of all n tokens attended to, for keys that are stored before rotation.
-        below : list of GivenBack
-            Of the layers below, the nearest first, where latents are predicted.
+        context : PredictorContext
+            Of the layers below. With predictors the reconstruction of this one is added.
 
         Returns
         -------
-        tuple of Tensor and list of GivenBack
-            (B, H_q, m, d); and the layer's reconstruction of its tokens, where latents are
-            predicted.
+        Tensor
+            (B, H_q, m, d)
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
@@ -157,7 +156,7 @@ class CachedAttention:
         for piece in layer.key_store.pieces(count):
             new = slice(done, done + piece)
             done += piece
-            given = self.store(layer, keys[:, :, new], values[:, :, new], below)
+            rebuilt = self.store(layer, keys[:, :, new], values[:, :, new], context)
             # The last query sees all that is no padding.
             shown = None if mask is None else mask[:, 0, -1, past:][:, new]
             layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
@@ -168,13 +167,13 @@ class CachedAttention:
                 blocks = _blocks(new, scores, SCORES_AT_A_TIME)
             for rows in blocks:
                 seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
-                if given:
-                    seen = seen.with_rebuilt(given[0], self._key.grouping)
+                if rebuilt is not None:
+                    seen = seen.with_rebuilt(rebuilt, self._key.grouping)
                 outputs.append(
                     self._attend_rows(layer, queries[:, :, rows], seen, settings, angles)
                 )
         layer.forget_old()
-        return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0], given
+        return _joined(outputs, dim=2)
 
     def _seen(
         self,

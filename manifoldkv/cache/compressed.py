@@ -37,7 +37,6 @@ from manifoldkv.cache.hooks import (
     replace_attribute,
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.running import running_attention
 from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.interface import (
@@ -148,10 +147,6 @@ class _Run:
         self._follow_model()
         self._pass = ForwardPass(type(model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
-        self._depth = plan.prediction_depth
-        self._layers_below = [
-            min(plan.layers_below(index), self._depth) for index in range(len(plan.layers))
-        ]
 
     def _follow_model(self) -> None:
         """Move bases to where the layers are now, in the dtype of the model."""
@@ -159,8 +154,8 @@ class _Run:
         places = [(dtype, device_of(layer)) for layer in self._layers]
         if places != self._places:
             self._attentions = [
-                running_attention(self._plan, planned, *place, exact_prefill=self._exact_prefill)
-                for planned, place in zip(self._plan.layers, places, strict=True)
+                running_attention(self._plan, index, *place, exact_prefill=self._exact_prefill)
+                for index, place in enumerate(places)
             ]
             self._places = places
 
@@ -203,10 +198,10 @@ class _Run:
         """Store the tokens of a stock cache, placed at (1 or B, n), in an empty one."""
         self._follow_model()
         tokens = positions.shape[1]
-        visible = None if self._is_unpadded else unpadded(positions)
+        visible = None if self._plan.rounds_runs else unpadded(positions)
         if self._plan.rotary == "pre":
             cache.append_positions(positions)
-        given: list[GivenBack] = []
+        context = self._plan.predictor_context()
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count = cached_tokens(tokens, layer.window)
             keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
@@ -214,16 +209,9 @@ class _Run:
             layer.sinks.take(keys, values, layer.tokens_seen, visible, None)
             if self._plan.rotary == "pre":
                 keys = self._unrotated(index, keys, positions[:, -count:])
-            below = given[: self._layers_below[index]]
-            given = [*self._attentions[index].store(layer, keys, values, below), *below]
-            given = given[: self._depth]
+            context.begin(index)
+            self._attentions[index].store(layer, keys, values, context)
             layer.forget_old()
-
-    @property
-    def _is_unpadded(self) -> bool:
-        """Return whether the plan takes no padded texts."""
-        quantization = self._plan.quantization
-        return quantization is not None and quantization.layout == "kivi"
 
     def _unrotated(self, index: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Return keys (B, H_kv, n, d) of a layer as they were before they were rotated."""
@@ -276,9 +264,9 @@ class _Run:
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._model.dtype)
         given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
-        if self._is_unpadded:
+        if self._plan.rounds_runs:
             check_unpadded(given["attention_mask"])
-        self._pass.begin(cache)
+        self._pass.begin(cache, self._plan.predictor_context())
         return (), given
 
     def _uses_cache(self, given: dict[str, Any]) -> bool:
@@ -346,11 +334,10 @@ class _Run:
                     rotated = rotation_of(self._layers[index])(queries, cos, sin)
                     tokens, _ = layer.get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
-                below = self._pass.given_back[: self._layers_below[index]]
-                output, given = self._attentions[index].attend(
-                    layer, rotated, keys, values, mask, settings, angles, below
+                self._pass.context.begin(index)
+                output = self._attentions[index].attend(
+                    layer, rotated, keys, values, mask, settings, angles, self._pass.context
                 )
-                self._pass.given_back = [*given, *below][: self._depth]  # no more in memory
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
                 output = WithoutGradient.apply(output, *inputs)

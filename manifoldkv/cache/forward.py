@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from manifoldkv.cache.layers import CompressedCache
-from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.storage import working_dtype
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.rotary import tokens_last
 
@@ -46,17 +46,17 @@ class ForwardPass(threading.local):
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.attended = 0
         """Layers that have attended to the cache."""
-        self.given_back: list[GivenBack] = []
-        """Of the layers that attended last, the newest first, where latents are predicted."""
+        self.context = PredictorContext(None, ())
+        """Reconstructions that the next layers are predicted from."""
 
-    def begin(self, cache: CompressedCache) -> None:
-        """Hold the cache until the end of the pass."""
+    def begin(self, cache: CompressedCache, context: PredictorContext) -> None:
+        """Hold the cache and an empty context until the end of the pass."""
         self.end()  # a call before this one may have ended in an error
-        self._cache, self.attended = cache, 0
+        self._cache, self.context, self.attended = cache, context, 0
 
     def end(self) -> None:
         """Let go of the cache, and of angles and tokens, which are large for a long text."""
-        self._cache, self.given_back = None, []
+        self._cache, self.context = None, PredictorContext(None, ())
         self._rotary_calls.clear()
         self._angles.clear()
 

@@ -8,20 +8,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from manifoldkv.basis import Site
-from manifoldkv.cache.mixed import MixedWidthStore
-from manifoldkv.cache.packed import (
-    FeatureRangeStore,
-    ResidualStore,
-    StaticRangeStore,
-    TokenRangeStore,
-)
 from manifoldkv.cache.sinks import Sinks
-from manifoldkv.cache.storage import ExactStore, GrowingTensor, Store, working_dtype
-from manifoldkv.coding.integers import Quantization
+from manifoldkv.cache.storage import GrowingTensor, Store
+from manifoldkv.cache.stores import store_for
 from manifoldkv.errors import CacheError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -30,9 +23,7 @@ class CompressedLayer(CacheLayerMixin):
     Parameters
     ----------
     plan : LayerPlan
-        Ranks, grouping and window of the layer.
-    quantization : Quantization or None
-        How latents are rounded.
+        Bases, quantizers and window of the layer.
     dtype : torch.dtype
         Of the model.
     device : torch.device
@@ -48,7 +39,6 @@ class CompressedLayer(CacheLayerMixin):
     def __init__(
         self,
         plan: LayerPlan,
-        quantization: Quantization | None,
         dtype: torch.dtype,
         device: torch.device,
         sinks: int,
@@ -56,13 +46,16 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.window = plan.window
         self.is_sliding = plan.window is not None
-        # Tokens that KIVI's layout has rounded cannot be made exact again.
-        self.is_croppable = quantization is None or quantization.layout != "kivi"
+        # Tokens that were rounded in a run cannot be made exact again.
+        self.is_croppable = all(site.quantizer.run is None for _, site in plan.sites)
         self.sinks = Sinks(plan.sink_tokens(sinks))
-        self.key_store, self.value_store = (
-            _store(plan, site, quantization, dtype, device, self.sinks.size)
-            for site, _ in plan.sites
-        )
+
+        def store(site: SitePlan) -> Store:
+            features = site.basis.down.shape[2]
+            return store_for(site.quantizer, features, dtype, device, unseen=self.sinks.size)
+
+        self.key_store = store(plan.key)
+        self.value_store = store(plan.value)
         self.tokens_seen = 0
         self.record_past = False
 
@@ -232,7 +225,7 @@ class CompressedCache(Cache):
         self, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
     ) -> None:
         layers = [
-            CompressedLayer(layer, plan.quantization, dtype, device, plan.sinks)
+            CompressedLayer(layer, dtype, device, plan.sinks)
             for layer, device in zip(plan.layers, devices, strict=True)
         ]
         super().__init__(layers=layers)
@@ -318,30 +311,3 @@ class CompressedCache(Cache):
     def _growing(self) -> list[GrowingTensor]:
         parts = [p for layer in self.layers for store in layer.stores for p in store.parts]
         return [*parts, self._positions]
-
-
-def _store(
-    plan: LayerPlan,
-    site: Site,
-    quantization: Quantization | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    sinks: int,
-) -> Store:
-    """Return what holds the latents of one site of a layer; those of `sinks` are never seen."""
-    coding = plan.codings.get(site)
-    if coding is not None:
-        return MixedWidthStore(coding, working_dtype(dtype, device), device)
-    if quantization is None:
-        return ExactStore()
-    basis = dict(plan.sites)[site]
-    features = basis.rank * basis.grouping.width  # per head group and token
-    dtype = working_dtype(dtype, device)
-    if quantization.layout == "static" and site == "key":
-        assert plan.key_range is not None  # the plan has been checked
-        return StaticRangeStore(quantization, features, dtype, plan.key_range.to(device))
-    of_features = quantization.layout == "kivi" and site == "key"
-    rounded = (FeatureRangeStore if of_features else TokenRangeStore)(quantization, features, dtype)
-    if quantization.layout == "kivi":
-        return ResidualStore(quantization, rounded, unseen=sinks)
-    return rounded

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.coding.mixed import Coding
+from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 
 
 class MixedWidthStore(Store):
-    """Latents of the bits that a coding gives them, tokens along the last dimension.
+    """Latents in mixed widths, tokens along the last dimension.
 
     Parameters
     ----------
-    coding : Coding
+    quantizer : MixedWidths
         Bits and steps.
     dtype : torch.dtype
         In which latents are reconstructed.
@@ -25,17 +25,15 @@ class MixedWidthStore(Store):
         Of the layer.
     """
 
-    def __init__(self, coding: Coding, dtype: torch.dtype, device: torch.device) -> None:
-        self._stored = stored = coding.stored
-        self._features = len(coding.bits)
-        bits = coding.bits[:stored]
+    def __init__(self, quantizer: MixedWidths, dtype: torch.dtype, device: torch.device) -> None:
+        self._stored = stored = quantizer.stored
+        self._features = len(quantizer.bits)
+        bits = quantizer.bits[:stored]
         self._planes = BitPlanes(bits.tolist(), device)
         self._half = (2 ** (bits.to(device, torch.int64) - 1)).float().unsqueeze(1)  # (stored, 1)
-        self._step, self._deviation, gain = (
-            tensor[:stored].to(device).unsqueeze(1)  # (stored, 1)
-            for tensor in (coding.step, coding.deviation, coding.gain)
-        )
-        self._factor = self._step * gain
+        self._step = quantizer.step[:stored].to(device).unsqueeze(1)  # (stored, 1)
+        self._deviation = quantizer.deviation[:stored].to(device).unsqueeze(1)
+        self._factor = self._step * quantizer.gain[:stored].to(device).unsqueeze(1)
         self._dtype = dtype
         self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
         self._scales = GrowingTensor(dim=3)  # (B, 1, 1, n)

@@ -1,9 +1,4 @@
-"""Latents as packed integers.
-
-An element x of a range [low, high] is stored as the integer nearest to (x - low) / scale with
-scale = (high - low) / (2^bits - 1). Ranges that are computed while decoding are stored as float16
-(low, scale) pairs, and the integers are rounded against the stored pair, not against the exact one.
-"""
+"""Latents as packed integers."""
 
 from __future__ import annotations
 
@@ -14,7 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
-from manifoldkv.coding.integers import PLANES, Quantization, group_ranges, pack_elements
+from manifoldkv.coding.integers import (
+    PLANES,
+    FeatureIntegers,
+    Integers,
+    StaticIntegers,
+    TokenIntegers,
+    integers,
+    offset_and_scale,
+    pack_elements,
+    spread,
+    stored_ranges,
+)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -69,53 +75,35 @@ def _unpacked_plane(packed: Tensor, bits: int) -> Tensor:
     return codes
 
 
-def _offset_and_scale(ranges: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return offsets and scales (...) of ranges (..., 2)."""
-    low, high = ranges.unbind(-1)
-    return low, (high - low) / (2**bits - 1)
-
-
 def _encode(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Round to packed integers, computed in float32 at least, whatever the dtype of x."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    codes = (x - offset.to(x.dtype)) / torch.where(scale > 0, scale, 1).to(x.dtype)
-    return pack(codes.round().clamp(0, 2**bits - 1).to(torch.uint8), bits)
-
-
-def _spread(of_groups: Tensor, group_size: int, features: int) -> Tensor:
-    """Return what belongs to every feature (..., features) from what does to groups (..., groups).
-
-    If it is one group, its last dimension stays 1: broadcasting is cheaper than repeating.
-    """
-    if of_groups.shape[-1] in (1, features):
-        return of_groups
-    return of_groups.repeat_interleave(group_size, dim=-1)[..., :features]
+    """Round to packed integers."""
+    return pack(integers(x, offset, scale, bits).to(torch.uint8), bits)
 
 
 class StaticRangeStore(Store):
-    """The paper's keys: ranges are known beforehand; elements outside are clamped.
+    """Integers in calibrated ranges.
 
     Parameters
     ----------
-    quantization : Quantization
-        Bits and group size.
+    quantizer : StaticIntegers
+        Bits and ranges.
     features : int
-        Of a head group.
+        Latents of a head group.
     dtype : torch.dtype
         Of reconstructed elements.
-    ranges : Tensor
-        Smallest and largest element by head group and group of features, (G, groups, 2).
+    device : torch.device
+        Of the layer.
     """
 
     def __init__(
-        self, quantization: Quantization, features: int, dtype: torch.dtype, ranges: Tensor
+        self, quantizer: StaticIntegers, features: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._bits = quantization.bits
+        self._bits = quantizer.bits
         self._features = features
-        self._offset, self._scale = (
-            _spread(of_groups.unsqueeze(1), quantization.group_size, features)
-            for of_groups in _offset_and_scale(ranges, self._bits)
-        )  # (G, 1, features or 1)
+        ranges = quantizer.ranges.to(device).unsqueeze(1)  # (G, 1, groups, 2)
+        offset, scale = offset_and_scale(ranges, self._bits)
+        self._offset = spread(offset, quantizer.group_size, features)  # (G, 1, features or 1)
+        self._scale = spread(scale, quantizer.group_size, features)
         self._codes = GrowingTensor()
         self.parts = [self._codes]
         self._dtype = dtype
@@ -134,25 +122,25 @@ class StaticRangeStore(Store):
             yield start - first, stop - first, integers.to(self._dtype) * scale + offset
 
 
-class _RangeStore(Store):
-    """Ranges found while decoding, each of a run of tokens and a group of features.
+class RangeStore(Store):
+    """Integers in ranges found while decoding, each of a run of tokens and a group of features.
 
     Parameters
     ----------
-    quantization : Quantization
-        Bits.
+    quantizer : TokenIntegers or FeatureIntegers
+        Bits and group size.
     features : int
-        Of a head group.
+        Latents of a head group.
     dtype : torch.dtype
         Of reconstructed elements.
-    run, group : int
-        Tokens and features that share a range. Tokens come and are given out in whole runs.
     """
 
     def __init__(
-        self, quantization: Quantization, features: int, dtype: torch.dtype, run: int, group: int
+        self, quantizer: TokenIntegers | FeatureIntegers, features: int, dtype: torch.dtype
     ) -> None:
-        self._bits = quantization.bits
+        by_feature = isinstance(quantizer, FeatureIntegers)
+        run, group = (quantizer.group_size, 1) if by_feature else (1, quantizer.group_size)
+        self._bits = quantizer.bits
         self._features = features
         self._run = run
         self._group = group
@@ -168,8 +156,7 @@ class _RangeStore(Store):
 
     def append(self, latents: Tensor) -> None:
         by_run = latents.unflatten(2, (-1, self._run))  # (B, G, n / run, run, features)
-        ranges = group_ranges(by_run.float(), self._group, dims=(3,))
-        offsets, scales = (x.half() for x in _offset_and_scale(ranges, self._bits))
+        offsets, scales = stored_ranges(by_run, self._group, self._bits)
         offset, scale = self._of_elements(offsets), self._of_elements(scales)
         self._codes.append(_encode(by_run, offset, scale, self._bits).flatten(2, 3))
         self._offsets.append(offsets)
@@ -180,49 +167,33 @@ class _RangeStore(Store):
         codes, offsets, scales = (part.view for part in self.parts)
         for start, stop in split_tiles(first, len(self), max(1, size // self._run) * self._run):
             runs = slice(start // self._run, stop // self._run)
-            offset, scale = (
-                self._of_elements(of_groups[:, :, runs].to(self._dtype))
-                for of_groups in (offsets, scales)
-            )
+            offset = self._of_elements(offsets[:, :, runs].to(self._dtype))
+            scale = self._of_elements(scales[:, :, runs].to(self._dtype))
             integers = unpack(codes[:, :, start:stop], self._bits, self._features)
             by_run = integers.to(self._dtype).unflatten(2, (-1, self._run))
             yield start - first, stop - first, (by_run * scale + offset).flatten(2, 3)
 
     def _of_elements(self, of_groups: Tensor) -> Tensor:
         """Shape (B, G, n / run, groups) to be broadcast to (B, G, n / run, run, features)."""
-        return _spread(of_groups, self._group, self._features).unsqueeze(3)
-
-
-class TokenRangeStore(_RangeStore):
-    """Values in every layout, and keys in one: a range per token and group of features."""
-
-    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
-        super().__init__(quantization, features, dtype, run=1, group=quantization.group_size)
-
-
-class FeatureRangeStore(_RangeStore):
-    """KIVI's keys: a range per feature and whole run of tokens."""
-
-    def __init__(self, quantization: Quantization, features: int, dtype: torch.dtype) -> None:
-        super().__init__(quantization, features, dtype, run=quantization.group_size, group=1)
+        return spread(of_groups, self._group, self._features).unsqueeze(3)
 
 
 class ResidualStore(Store):
-    """KIVI's layout: the newest tokens exact, older ones rounded a whole run at a time.
+    """The newest tokens exact, older ones rounded a whole run at a time: KIVI's layout.
 
     Parameters
     ----------
-    quantization : Quantization
-        Length of a run and of the window.
+    quantizer : Integers
+        Length of a run and of the residual window.
     rounded : Store
         Takes the tokens that leave the window.
     unseen : int
-        How many of the first tokens nobody will read. What is stored for them is that of the first
-        one behind them, so that they do not widen the ranges of their run.
+        Number of first tokens that are never read. Copies of the token after them are stored
+        instead, so that they do not widen the ranges of their run.
     """
 
-    def __init__(self, quantization: Quantization, rounded: Store, unseen: int = 0) -> None:
-        self._quantization = quantization
+    def __init__(self, quantizer: Integers, rounded: Store, unseen: int = 0) -> None:
+        self._quantizer = quantizer
         self._unseen = unseen
         self._rounded = rounded
         self._exact = GrowingTensor(smallest_growth=16)
@@ -233,7 +204,7 @@ class ResidualStore(Store):
 
     def append(self, latents: Tensor) -> None:
         self._exact.append(latents)
-        leaving = len(self._exact) - self._quantization.exact_tokens(len(self))
+        leaving = len(self._exact) - self._quantizer.exact_tokens(len(self))
         if leaving:
             self._rounded.append(self._narrowed(self._exact.view[:, :, :leaving]))
             self._exact.drop_first(leaving)
@@ -245,7 +216,7 @@ class ResidualStore(Store):
 
     def pieces(self, count: int) -> list[int]:
         """Cut new tokens so that a run leaves the window with the first token of a piece only."""
-        run, window = self._quantization.group_size, self._quantization.residual
+        run, window = self._quantizer.group_size, self._quantizer.residual or 0
         pieces, tokens, stop = [], len(self), len(self) + count
         while tokens < stop:
             runs_out = max(0, tokens + 1 - window) // run
@@ -256,7 +227,7 @@ class ResidualStore(Store):
 
     def can_drop_last(self, count: int) -> bool:
         left = len(self) - count
-        return left - self._quantization.exact_tokens(left) == len(self._rounded)
+        return left - self._quantizer.exact_tokens(left) == len(self._rounded)
 
     def drop_last(self, count: int) -> None:
         self._exact.drop_last(count)

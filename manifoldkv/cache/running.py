@@ -7,14 +7,12 @@ import torch
 from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.prediction import PredictedSites
-from manifoldkv.cache.storage import constant_dtype
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
 
 def running_attention(
     plan: CompressionPlan,
-    layer: LayerPlan,
+    index: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -26,8 +24,8 @@ def running_attention(
     ----------
     plan : CompressionPlan
         Of the model.
-    layer : LayerPlan
-        One of its layers.
+    index : int
+        Of the layer.
     dtype : torch.dtype
         Of queries, keys and values.
     device : torch.device
@@ -35,16 +33,10 @@ def running_attention(
     exact_prefill : bool
         As in `CachedAttention`.
     """
-    codings = [layer.codings.get(site) for site, _ in layer.sites]
-    key, value = (
-        RunningBasis(basis, dtype, device, None if coding is None else coding.mean)
-        for (_, basis), coding in zip(layer.sites, codings, strict=True)
-    )
+    layer = plan.layers[index]
+    key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)
+    value = RunningBasis(layer.value.basis, dtype, device, layer.value.mean)
     predicted = None
-    if plan.predicted:
-        predictions = [None if coding is None else coding.prediction for coding in codings]
-        place = device, constant_dtype(dtype)
-        predicted = PredictedSites(
-            key, value, *(None if x is None else x.to(*place) for x in predictions)
-        )
+    if plan.predictor_depth is not None:
+        predicted = PredictedSites(layer, key, value, dtype, device)
     return CachedAttention(key, value, exact_prefill, predicted)

@@ -98,8 +98,8 @@ def _measured(
 ) -> dict[str, Any]:
     length = tokens.shape[1]
     found = Comparison(stock, perplexity(model, tokens, plan))
-    # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
-    dtype = torch.bfloat16 if plan.coded else model.dtype
+    # The ratio of mixed widths is one to a cache in 16 bits, whatever the model runs in.
+    dtype = torch.bfloat16 if plan.variable_width else model.dtype
     return {
         "ratio": plan.ratio_at(length),
         "cache_bytes": plan.nbytes(length, dtype=dtype),

@@ -217,7 +217,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
         "basis_bytes": plan.basis_nbytes(),
         "rotary": plan.rotary,
         "sinks": plan.sinks,
-        "quantization": None if plan.quantization is None else asdict(plan.quantization),
+        "formats": plan.formats,
         "provenance": asdict(plan.provenance),
         "layers": [
             {
@@ -225,10 +225,10 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
                 "value_rank": layer.value.rank,
                 "head_dim": layer.key.head_dim,
                 "key_grouping": layer.key.grouping.name,
-                "commuting": layer.key.commuting,
+                "commuting": layer.key.basis.commuting,
                 "value_grouping": layer.value.grouping.name,
                 "window": layer.window,
-                "bits": layer.mean_bits if plan.coded else None,
+                "bits": layer.mean_bits if plan.variable_width else None,
             }
             for layer in plan.layers
         ],
@@ -238,9 +238,7 @@ def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
 def _plan_lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
     exact = f"first {plan.sinks} tokens uncompressed, " if plan.sinks else ""
-    rounding = plan.quantization
-    rounded = f", {rounding.bits} bits ({rounding.layout})" if rounding else ""
-    keys = f"{first.key.grouping.name}{' (commuting)' if first.key.commuting else ''}"
+    keys = f"{first.key.grouping.name}{' (commuting)' if first.key.basis.commuting else ''}"
     predicted = []
     if provenance.predicted_nats is not None:
         predicted = [
@@ -252,16 +250,16 @@ def _plan_lines(plan: CompressionPlan) -> list[str]:
         f"bases   {provenance.origin}, {provenance.threads} threads, "
         f"{provenance.tuning_steps} steps tuned",
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
-        f"{plan.bytes_per_token():g} bytes per further token in bfloat16{rounded}",
-        f"        {exact}keys {plan.rotary}-rotation",
+        f"{plan.bytes_per_token():g} bytes per further token in bfloat16",
+        f"        {exact}keys {plan.rotary}-rotation, latents {plan.formats}",
         *predicted,
         f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"
-        + ("   key bits  value bits" if plan.coded else ""),
+        + ("   key bits  value bits" if plan.variable_width else ""),
         *(
             f"{index:5}   {layer.key.rank:8}  {layer.value.rank:10}  ({layer.key.head_dim})"
-            + (_bits(layer) if plan.coded else "")
+            + (_bits(layer) if plan.variable_width else "")
             for index, layer in enumerate(plan.layers)
         ),
     ]

@@ -27,7 +27,6 @@ from manifoldkv.codec.blob import (
 from manifoldkv.codec.payload import LENGTHS, PayloadReader, exact_bytes
 from manifoldkv.codec.symbols import SiteCodec
 from manifoldkv.coding.entropy import BLOCK_TOKENS
-from manifoldkv.coding.predictor import Below
 from manifoldkv.errors import CacheError, PlanError, RunError
 from manifoldkv.models.offloading import device_of
 from manifoldkv.models.rotary import Angles, angles_at, rotary_embedding_of, rotation_of_keys
@@ -43,12 +42,12 @@ class Codec:
     """Turns the stock cache of a model into bytes, a *blob*, and a blob into a stock cache.
 
     Keys are rotated back by their positions, 0, 1, … in every sequence; of keys and values of all
-    heads what the plan predicts from the layers below is taken away, the rest is turned into Fisher
-    coordinates and rounded, and the symbols are entropy-coded with the tables of the plan. What
-    comes back is a `DynamicCache` with the errors of the rounding, ready
-    for any attention; the plan's first tokens are exact. Tokens lie in blocks of at most 256, each
-    with a checksum. Sites are coded on as many threads as torch has; the entropy coder itself runs
-    on one of them at a time.
+    heads what the plan predicts from the layers below is subtracted, the residual is transformed
+    and rounded, and the symbols are entropy-coded with the tables of the plan. A decoded cache is
+    a `DynamicCache` with the errors of the rounding, ready for any attention; the plan's sink
+    tokens are exact. Tokens lie in blocks of at most 256, each with a checksum.
+    Sites are coded on as many threads as torch has; the entropy coder itself runs on one of them at
+    a time.
 
     Parameters
     ----------
@@ -71,21 +70,14 @@ class Codec:
         model = unwrapped(model)
         check_supported(model)
         plan.check_model(model)
-        if not plan.stored:
+        if plan.attended:
             raise PlanError(
                 "the plan holds no tables of symbols: make one with compress(…, recipe='stored')"
             )
         self._model, self._plan = model, plan
         self._layers = decoder_layers(model)
-        self._depth = plan.prediction_depth if plan.predicted else None
         self._kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
-        self._coders = [
-            (
-                SiteCodec(layer.key, layer.entropy_codings["key"]),
-                SiteCodec(layer.value, layer.entropy_codings["value"]),
-            )
-            for layer in plan.layers
-        ]
+        self._coders = [(SiteCodec(layer.key), SiteCodec(layer.value)) for layer in plan.layers]
 
     def encode(self, cache: DynamicCache, input_ids: Tensor | None = None) -> bytes:
         """Return the blob of a cache.
@@ -266,13 +258,12 @@ class Codec:
 
     def _shape(self, header: Header, tokens: int) -> tuple[int, int, int, int]:
         """Return the shape of the keys of a layer."""
-        basis = self._plan.layers[0].key
-        return header.sequences, basis.grouping.heads, tokens, basis.head_dim
+        keys = self._plan.layers[0].key
+        return header.sequences, keys.grouping.heads, tokens, keys.head_dim
 
     def _token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token of a sequence in a stock cache."""
-        basis = self._plan.layers[0].key
-        return 2 * len(self._layers) * basis.grouping.heads * basis.head_dim * dtype.itemsize
+        return 2 * len(self._layers) * self._plan.layers[0].key.features * dtype.itemsize
 
     def _exact(self, start: int, stop: int) -> int:
         """Return how many of some tokens are stored uncompressed."""
@@ -324,30 +315,31 @@ class Codec:
         angles = self._angles(start + exact, stop, back=True)
         kept: list[bytes] = []
         symbols: list[tuple[SiteCodec, Tensor]] = []
-        below = Below(self._depth)
-        for layer, coders, turn in zip(cache.layers, self._coders, angles, strict=True):
+        context, predicted = self._plan.predictor_context(), self._plan.predictor_depth is not None
+        for index, (layer, coders) in enumerate(zip(cache.layers, self._coders, strict=True)):
+            context.begin(index)
             for x, coder, rotation in zip(
-                (layer.keys, layer.values), coders, (turn, None), strict=True
+                (layer.keys, layer.values), coders, (angles[index], None), strict=True
             ):
                 x = x[:, :, start:stop].cpu()
                 kept.append(exact_bytes(x[:, :, :exact]))
                 rest = x[:, :, exact:].float()
                 if rotation is not None:
                     rest = rotation.tile(rest, 0, rest.shape[2])
-                expected = coder.expected(below.given)
-                found = coder.symbols(rest.transpose(1, 2).flatten(2).flatten(0, 1), expected)
-                symbols.append((coder, found))
-                if self._depth is not None:  # else nobody asks
-                    below.add(coder.given_back(found, expected))
+                expected = coder.expected(context)
+                of_site = coder.symbols(rest.transpose(1, 2).flatten(2).flatten(0, 1), expected)
+                symbols.append((coder, of_site))
+                if predicted:
+                    context.add(coder.reconstruct(of_site, expected))
 
-        def of_site(index: int) -> bytes:
-            coder, found = symbols[index]
-            return coder.encode(found)
+        def encoded(index: int) -> bytes:
+            coder, of_site = symbols[index]
+            return coder.encode(of_site)
 
         parts = [LENGTHS.pack(ids is not None, 0)]
         if ids is not None:
             parts.append(ids.cpu().numpy().astype("<u4").tobytes())
-        parts += kept + _on_threads(of_site, len(symbols))
+        parts += kept + _on_threads(encoded, len(symbols))
         payload = b"".join(parts)
         stock = header.sequences * (stop - start) * self._token_bytes(header.dtype)
         return payload.ljust(least_payload(stock), b"\0")
@@ -364,22 +356,24 @@ class Codec:
         read.end()
         size = read.stop - read.start - read.exact
 
-        def of_site(index: int) -> Tensor:
+        def decoded(index: int) -> Tensor:
             return sites[index].decode(*streams[index], header.sequences * size)
 
-        symbols = _on_threads(of_site, len(sites))
-        below, made = Below(self._depth), []
+        symbols = _on_threads(decoded, len(sites))
+        context, rebuilt = self._plan.predictor_context(), []
         for index, coder in enumerate(sites):
-            flat = coder.given_back(symbols[index], coder.expected(below.given))
-            below.add(flat)
+            if index % 2 == 0:
+                context.begin(index // 2)
+            flat = coder.reconstruct(symbols[index], coder.expected(context))
+            context.add(flat)
             x = flat.unflatten(1, (shape[1], -1)).unflatten(0, (header.sequences, size))
             x = x.transpose(1, 2)
             rotation = None if index % 2 else angles[index // 2]
             if rotation is not None:
                 x = rotation.tile(x, 0, size)
             x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
-            made.append(x.to(self._model.dtype))
-        return list(zip(made[::2], made[1::2], strict=True))
+            rebuilt.append(x.to(self._model.dtype))
+        return list(zip(rebuilt[::2], rebuilt[1::2], strict=True))
 
 
 def _on_threads(work: Callable[[int], T], count: int) -> list[T]:

@@ -6,7 +6,6 @@ systems, arXiv 2201.01741), which takes all symbols of a latent in one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.basis import Basis
 from manifoldkv.codec.payload import LENGTHS
-from manifoldkv.coding.entropy import EntropyCoding
+from manifoldkv.coding.entropy import EntropyCoded
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.errors import CacheError
+from manifoldkv.plan.site import SitePlan
 
 FARTHEST_PAST = 1 << 30
 """No symbol is farther past the end of its table."""
@@ -32,7 +32,7 @@ class SymbolCoder:
 
     Parameters
     ----------
-    coding : EntropyCoding
+    quantizer : EntropyCoded
         With the tables.
 
     Raises
@@ -41,7 +41,7 @@ class SymbolCoder:
         If constriction is not installed.
     """
 
-    def __init__(self, coding: EntropyCoding) -> None:
+    def __init__(self, quantizer: EntropyCoded) -> None:
         if find_spec("constriction") is None:
             raise CacheError(
                 "caches are coded by constriction, which is not installed: "
@@ -51,10 +51,10 @@ class SymbolCoder:
 
         categorical = constriction.stream.model.Categorical
         self._new_coder = constriction.stream.stack.AnsCoder
-        self._reach: NDArray[np.int32] = coding.reach.numpy()
+        self._reach: NDArray[np.int32] = quantizer.reach.numpy()
         # Frequencies below 2^24 are what they are in float32.
         self._models: list[Any] = [
-            categorical(table.float().numpy(), perfect=False) for table in coding.split_tables()
+            categorical(table.float().numpy(), perfect=False) for table in quantizer.split_tables()
         ]
 
     @property
@@ -106,26 +106,23 @@ class SiteCodec:
     """Keys (before rotation) or values of a layer as symbols, these as bytes, and back.
 
     Keys and values are (B·m, D), all heads side by side, float32.
+
+    Parameters
+    ----------
+    plan : SitePlan
+        With an `EntropyCoded` quantizer.
     """
 
-    def __init__(self, basis: Basis, coding: EntropyCoding) -> None:
-        self._down, self._up = basis.down[0].float(), basis.up[0].float()
-        self._mean, self._gain = coding.mean, coding.gain
-        self._prediction = coding.prediction
-        self._coder = SymbolCoder(coding)
+    def __init__(self, plan: SitePlan) -> None:
+        assert isinstance(plan.quantizer, EntropyCoded)  # the codec has checked the plan
+        self._plan = plan
+        self._down, self._up = plan.basis.down[0].float(), plan.basis.up[0].float()
+        self._gain = plan.quantizer.gain
+        self._coder = SymbolCoder(plan.quantizer)
 
-    def expected(self, given_back: Sequence[Tensor]) -> Tensor:
-        """Return the prediction of keys or values from reconstructions of other sites.
-
-        Parameters
-        ----------
-        given_back : sequence of Tensor
-            Of the same tokens, as `EntropyCoding.prediction` has them, or more.
-        """
-        if self._prediction is None:
-            return self._mean
-        inputs = torch.cat(list(given_back), dim=1)[:, : len(self._prediction)]
-        return self._mean + inputs @ self._prediction
+    def expected(self, context: PredictorContext) -> Tensor:
+        """Return the expected keys or values, (D,) or (B·m, D)."""
+        return self._plan.expected(self._down, context.inputs)
 
     def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
         """Return the symbols of x, (features, B·m), int32.
@@ -133,15 +130,15 @@ class SiteCodec:
         Raises
         ------
         CacheError
-            If there are none.
+            If x is not finite, or far too large.
         """
         latents = ((x - expected) @ self._down).mT
         if not bool((latents.abs() < FARTHEST_PAST).all()):  # false of NaN too
             raise CacheError("the cache holds keys or values that are not finite, or far too large")
         return latents.round().int().contiguous()
 
-    def given_back(self, symbols: Tensor, expected: Tensor) -> Tensor:
-        """Return what symbols stand for."""
+    def reconstruct(self, symbols: Tensor, expected: Tensor) -> Tensor:
+        """Return the keys or values of symbols."""
         return (symbols.mT * self._gain) @ self._up.mT + expected
 
     def encode(self, symbols: Tensor) -> bytes:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import equal
+from manifoldkv.basis import Basis
+from manifoldkv.coding.quantizer import Quantizer, check_coded, check_numbers, straight_through
 from manifoldkv.errors import PlanError
 
 FARTHEST = 1 << 12
-"""No symbol of a table is larger."""
+"""Largest symbol of a table."""
 FREQUENT = 1 << 24
-"""No frequency in a table is larger."""
+"""Largest frequency of a table."""
 
 BLOCK_TOKENS = 256
-"""Tokens that are stored together: a reader of some reads all of them."""
+"""Tokens of a block of a stored cache: a reader of some of them reads all."""
 TOKEN_ID_BYTES = 4
 HEADER_BYTES = 112
 BLOCK_BYTES = 16
@@ -26,99 +28,82 @@ STREAM_BYTES = 24
 
 
 def frame_bytes(tokens: int, layers: int) -> int:
-    """Return the bytes around the symbols, exact tokens and ids of a blob."""
+    """Return the bytes of a stored cache beside its symbols, uncompressed tokens and token ids."""
     return HEADER_BYTES + ceil(tokens / BLOCK_TOKENS) * (BLOCK_BYTES + layers * STREAM_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
-class EntropyCoding:
-    """Tables of the symbols that the latents of a site are rounded to.
+class EntropyCoded(Quantizer):
+    """Integers next to the latents, and the tables that an entropy coder stores them by.
 
-    The symbol of a latent is the integer next to it: the step of the quantiser, one for all latents
-    of a model, is in the scale of the basis. A symbol s is reconstructed as ``gain · s``. A caller
-    that stores symbols codes each by the table of its latent; one that is past the ends of its
-    table is stored as the nearest end and how far it is past it.
+    The step of the quantiser, one for all latents of a model, is in the scale of the basis. A
+    symbol s is reconstructed as ``gain · s``. A symbol beyond the end of its table is stored as
+    that end and its distance to it.
 
     Parameters
     ----------
-    mean : Tensor
-        What is taken from keys or values, all heads side by side, before they are projected, and
-        added again, (D,), float32.
     gain : Tensor
-        By latent, (features,), float32.
+        (features,), float32.
     reach : Tensor
-        Of the table of every latent, which has the symbols from -reach to reach, (features,),
-        int32, 1 at least.
+        Largest symbol of the table of every latent, whose symbols are -reach to reach,
+        (features,), int32, at least 1.
     tables : Tensor
         Frequencies of these symbols, all tables one after the other, (Σ (2 · reach + 1),), int32,
         positive.
-    prediction : Tensor or None
-        Weights of a linear prediction as in `Coding`, (inputs, D), float32.
+
+    Raises
+    ------
+    PlanError
+        If a tensor has another shape, dtype or range.
     """
 
-    mean: Tensor = field(repr=False)
+    name: ClassVar[str] = "entropy-coded"
+    attended: ClassVar[bool] = False
+    variable_width: ClassVar[bool] = True
+
     gain: Tensor
     reach: Tensor
     tables: Tensor = field(repr=False)
-    prediction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         features = len(self.reach) if self.reach.ndim == 1 else 0
         if not features or self.reach.dtype != torch.int32:
-            raise PlanError(f"reaches of tables are (features,) in int32, not {_said(self.reach)}")
+            raise PlanError(f"reaches of tables must be (features,) in int32, got {self.reach}")
         if not 1 <= int(self.reach.min()) <= int(self.reach.max()) <= FARTHEST:
-            raise PlanError(f"a table reaches from 1 to {FARTHEST} symbols")
+            raise PlanError(f"reaches of tables must be in [1, {FARTHEST}]")
         size = int((2 * self.reach.long() + 1).sum())
         if tuple(self.tables.shape) != (size,) or self.tables.dtype != torch.int32:
-            raise PlanError(f"tables are ({size},) in int32, not {_said(self.tables)}")
-        if not 1 <= int(self.tables.min()) <= int(self.tables.max()) <= FREQUENT:
-            raise PlanError(f"a frequency in a table is not from 1 to {FREQUENT}")
-        for name, tensor in (("means", self.mean), ("gains", self.gain)):
-            if tensor.ndim != 1 or tensor.dtype != torch.float32:
-                raise PlanError(f"{name} are a vector in float32, not {_said(tensor)}")
-            if not bool(tensor.isfinite().all()):
-                raise PlanError(f"{name} are not all finite")
-        if len(self.gain) != features:
-            raise PlanError(f"{len(self.gain)} gains do not fit {features} tables")
-        if self.prediction is not None:
-            self._check_prediction(self.prediction)
-
-    def _check_prediction(self, prediction: Tensor) -> None:
-        fits = prediction.ndim == 2 and prediction.shape[1:] == self.mean.shape
-        if not fits or prediction.dtype != torch.float32:
             raise PlanError(
-                f"predictions are (inputs, {len(self.mean)}) in float32, not {_said(prediction)}"
+                f"tables must be ({size},) in int32, got {tuple(self.tables.shape)} in "
+                f"{self.tables.dtype}"
             )
-        if not bool(prediction.isfinite().all()):
-            raise PlanError("predictions are not all finite")
+        if not 1 <= int(self.tables.min()) <= int(self.tables.max()) <= FREQUENT:
+            raise PlanError(f"frequencies of tables must be in [1, {FREQUENT}]")
+        check_numbers("gain of latents", self.gain, (features,))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, EntropyCoding):
-            return NotImplemented
-        mine, its = self.tensors(), other.tensors()
-        return mine.keys() == its.keys() and all(equal(mine[name], its[name]) for name in mine)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.reach.tolist()))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields by their names, those that are there."""
-        named = {
-            "mean": self.mean,
-            "gain": self.gain,
-            "reach": self.reach,
-            "tables": self.tables,
-            "prediction": self.prediction,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def split_tables(self) -> list[Tensor]:
-        """Return the frequencies by latent, (2 · reach + 1,) each."""
-        return list(self.tables.split((2 * self.reach + 1).tolist()))
+    def check(self, name: str, basis: Basis, window: int | None) -> None:
+        check_coded(name, basis, len(self.gain))
+        if window is not None:
+            raise PlanError(
+                f"{name}: caches of layers with sliding windows cannot be stored; this one has a "
+                f"window of {window} tokens"
+            )
 
     @property
-    def token_bits(self) -> float:
-        """Return the bits that a token takes on average if its symbols are as frequent as said."""
+    def format(self) -> str:
+        return "entropy-coded integers"
+
+    def reconstruct(self, latents: Tensor) -> Tensor:
+        return straight_through(latents, latents.round()) * self.gain.to(latents)
+
+    def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
+        return ceil(tokens * self.token_bits(features) / 8)
+
+    def bytes_per_token(self, features: int, itemsize: int) -> float:
+        return self.nbytes(1 << 10, features, itemsize) / (1 << 10)
+
+    def token_bits(self, features: int) -> float:
+        """Return the entropy of a token's symbols if they are as frequent as in the tables."""
         sizes = 2 * self.reach.long() + 1
         latent = torch.arange(len(sizes)).repeat_interleave(sizes)
         counts = self.tables.double()
@@ -127,6 +112,6 @@ class EntropyCoding:
         weighted = torch.zeros_like(totals).index_add_(0, latent, logarithms)
         return float((totals.log2() - weighted / totals).sum())
 
-
-def _said(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} in {tensor.dtype}"
+    def split_tables(self) -> list[Tensor]:
+        """Return the frequencies by latent, (2 · reach + 1,) each."""
+        return list(self.tables.split((2 * self.reach + 1).tolist()))

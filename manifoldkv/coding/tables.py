@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from manifoldkv.coding.allocation import TINY, best_gains
-from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoding
+from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoded
 from manifoldkv.errors import ArgumentError
 
 TABLE_SUM = 1 << 20
@@ -53,11 +53,12 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
     deviations = deviations.clamp(min=TINY)
 
     @cache
-    def left(logarithm: float) -> float:
+    def remaining(logarithm: float) -> float:
         step = math.exp(logarithm)
-        return bits - sum(entropy_coding(latents / step).token_bits for latents in sites)
+        used = (entropy_coded(x / step).token_bits(x.shape[1]) for x in sites)
+        return bits - sum(used)
 
-    def left_by_gaussians(logarithm: float) -> float:
+    def remaining_by_gaussians(logarithm: float) -> float:
         rates = (deviations.log() - logarithm) / math.log(2) + GAUSSIAN_BITS
         return bits - float(rates.clamp(min=0).sum())
 
@@ -65,44 +66,33 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
         math.log(factor * float(deviations.max())) for factor in (NARROWEST, WIDEST)
     )
     first = last = narrowest
-    if left_by_gaussians(narrowest) < 0:
-        first = last = brentq(left_by_gaussians, narrowest, widest)
-    while left(first) >= 0:
+    if remaining_by_gaussians(narrowest) < 0:
+        first = last = brentq(remaining_by_gaussians, narrowest, widest)
+    while remaining(first) >= 0:
         if first <= narrowest:
             return math.exp(narrowest)
         first = max(first - NEIGHBOUR, narrowest)
-    while left(last) < 0:
+    while remaining(last) < 0:
         if last >= widest:
             raise ArgumentError(
                 f"{bits:.1f} bits of a token are too few even for latents that are all 0: ask for "
                 "a larger ratio"
             )
         last = min(last + NEIGHBOUR, widest)
-    found = brentq(left, first, last, xtol=TOLERANCE)
-    while left(found) < 0:  # no more than asked: bits of samples do not fall evenly
-        found = min(found + TOLERANCE, last)
-    return math.exp(found)
+    solution = brentq(remaining, first, last, xtol=TOLERANCE)
+    while remaining(solution) < 0:  # no more than asked: bits of samples do not fall evenly
+        solution = min(solution + TOLERANCE, last)
+    return math.exp(solution)
 
 
-def entropy_coding(
-    scaled: Tensor, mean: Tensor | None = None, prediction: Tensor | None = None
-) -> EntropyCoding:
-    """Return gains and tables of latents (tokens, features), in steps.
+def entropy_coded(scaled: Tensor) -> EntropyCoded:
+    """Return the quantizer of latents (tokens, features), in steps.
 
     Gains are those of `best_gains`: rounding to 0 shrinks latents of all tokens alike.
 
     A table mixes the frequencies of the samples with those of a distribution with long tails and
     their mean size, worth about as many samples as there are symbols within that size: no symbol
     is impossible, and no table is fitted to the gaps between few samples.
-
-    Parameters
-    ----------
-    scaled : Tensor
-        Of samples.
-    mean : Tensor, optional
-        What was taken from the keys or values, (D,); 0 if omitted.
-    prediction : Tensor, optional
-        What was taken from them besides, as in `EntropyCoding`.
     """
     rounded = scaled.round()
     reach = (2 * rounded.abs().amax(dim=0) + 2).clamp(max=FARTHEST).long()
@@ -119,10 +109,4 @@ def entropy_coding(
     places = (rounded.long().clamp(-FARTHEST, FARTHEST) + centres).flatten()
     counts = torch.bincount(places, minlength=len(latent)) + prior
     tables = (counts * (TABLE_SUM / len(scaled))).round().clamp(min=1, max=FREQUENT)
-    return EntropyCoding(
-        torch.zeros(scaled.shape[1]) if mean is None else mean.float(),
-        best_gains(scaled, rounded).float(),
-        reach.int(),
-        tables.int(),
-        None if prediction is None else prediction.float().contiguous(),
-    )
+    return EntropyCoded(best_gains(scaled, rounded).float(), reach.int(), tables.int())

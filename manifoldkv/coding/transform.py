@@ -1,4 +1,4 @@
-"""Coordinates of the keys or values of a head group, and the codes of their latents."""
+"""The Fisher-weighted Karhunen-Loève transform of keys or values, and quantizers of its latents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manifoldkv.coding.allocation import (
     pack_size,
     quantized,
 )
-from manifoldkv.coding.mixed import Coding
+from manifoldkv.coding.mixed import MixedWidths
 
 RIDGE = 1e-2
 """Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
@@ -34,18 +34,18 @@ SAMPLES = 4096
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """Coordinates of a head group in which an error costs half its square, in nats.
+class WeightedKLT:
+    """Transform to latents of which an error costs half its square, in nats.
 
     Parameters
     ----------
     down, up : Tensor
-        (D, D), float64: latents are ``(x - mean - given @ prediction) @ down``, by falling
+        (D, D), float64: latents are ``(x - mean - inputs @ weights) @ down``, by falling
         variance.
     mean : Tensor
         (D,), float64.
-    prediction : Tensor or None
-        (inputs, D), float64.
+    weights : Tensor or None
+        Of the linear prediction, (inputs, D), float64.
     latents : Tensor
         Of some tokens, (samples, D), float64; 0 in directions without variance.
     """
@@ -53,7 +53,7 @@ class Coordinates:
     down: Tensor
     up: Tensor
     mean: Tensor
-    prediction: Tensor | None
+    weights: Tensor | None
     latents: Tensor
 
     @property
@@ -63,6 +63,25 @@ class Coordinates:
         The others are directions that the calibration text does not span.
         """
         return self.latents.any(dim=0)
+
+    def basis(self, columns: Tensor, grouping: HeadGrouping, step: float = 1.0) -> Basis:
+        """Return the basis of some latents in units of a step, float32.
+
+        Parameters
+        ----------
+        columns : Tensor
+            Which latents, int64.
+        grouping : HeadGrouping
+            Of all heads together.
+        step : float
+            Unit of the latents.
+        """
+        down, up = self.down / step, self.up * step
+        return Basis(
+            detached(down[:, columns].float().unsqueeze(0)),
+            detached(up[:, columns].float().unsqueeze(0)),
+            grouping,
+        )
 
     def costs(self, widths: tuple[int, ...]) -> NDArray[np.float64]:
         """Return the nats that a token's errors cost by pack and width, (packs, widths).
@@ -75,7 +94,7 @@ class Coordinates:
             Bits that a latent may have.
         """
         varying = self.varying
-        fitted = fit_quantizers(self.latents, widths, _norms(self.latents[:, varying]))
+        fitted = fit_quantizers(self.latents, widths, _scales(self.latents[:, varying]))
         costs = coherent_costs(fitted.distortion) / 2 * varying.unsqueeze(1)
         return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
 
@@ -85,15 +104,15 @@ def by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
 
 
-def find_coordinates(
+def weighted_klt(
     moments: SiteMoments,
     x: Tensor,
-    given: Tensor | None = None,
+    inputs: Tensor | None = None,
     *,
     samples: int = SAMPLES,
     folds: int = 1,
-) -> Coordinates:
-    """Return the Fisher coordinates of a head group, or of what a prediction leaves of it.
+) -> WeightedKLT:
+    """Return the transform of keys or values, or of the residuals of a linear prediction.
 
     Parameters
     ----------
@@ -101,20 +120,22 @@ def find_coordinates(
         Of its keys or values.
     x : Tensor
         Keys or values, the heads side by side, (tokens, D).
-    given : Tensor, optional
-        What the same tokens are predicted from, (tokens, inputs); nothing if omitted.
+    inputs : Tensor, optional
+        Of a linear prediction of the same tokens, (tokens, inputs).
     samples : int
         Tokens of which latents are returned, at most.
     folds : int
-        Into how many parts the tokens are cut of which each is predicted by a regression on the
-        others: residuals of other text are then not underestimated. 1 is one regression on all.
+        Number of folds of a cross-validation, in which each fold is predicted by a regression on
+        the others: residuals of other text are then not underestimated. 1 is one regression on all
+        tokens.
     """
-    prediction, mean = None, moments.mean
+    weights, mean = None, moments.mean
     keys_or_values = x
-    if given is not None:
-        fit = _Regression.of(x, given, folds)
-        mean, prediction = fit.on_all()
-        x = x - (mean + given.double() @ prediction).to(x) if folds == 1 else fit.left_by_others()
+    if inputs is not None:
+        fit = _Regression.of(x, inputs, folds)
+        mean, weights = fit.on_all()
+        residuals = x - (mean + inputs.double() @ weights).to(x)
+        x = residuals if folds == 1 else fit.residuals_by_fold()
         second = (x.mT @ x).double() / len(x)
     else:
         second = moments.covariance
@@ -122,11 +143,11 @@ def find_coordinates(
     directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
     down = root @ directions
     size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
-    left = sampled(x, samples).double()
-    if given is None:
-        left = left - mean
-    latents = without_noise(left @ down, size)
-    return Coordinates(down, inverse @ directions, mean, prediction, latents)
+    residuals = sampled(x, samples).double()
+    if inputs is None:
+        residuals = residuals - mean
+    latents = without_noise(residuals @ down, size)
+    return WeightedKLT(down, inverse @ directions, mean, weights, latents)
 
 
 def without_noise(latents: Tensor, size: float) -> Tensor:
@@ -151,14 +172,14 @@ def sampled(x: Tensor, samples: int) -> Tensor:
     return x[torch.linspace(0, len(x) - 1, samples).long()]
 
 
-def coded(
-    site: Coordinates, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
-) -> tuple[Basis, Coding]:
-    """Return basis and coding of the latents that have bits, widest first.
+def mixed_widths(
+    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+) -> tuple[Basis, MixedWidths]:
+    """Return basis and quantizer of the latents that have bits, widest first.
 
     Parameters
     ----------
-    site : Coordinates
+    site : WeightedKLT
         Of keys or values.
     bits : ndarray
         Of the latents of each pack, (packs,).
@@ -174,10 +195,7 @@ def coded(
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
     chosen = of_latents[columns].to(torch.uint8)
     step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
-    down, up = (detached(x[:, columns].float().unsqueeze(0)) for x in (site.down, site.up))
-    prediction = None if site.prediction is None else detached(site.prediction.float())
-    coding = Coding(chosen, step, detached(site.mean.float()), deviation, gain, prediction)
-    return Basis(down, up, grouping), coding
+    return site.basis(columns, grouping), MixedWidths(chosen, step, deviation, gain)
 
 
 def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,50 +203,49 @@ def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     stored = int((bits > 0).sum())
     columns = latents.shape[1]
     latents = latents[:, :stored]
-    norm = _norms(latents)
+    scale = _scales(latents)
     steps, gains, deviations = (torch.ones(columns, dtype=torch.float64) for _ in range(3))
     for width in set(bits[:stored].tolist()):
-        own = bits == width
-        x = latents[:, own[:stored]]
-        steps[own] = fit_quantizers(x, (0, width), norm).step[:, 1]
-        gains[own] = best_gains(x, norm * quantized(x / norm, steps[own], width))
+        chosen = bits == width
+        x = latents[:, chosen[:stored]]
+        steps[chosen] = fit_quantizers(x, (0, width), scale).step[:, 1]
+        gains[chosen] = best_gains(x, scale * quantized(x / scale, steps[chosen], width))
     deviations[:stored] = floored(_deviations(latents))
     return steps.float(), deviations.float(), gains.float()
 
 
 @dataclass(frozen=True)
 class _Regression:
-    """Ridge regression of x (tokens, D) on what is given, (tokens, inputs), and its sums by fold.
+    """Ridge regression of x (tokens, D) on inputs (tokens, inputs), and its sums by fold.
 
     Parameters
     ----------
-    x, given : tuple of Tensor
-        Of every fold, with the means of all tokens taken away.
+    x, inputs : tuple of Tensor
+        Of every fold, with the means of all tokens subtracted.
     means : tuple of Tensor
         These means, (D,) and (inputs,), float64.
     grams, crossed : tuple of Tensor
-        ``givenᵀ given`` and ``givenᵀ x`` of every fold, float64.
+        ``inputsᵀ inputs`` and ``inputsᵀ x`` of every fold, float64.
     """
 
     x: tuple[Tensor, ...]
-    given: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     means: tuple[Tensor, Tensor]
     grams: tuple[Tensor, ...]
     crossed: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, x: Tensor, given: Tensor, folds: int) -> _Regression:
+    def of(cls, x: Tensor, inputs: Tensor, folds: int) -> _Regression:
         """Cut the tokens into neighbouring folds of about one size."""
-        means = x.mean(dim=0), given.mean(dim=0)
-        xs, givens = (
-            (y - mean).tensor_split(folds) for y, mean in zip((x, given), means, strict=True)
-        )
+        x_mean, input_mean = x.mean(dim=0), inputs.mean(dim=0)
+        xs = (x - x_mean).tensor_split(folds)
+        parts = (inputs - input_mean).tensor_split(folds)
         return cls(
             xs,
-            givens,
-            (means[0].double(), means[1].double()),
-            tuple((g.mT @ g).double() for g in givens),
-            tuple((g.mT @ y).double() for g, y in zip(givens, xs, strict=True)),
+            parts,
+            (x_mean.double(), input_mean.double()),
+            tuple((part.mT @ part).double() for part in parts),
+            tuple((part.mT @ y).double() for part, y in zip(parts, xs, strict=True)),
         )
 
     def on_all(self) -> tuple[Tensor, Tensor]:
@@ -245,25 +262,22 @@ class _Regression:
         """Return the root of the least power that an input is scaled by: others carry nothing."""
         return FLOOR * float(self._sums()[0].diagonal().max()) ** 0.5 + TINY
 
-    def left_by_others(self) -> Tensor:
+    def residuals_by_fold(self) -> Tensor:
         """Return the residuals of every fold by a regression on all others, (tokens, D)."""
-        sums = [
-            (y.sum(dim=0).double(), g.sum(dim=0).double(), len(y))
-            for y, g in zip(self.x, self.given, strict=True)
-        ]
-        tokens = sum(count for _, _, count in sums)
+        tokens = sum(len(x) for x in self.x)
         gram, crossed = self._sums()
-        left = []
-        for fold, (of_x, of_given, count) in enumerate(sums):
+        residuals = []
+        for fold, (x, inputs) in enumerate(zip(self.x, self.inputs, strict=True)):
             # All tokens together have means of 0, so that the others' are those of this fold.
-            others = max(1, tokens - count)  # of one token nothing is known
-            x_mean, given_mean = (-total / others for total in (of_x, of_given))
-            own_gram = gram - self.grams[fold] - others * torch.outer(given_mean, given_mean)
-            own_crossed = crossed - self.crossed[fold] - others * torch.outer(given_mean, x_mean)
-            weights = _ridge(own_gram, own_crossed, self._smallest_power)
-            expected = x_mean - given_mean @ weights + self.given[fold].double() @ weights
-            left.append(self.x[fold] - expected.to(self.x[fold]))
-        return torch.cat(left)
+            others = max(1, tokens - len(x))  # a single token has no others
+            x_mean = -x.sum(dim=0).double() / others
+            input_mean = -inputs.sum(dim=0).double() / others
+            fold_gram = gram - self.grams[fold] - others * torch.outer(input_mean, input_mean)
+            fold_crossed = crossed - self.crossed[fold] - others * torch.outer(input_mean, x_mean)
+            weights = _ridge(fold_gram, fold_crossed, self._smallest_power)
+            expected = x_mean - input_mean @ weights + inputs.double() @ weights
+            residuals.append(x - expected.to(x))
+        return torch.cat(residuals)
 
 
 def _ridge(gram: Tensor, crossed: Tensor, smallest_power: float) -> Tensor:
@@ -282,8 +296,8 @@ def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
 
 
-def _norms(latents: Tensor) -> Tensor:
-    """Return the norm of every token in whitened coordinates, (tokens, 1), positive."""
+def _scales(latents: Tensor) -> Tensor:
+    """Return the scale of every token, (tokens, 1), positive: rms of whitened latents."""
     if not latents.shape[1]:
         return latents.new_ones(len(latents), 1)
     whitened = latents / floored(_deviations(latents))

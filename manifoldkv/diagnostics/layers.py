@@ -15,10 +15,9 @@ from manifoldkv.activations.decoder import attention_output, layer_output
 from manifoldkv.activations.layer import Batch, LayerActivations
 from manifoldkv.basis import Basis, Rotary
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.prediction import GivenBack
 from manifoldkv.cache.running import running_attention
 from manifoldkv.codec.symbols import SiteCodec
-from manifoldkv.coding.predictor import Below
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.models.interface import attend, rotation_of
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.plan import CompressionPlan
@@ -162,7 +161,7 @@ def plan_errors(
         If the plan is of recipe stored and constriction is not installed.
     """
     plan.check_model(model)
-    layers = _DecodedLayers(plan) if plan.stored else _CachedLayers(plan)
+    layers = _CachedLayers(plan) if plan.attended else _DecodedLayers(plan)
     captured = capture(model, tokens)
     return ((layer, _errors(layer, layers.attention(layer))) for layer in captured)
 
@@ -178,15 +177,13 @@ class _CachedLayers:
 
     def __init__(self, plan: CompressionPlan) -> None:
         self._plan = plan
-        self._below: dict[int, list[GivenBack]] = {}  # by sequence, the nearest layer first
+        self._contexts: dict[int, PredictorContext] = {}  # by sequence
 
     def attention(self, activations: LayerActivations) -> AttentionOutput:
         """Return the attention of the next layer, which is asked for one sequence at a time."""
-        plan, planned = self._plan, self._plan.layers[activations.layer]
+        plan, index = self._plan, activations.layer
         place = activations.dtype, activations.device
-        attention = running_attention(plan, planned, *place)
-        depth = plan.prediction_depth
-        reach = min(depth, plan.layers_below(activations.layer))
+        attention = running_attention(plan, index, *place)
 
         def attend_to_cache(batch: Batch) -> Tensor:
             queries, keys, values = activations.projections(plan.rotary, batch)
@@ -195,15 +192,10 @@ class _CachedLayers:
                 queries = activations.rotate(queries)
                 rotate = rotation_of(activations.module)
                 angles = Angles(activations.cos, activations.sin, rotate)
-            cache = CompressedLayer(planned, plan.quantization, *place, plan.sinks)
+            cache = CompressedLayer(plan.layers[index], *place, plan.sinks)
             mask, settings = activations.mask, activations.settings
-            sequence = int(batch.sequences)
-            below = self._below.get(sequence, [])[:reach]
-            output, given = attention.attend(
-                cache, queries, keys, values, mask, settings, angles, below
-            )
-            self._below[sequence] = [*given, *below][:depth]
-            return output
+            context = _context(self._contexts, plan, batch, index)
+            return attention.attend(cache, queries, keys, values, mask, settings, angles, context)
 
         return attend_to_cache
 
@@ -219,36 +211,43 @@ class _DecodedLayers:
 
     def __init__(self, plan: CompressionPlan) -> None:
         self._plan = plan
-        self._coders = [
-            [SiteCodec(basis, layer.entropy_codings[site]) for site, basis in layer.sites]
-            for layer in plan.layers
-        ]
-        self._below: dict[int, Below] = {}  # by sequence
+        self._coders = [(SiteCodec(layer.key), SiteCodec(layer.value)) for layer in plan.layers]
+        self._contexts: dict[int, PredictorContext] = {}  # by sequence
 
     def attention(self, activations: LayerActivations) -> AttentionOutput:
         """Return the attention of the next layer, which is asked for one sequence at a time."""
         plan, coders = self._plan, self._coders[activations.layer]
         grouping = plan.layers[activations.layer].key.grouping
-        depth = plan.prediction_depth if plan.predicted else None
 
-        def decoded(coder: SiteCodec, x: Tensor, below: Below) -> Tensor:
+        def decoded(coder: SiteCodec, x: Tensor, context: PredictorContext) -> Tensor:
             exact, coded = x[:, :, : plan.sinks], x[:, :, plan.sinks :]
             flat = grouping.split(coded)[0, 0].to("cpu", torch.float32)  # (n - sinks, D)
-            expected = coder.expected(below.given)
-            found = coder.given_back(coder.symbols(flat, expected), expected)
-            below.add(found)
-            return torch.cat([exact, grouping.merge(found[None, None]).to(x)], dim=2)
+            expected = coder.expected(context)
+            rebuilt = coder.reconstruct(coder.symbols(flat, expected), expected)
+            context.add(rebuilt)
+            return torch.cat([exact, grouping.merge(rebuilt[None, None]).to(x)], dim=2)
 
         def attend_to_decoded(batch: Batch) -> Tensor:
             queries, keys, values = activations.projections(plan.rotary, batch)
-            below = self._below.setdefault(int(batch.sequences), Below(depth))
-            keys = decoded(coders[0], keys, below)
-            values = decoded(coders[1], values, below)
+            context = _context(self._contexts, plan, batch, activations.layer)
+            keys = decoded(coders[0], keys, context)
+            values = decoded(coders[1], values, context)
             if plan.rotary == "pre":
                 queries, keys = activations.rotate(queries), activations.rotate(keys)
             return attend(queries, keys, values, activations.mask, activations.settings)
 
         return attend_to_decoded
+
+
+def _context(
+    contexts: dict[int, PredictorContext], plan: CompressionPlan, batch: Batch, layer: int
+) -> PredictorContext:
+    """Return the context of the sequence of a batch at the beginning of a layer."""
+    sequence = int(batch.sequences)
+    if sequence not in contexts:
+        contexts[sequence] = plan.predictor_context()
+    contexts[sequence].begin(layer)
+    return contexts[sequence]
 
 
 def _ratio(approximate: Tensor, exact: Tensor) -> Tensor:

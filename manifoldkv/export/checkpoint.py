@@ -178,7 +178,7 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
 def _card(
     model: PreTrainedModel, made: PreTrainedModel, plan: CompressionPlan, found: Exported
 ) -> str:
-    provenance, key = plan.provenance, plan.layers[0].key
+    provenance, key = plan.provenance, plan.layers[0].key.basis
     base = provenance.model if REPOSITORY.fullmatch(provenance.model) else None
     metadata = ModelCardData(
         library_name="transformers",

@@ -97,7 +97,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _obstacle_of_plan(plan: CompressionPlan) -> str | None:
-    if plan.coded or plan.quantization is not None:
+    if not plan.rank_only:
         return "its latents are rounded, and weights keep nothing of that"
     if plan.sinks:
         return (
@@ -105,12 +105,12 @@ def _obstacle_of_plan(plan: CompressionPlan) -> str | None:
             "kind of token"
         )
     for index, layer in enumerate(plan.layers):
-        if not layer.key.commuting:
+        if not layer.key.basis.commuting:
             return (
                 f"the keys of layer {index} do not commute with their rotation (recipe commuting "
                 "makes a plan whose keys do)"
             )
-        if layer.key.frequencies != plan.layers[0].key.frequencies:
+        if layer.key.basis.frequencies != plan.layers[0].key.basis.frequencies:
             return f"layer {index} has other frequencies than layer 0, and a model has one list"
         if layer.key.grouping.width != plan.layers[0].key.grouping.width:
             return f"layer {index} has other groups of heads than layer 0"
@@ -152,13 +152,13 @@ def folded(model: PreTrainedModel, plan: CompressionPlan) -> PreTrainedModel:
 
 def _folded_attention(attention: Any, planned: LayerPlan) -> dict[str, Tensor]:
     """Return weights and biases of the projections by name, float64."""
-    width = planned.key.down.shape[-1]
+    width = planned.key.basis.down.shape[-1]
     heads, head_dim = planned.key.grouping.heads, planned.key.head_dim
     query_heads = attention.q_proj.weight.shape[0] // head_dim
-    into_keys, into_values = (b.down.double().mT for b in (planned.key, planned.value))  # (G, w, p)
-    of_keys, of_values = (
-        _by_query_head(b, query_heads // heads) for b in (planned.key, planned.value)
-    )
+    key, value = planned.key.basis, planned.value.basis
+    into_keys, into_values = key.down.double().mT, value.down.double().mT  # (G, w, p)
+    of_keys = _by_query_head(key, query_heads // heads)
+    of_values = _by_query_head(value, query_heads // heads)
     scale = attention.scaling * math.sqrt(width)
     found: dict[str, Tensor] = {}
     for name, by_group in (("k_proj", into_keys), ("v_proj", into_values)):
@@ -235,7 +235,7 @@ def folded_config(model: PreTrainedModel, plan: CompressionPlan) -> PretrainedCo
     Where the frequencies are not the stock list of a head, they are written as the factors of a
     `longrope` that has the same ones for short texts and for long ones.
     """
-    key, config = plan.layers[0].key, model.config
+    key, config = plan.layers[0].key.basis, model.config
     changes = {
         "head_dim": key.down.shape[-1],
         "num_key_value_heads": key.grouping.heads // key.grouping.width,

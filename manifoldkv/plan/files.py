@@ -17,21 +17,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from manifoldkv.basis import (
-    Basis,
-    HeadGrouping,
-    Rotary,
-    Site,
-)
-from manifoldkv.coding.entropy import EntropyCoding
-from manifoldkv.coding.integers import Quantization
-from manifoldkv.coding.mixed import Coding
+from manifoldkv.basis import Rotary
 from manifoldkv.errors import ManifoldKVError, PlanError, RunError
-from manifoldkv.plan.layer import LayerPlan, check_basis, parts
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.runs.files import write_together
 
-FORMAT = 6
+FORMAT = 7
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 LARGEST_INTEGER = 1 << 20
@@ -54,7 +47,6 @@ class PlanContents(NamedTuple):
     config_hash: str
     fingerprint: Tensor
     provenance: Provenance
-    quantization: Quantization | None
     sinks: int
 
 
@@ -71,15 +63,9 @@ def payload_of(contents: PlanContents) -> bytes:
     """Return all tensors of a plan as a safetensors file."""
     tensors: dict[str, Tensor] = {"fingerprint": contents.fingerprint.contiguous()}
     for index, layer in enumerate(contents.layers):
-        for site, basis in layer.sites:
-            for part, tensor in zip(("down", "up"), parts(basis), strict=False):
+        for site, planned in layer.sites:
+            for part, tensor in planned.tensors().items():
                 tensors[f"layers.{index}.{site}.{part}"] = tensor.contiguous()
-        if layer.key_range is not None:
-            tensors[f"layers.{index}.key.range"] = layer.key_range.contiguous()
-        for site, _ in layer.sites:
-            coding = layer.coding(site)
-            for name, tensor in ({} if coding is None else coding.tensors()).items():
-                tensors[f"layers.{index}.{site}.{name}"] = tensor.contiguous()
     return save_tensors(tensors)
 
 
@@ -184,7 +170,6 @@ def named(folder: str | Path) -> Iterator[None]:
 
 
 def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
-    quantization = contents.quantization
     return {
         "format": FORMAT,
         "tensors_sha256": hashlib.sha256(payload).hexdigest(),
@@ -192,27 +177,15 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
         "rotary": contents.rotary,
         "sinks": contents.sinks,
         "provenance": asdict(contents.provenance),
-        "quantization": None if quantization is None else asdict(quantization),
-        "layers": [
-            {
-                "kv_heads": layer.key.grouping.heads,
-                "head_dim": layer.key.head_dim,
-                "window": layer.window,
-                "key": _site_description(layer.key),
-                "value": _site_description(layer.value),
-            }
-            for layer in contents.layers
-        ],
+        "layers": [layer_description(layer) for layer in contents.layers],
     }
 
 
-def _site_description(basis: Basis) -> dict[str, Any]:
-    commuting = {} if basis.frequencies is None else {"frequencies": list(basis.frequencies)}
-    return {
-        "grouping": basis.grouping.name,
-        "rank": basis.rank,
-        "orthonormal": basis.orthonormal,
-    } | commuting
+def layer_description(layer: LayerPlan) -> dict[str, Any]:
+    """Return all of a layer's plan that is no tensor."""
+    sizes = {"kv_heads": layer.key.grouping.heads, "head_dim": layer.key.head_dim}
+    sites = {site: planned.describe() for site, planned in layer.sites}
+    return sizes | {"window": layer.window} | sites
 
 
 def _contents(
@@ -237,14 +210,7 @@ def _contents(
         raise PlanError("config_hash is not a string")
     of_weights = tensors.pop("fingerprint")
     layers = tuple(
-        LayerPlan(
-            _basis(layer, "key", tensors, index),
-            _basis(layer, "value", tensors, index),
-            None if layer["window"] is None else _integer(layer, "window"),
-            tensors.pop(f"layers.{index}.key.range", None),
-            _coding("key", tensors, index),
-            _coding("value", tensors, index),
-        )
+        _layer(layer, f"layers.{index}", tensors)
         for index, layer in enumerate(description["layers"])
     )
     if tensors:
@@ -255,7 +221,6 @@ def _contents(
         description["config_hash"],
         of_weights,
         _provenance(description["provenance"]),
-        _quantization(description["quantization"]),
         _integer(description, "sinks"),
     )
 
@@ -271,13 +236,6 @@ def _provenance(fields: dict[str, Any]) -> Provenance:
     return found
 
 
-def _quantization(fields: dict[str, Any] | None) -> Quantization | None:
-    if fields is None:
-        return None
-    integers = {name: _integer(fields, name) for name in ("bits", "group_size", "residual")}
-    return Quantization(**fields | integers)
-
-
 def _integer(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
@@ -285,34 +243,23 @@ def _integer(fields: dict[str, Any], name: str) -> int:
     return value
 
 
-def _basis(layer: dict[str, Any], site: Site, tensors: dict[str, Tensor], index: int) -> Basis:
-    fields = layer[site]
-    down = tensors.pop(f"layers.{index}.{site}.down")
-    up = down if fields["orthonormal"] else tensors.pop(f"layers.{index}.{site}.up")
-    grouping = HeadGrouping(fields["grouping"], _integer(layer, "kv_heads"))
-    frequencies = tuple(fields["frequencies"]) if "frequencies" in fields else None
-    basis = Basis(down, up, grouping, frequencies)
-    check_basis(f"layer {index} {site}", basis)
-    if (basis.rank, basis.head_dim) != (fields["rank"], layer["head_dim"]):
-        raise PlanError(
-            f"layer {index} {site}: rank {basis.rank} of {basis.head_dim} is stored, rank "
-            f"{fields['rank']} of {layer['head_dim']} is described"
-        )
-    return basis
-
-
-def _coding(site: Site, tensors: dict[str, Tensor], index: int) -> Coding | EntropyCoding | None:
-    name = f"layers.{index}.{site}"
-    if f"{name}.tables" in tensors:
-        mean, gain, reach, tables = (
-            tensors.pop(f"{name}.{part}") for part in ("mean", "gain", "reach", "tables")
-        )
-        return EntropyCoding(mean, gain, reach, tables, tensors.pop(f"{name}.prediction", None))
-    if f"{name}.bits" not in tensors:
-        return None
-    parts = ("bits", "step", "mean", "deviation", "gain")
-    needed = {part: tensors.pop(f"{name}.{part}") for part in parts}
-    return Coding(**needed, prediction=tensors.pop(f"{name}.prediction", None))
+def _layer(description: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> LayerPlan:
+    """Return the plan of a layer, and take its tensors out of `tensors`."""
+    heads = _integer(description, "kv_heads")
+    window = None if description["window"] is None else _integer(description, "window")
+    sites = []
+    for site in ("key", "value"):
+        prefix = f"{name}.{site}."
+        names = [full for full in tensors if full.startswith(prefix)]
+        own = {full.removeprefix(prefix): tensors.pop(full) for full in names}
+        sites.append(SitePlan.of_parts(description[site], own, heads))
+        if own:
+            raise PlanError(f"{TENSORS} holds {prefix}{sorted(own)[0]}, which nothing refers to")
+    layer = LayerPlan(sites[0], sites[1], window)
+    layer.check(name)
+    if layer_description(layer) != description:
+        raise PlanError(f"{name}: {DESCRIPTION} does not describe the tensors in {TENSORS}")
+    return layer
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,25 +15,18 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.basis import Rotary, Site, check_rotary
+from manifoldkv.basis import Basis, Rotary, check_rotary
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
-from manifoldkv.coding.integers import Quantization, check_layout
+from manifoldkv.coding.predictor import PredictorContext, layers_below
 from manifoldkv.errors import PlanError
 from manifoldkv.models.fingerprint import agree, fingerprint
 from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
-from manifoldkv.plan.layer import (
-    LayerPlan,
-    check_basis,
-    check_coding,
-    check_elements,
-    check_layers,
-    parts,
-    site_nbytes,
-)
+from manifoldkv.plan.layer import LayerPlan, check_layers
 from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.site import SitePlan, check_elements
 from manifoldkv.text.tokens import positions
 
 _ARCHITECTURE = (
@@ -67,20 +60,18 @@ class CompressionPlan(OnHub):
         `fingerprint` of its weights, (matrices, elements), float32.
     provenance : Provenance
         Where the bases come from.
-    quantization : Quantization or None
-        How latents are rounded; None stores them in the dtype of the model.
     sinks : int
-        The first tokens of every sequence, whose keys and values are cached as they are beside
-        their latents, in layers without a sliding window. Many models attend to them whatever they
-        are, and their keys, far larger than others, suffer most from rounding. Set it before
-        `quantize`, whose ranges then leave these tokens out.
+        Number of first tokens of every sequence that are kept uncompressed beside their latents,
+        in layers without a sliding window. Many models attend to them whatever they are, and their
+        keys, far larger than others, suffer most from rounding. Set it before `quantize`, whose
+        ranges then leave these tokens out.
 
     Raises
     ------
     PlanError
         If a tensor has the wrong shape or dtype or an element that is not finite, if
-        ``upᵀ down`` is not the identity, if quantisation lacks its ranges, or if `sinks` is
-        negative.
+        ``upᵀ down`` is not the identity, if quantizers or predictors do not fit the layers, or if
+        `sinks` is negative.
     """
 
     FILES = (files.TENSORS, files.DESCRIPTION)
@@ -90,7 +81,6 @@ class CompressionPlan(OnHub):
     config_hash: str
     fingerprint: Tensor
     provenance: Provenance
-    quantization: Quantization | None = None
     sinks: int = 0
 
     def __eq__(self, other: object) -> bool:
@@ -108,12 +98,12 @@ class CompressionPlan(OnHub):
         ranks = (
             f"key ranks {min(keys)} to {max(keys)} and value ranks {min(values)} to {max(values)}"
         )
-        rounded = "" if self.quantization is None else f", {self.quantization}"
         return (
             f"CompressionPlan(for {provenance.model}: ratio {self.ratio:.4g} at "
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
-            f"  keys {self.rotary}-rotation, first {self.sinks} tokens uncompressed{rounded},\n"
+            f"  keys {self.rotary}-rotation, first {self.sinks} tokens uncompressed,\n"
+            f"  latents: {self.formats},\n"
             f"  {provenance.origin})"
         )
 
@@ -128,87 +118,43 @@ class CompressionPlan(OnHub):
         _check_fingerprint(self.fingerprint)
         check_rotary(self.rotary)
         for index, layer in enumerate(self.layers):
-            for site, basis in layer.sites:
-                check_basis(f"layer {index} {site}", basis)
-            if layer.key.head_dim != layer.value.head_dim:
-                raise PlanError(f"layer {index}: keys and values differ in head_dim")
-            if layer.key.grouping.heads != layer.value.grouping.heads:
-                raise PlanError(f"layer {index}: keys and values differ in KV heads")
-            if layer.window is not None and layer.window < 2:
-                raise PlanError(f"layer {index}: a window of {layer.window} tokens keeps nothing")
-            self._check_quantization(index, layer)
-            self._check_codings(index, layer)
+            layer.check(f"layer {index}")
+            self._check_sites(index, layer)
+        if len({planned.quantizer.attended for planned in self._sites}) > 1:
+            raise PlanError("the latents of all sites must be entropy-coded, or those of no site")
 
-    def _check_codings(self, index: int, layer: LayerPlan) -> None:
-        for site, basis in layer.sites:
-            coding, name = layer.coding(site), f"layer {index} {site}"
-            if coding is None:
-                continue
-            if self.quantization is not None:
-                raise PlanError(f"{name}: coded latents cannot be quantised again")
-            if self.rotary == "post":
-                raise PlanError(f"{name}: coded latents need keys that are stored before rotation")
-            check_coding(name, basis, coding)
-            if coding.prediction is not None:
-                self._check_prediction(name, index, site, coding.prediction)
-        if self.stored and (len(layer.entropy_codings) < 2 or layer.window is not None):
-            raise PlanError(
-                f"layer {index}: keys and values of all layers, none with a sliding window, are "
-                "stored as symbols, or none"
-            )
-
-    def _check_prediction(self, name: str, index: int, site: Site, prediction: Tensor) -> None:
-        features = _features(self.layers[index])
-        own = features if site == "value" else 0
-        possible = [own + 2 * features * n for n in range(self.layers_below(index) + 1)]
-        if not len(prediction) or len(prediction) not in possible:
-            raise PlanError(
-                f"{name}: {len(prediction)} numbers predict, which are not whole layers below"
-            )
-
-    def layers_below(self, index: int) -> int:
-        """Return how many layers right below a layer hold the same tokens, of as many features."""
-        layer, count = self.layers[index], 0
-        for below in reversed(self.layers[:index]):
-            if (below.window, _features(below)) != (layer.window, _features(layer)):
-                break
-            count += 1
-        return count
+    def _check_sites(self, index: int, layer: LayerPlan) -> None:
+        for site, planned in layer.sites:
+            name = f"layer {index} {site}"
+            if self.rotary == "post" and not (planned.mean is None and planned.predictor is None):
+                raise PlanError(f"{name}: means and predictors need keys stored before rotation")
+            if planned.predictor is not None:
+                planned.predictor.check(name, site, layers_below(self._token_kinds, index))
 
     @property
-    def predicted(self) -> bool:
-        """Return whether latents are those of the residuals of a prediction."""
-        return any(True for _ in self._predictions())
+    def _sites(self) -> Iterator[SitePlan]:
+        return (planned for layer in self.layers for _, planned in layer.sites)
 
     @property
-    def prediction_depth(self) -> int:
-        """Return from how many layers below tokens are predicted, at most."""
-        features = _features(self.layers[0])
-        return max((len(p) // (2 * features) for p in self._predictions()), default=0)
+    def _token_kinds(self) -> list[tuple[int | None, int]]:
+        """Return window and features of every layer, those of predictors and their inputs."""
+        return [(layer.window, layer.key.features) for layer in self.layers]
 
-    def _predictions(self) -> Iterator[Tensor]:
-        for layer in self.layers:
-            for site, _ in layer.sites:
-                coding = layer.coding(site)
-                if coding is not None and coding.prediction is not None:
-                    yield coding.prediction
+    @property
+    def bases(self) -> dict[int, tuple[Basis, Basis]]:
+        """Return the bases of keys and values by layer, as `diagnose` takes them."""
+        pairs = ((layer.key.basis, layer.value.basis) for layer in self.layers)
+        return dict(enumerate(pairs))
 
-    def _check_quantization(self, index: int, layer: LayerPlan) -> None:
-        quantization = self.quantization
-        check_layout(quantization, index, layer.window)
-        if quantization is None or quantization.layout != "static":
-            expected = None
-        else:
-            basis = layer.key
-            groups = basis.grouping.heads // basis.grouping.width
-            expected = (groups, quantization.groups(basis.rank * basis.grouping.width), 2)
-        found = None if layer.key_range is None else tuple(layer.key_range.shape)
-        if found != expected:
-            raise PlanError(f"layer {index}: key ranges are {found}, must be {expected}")
-        if layer.key_range is not None:
-            check_elements(f"layer {index} key ranges", layer.key_range)
-            if not bool((layer.key_range[..., 0] <= layer.key_range[..., 1]).all()):
-                raise PlanError(f"layer {index}: a key range ends before it begins")
+    @property
+    def predictor_depth(self) -> int | None:
+        """Return how many layers below are inputs of predictors, at most; None without any."""
+        depths = [s.predictor.depth for s in self._sites if s.predictor is not None]
+        return max(depths, default=None)
+
+    def predictor_context(self) -> PredictorContext:
+        """Return an empty context of the predictors of the plan."""
+        return PredictorContext(self.predictor_depth, self._token_kinds)
 
     @property
     def ratio(self) -> float:
@@ -220,18 +166,33 @@ class CompressionPlan(OnHub):
         return self.ratio_at(self.provenance.context)
 
     @property
-    def coded(self) -> bool:
-        """Return whether latents have bits of their own."""
-        return any(layer.codings for layer in self.layers)
+    def variable_width(self) -> bool:
+        """Return whether latents differ in bits."""
+        return any(planned.quantizer.variable_width for planned in self._sites)
 
     @property
-    def stored(self) -> bool:
-        """Return whether latents become symbols of a `Codec`, which no attention reads."""
-        return any(layer.entropy_codings for layer in self.layers)
+    def rank_only(self) -> bool:
+        """Return whether the bases are all of the plan: latents are neither rounded nor coded."""
+        return all(planned.rank_only for planned in self._sites)
+
+    @property
+    def attended(self) -> bool:
+        """Return whether a model can run on the latents."""
+        return all(planned.quantizer.attended for planned in self._sites)
+
+    @property
+    def rounds_runs(self) -> bool:
+        """Return whether tokens are rounded in runs, which no padded batch can be."""
+        return any(planned.quantizer.run is not None for planned in self._sites)
+
+    @property
+    def formats(self) -> str:
+        """Return the formats of latents in words, such as ``"4-bit integers per token"``."""
+        return ", ".join(dict.fromkeys(planned.quantizer.format for planned in self._sites))
 
     def check_attended(self) -> None:
         """Raise `PlanError` if no model can run on the latents."""
-        if self.stored:
+        if not self.attended:
             raise PlanError(
                 "the plan was made by recipe stored, for caches that are stored and not attended "
                 "to: give it to manifoldkv.Codec"
@@ -240,65 +201,48 @@ class CompressionPlan(OnHub):
     def ratio_at(self, tokens: int) -> float:
         """Return the cached elements of a text of some tokens over the uncompressed model's.
 
-        Where latents have bits of their own, or are stored as symbols, it is bytes that are
-        compared, in 16-bit numbers.
+        Where latents differ in bits it is bytes that are compared, in 16-bit numbers.
         """
         full = sum(layer.full_elements(tokens) for layer in self.layers)
-        if self.coded or self.stored:
+        if self.variable_width:
             return self.nbytes(tokens) / (2 * full)
         return sum(layer.elements(tokens, self.sinks) for layer in self.layers) / full
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return what `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
 
-        It counts latents as stored, their scales and offsets, and the tokens that stay exact;
-        `dtype` is the model's. Of a plan of recipe stored it is what the blob of a `Codec` takes
-        with everything in it, if the symbols are as frequent as on the calibration text.
+        It counts latents as stored, their scales and offsets, and uncompressed tokens; `dtype` is
+        the model's. Of a plan of recipe stored it is the size of a stored cache with everything in
+        it, if the symbols are as frequent as on the calibration text.
         """
         layers = sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
-        if not self.stored:
+        if self.attended:
             return batch * layers
         return batch * (layers + TOKEN_ID_BYTES * tokens) + frame_bytes(tokens, len(self.layers))
 
     def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         sinks = min(tokens, layer.sink_tokens(self.sinks))
-        coded = layer.cached_tokens(tokens) - (sinks if self.stored else 0)
-        return self._latent_nbytes(layer, coded, dtype) + sinks * 2 * _features(layer) * (
-            dtype.itemsize
-        )
-
-    def _latent_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
-        return sum(
-            site_nbytes(basis, site, tokens, dtype, self.quantization, layer.coding(site))
-            for site, basis in layer.sites
-        )
+        # Sink tokens have latents too in a cache that is attended to.
+        latents = layer.cached_tokens(tokens) - (0 if self.attended else sinks)
+        of_sites = sum(planned.nbytes(latents, dtype) for _, planned in layer.sites)
+        return of_sites + sinks * 2 * layer.key.features * dtype.itemsize
 
     def bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> float:
         """Return the bytes that one more token takes in the long run, before a window closes."""
-
-        def latents(tokens: int) -> int:
-            return sum(self._latent_nbytes(layer, tokens, dtype) for layer in self.layers)
-
-        if self.stored:
-            return latents(1 << 10) / (1 << 10) + TOKEN_ID_BYTES
-        if self.quantization is None or self.quantization.layout != "kivi":
-            return latents(1)
-        run, start = self.quantization.group_size, self.quantization.residual
-        return (latents(start + run) - latents(start)) / run
+        latents = sum(planned.bytes_per_token(dtype) for planned in self._sites)
+        return latents if self.attended else latents + TOKEN_ID_BYTES
 
     def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return the constant bytes of all that is not tokens, while a model runs in `dtype`.
 
-        Bases and predictions are in this dtype; ranges, steps, means and gains in their own.
+        Bases and predictors are in this dtype, other constants in their own.
         """
-        tensors = [t for layer in self.layers for _, b in layer.sites for t in parts(b)]
-        tensors += self._predictions()
-        constants = [layer.key_range for layer in self.layers if layer.key_range is not None]
-        for coding in (layer.coding(site) for layer in self.layers for site, _ in layer.sites):
-            held = {} if coding is None else coding.tensors()
-            constants += [t for name, t in held.items() if name != "prediction"]
-        numbers = sum(tensor.numel() for tensor in tensors)
-        return dtype.itemsize * numbers + sum(tensor.nbytes for tensor in constants)
+        total = 0
+        for planned in self._sites:
+            for name, tensor in planned.tensors().items():
+                in_dtype = name in ("down", "up", "predictor")
+                total += tensor.numel() * dtype.itemsize if in_dtype else tensor.nbytes
+        return total
 
     def digest(self) -> str:
         """Return the SHA-256 of all that decides what a cache holds: bases, windows, rounding.
@@ -310,8 +254,8 @@ class CompressionPlan(OnHub):
     @cached_property
     def _digest(self) -> str:
         payload = files.payload_of(self._contents)
-        windows = [layer.window for layer in self.layers]
-        rest = [self.rotary, repr(self.quantization), windows, self.config_hash, self.sinks]
+        layers = [files.layer_description(layer) for layer in self.layers]
+        rest = [self.rotary, layers, self.config_hash, self.sinks]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
     def model_digest(self) -> bytes:
@@ -403,7 +347,6 @@ class CompressionPlan(OnHub):
             base_model=provenance.model if REPOSITORY.fullmatch(provenance.model) else None,
             tags=["kv-cache", "compression", "low-rank"],
         )
-        bits = "" if self.quantization is None else f", {self.quantization.bits}-bit latents"
         sinks = f", the first {self.sinks} tokens uncompressed" if self.sinks else ""
         return CARD.read_text(encoding="utf-8").format(
             metadata=metadata.to_yaml(),
@@ -412,7 +355,7 @@ class CompressionPlan(OnHub):
             model=json.dumps(provenance.model),
             ratio=self.ratio,
             length=provenance.context,
-            rest=f"{bits}{sinks}",
+            rest=f", {self.formats}{sinks}",
             per_token=self.bytes_per_token(),
             rotary=self.rotary,
             provenance=provenance,
@@ -428,11 +371,6 @@ def config_hash(config: PretrainedConfig) -> str:
     text_config = config.get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
     return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
-
-
-def _features(layer: LayerPlan) -> int:
-    """Return the elements of the keys of a token, all heads of a layer together."""
-    return layer.key.grouping.heads * layer.key.head_dim
 
 
 def _check_fingerprint(fingerprint: Tensor) -> None:

@@ -1,160 +1,291 @@
-"""Runs of recipes that code the residuals of a linear prediction."""
+"""Recipes of coded latents: linear prediction, Fisher-weighted transform, quantizer."""
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.fisher import LayerMoments, fisher_moments
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.fisher import LayerMoments, SiteMoments
+from manifoldkv.basis import Basis, HeadGrouping, detached
+from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
+from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.transform import WeightedKLT, by_token, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.models.support import sliding_windows
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
+from manifoldkv.recipes.coded_run import CodedRun
+from manifoldkv.recipes.held_out import with_predicted_loss
 from manifoldkv.recipes.probe import Estimate, Probe
-from manifoldkv.recipes.run import Run
+from manifoldkv.recipes.recipe import Recipe
+from manifoldkv.recipes.run import Run, check_run, context_of, heads_and_features
+from manifoldkv.runs.executors import Executor
+from manifoldkv.runs.progress import follow
+from manifoldkv.text.sources import TextSource
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
 LOG = logging.getLogger(__name__)
 
-HELD_OUT = 8
-"""One of this many sequences is held out, to predict the loss on."""
-ROUNDS = 3
-"""In which codes and predictions are found, which depend on each other: first as if reconstruction
-were exact."""
+Allocation = TypeVar("Allocation")
+"""What a budget is spent on: bits of latents, or the step of a quantiser."""
 
 
 @dataclass(frozen=True)
-class CodedRun(Run):
-    """A run by a recipe that codes the residuals of a prediction.
+class CodedRecipe(Recipe, Generic[Allocation]):
+    """Latents of the residuals of a linear prediction, coded within one budget of bytes.
+
+    Keys and values of neighbouring layers are alike. Each is predicted, by ridge regression, from
+    the reconstructions of the layers below (values from the keys of their own layer too), and the
+    residual is transformed and quantised: predictive coding along the layers. Residuals depend on
+    the allocation of bits below and these on residuals, so that both are fitted three times, first
+    as if reconstruction were exact.
 
     Parameters
     ----------
     sinks : int
-        First tokens of a sequence that stay uncompressed.
+        Number of first tokens that are kept uncompressed.
     below : int or None
-        How many layers below predict.
+        Number of layers below that predict keys and values; with 0 only values are predicted, from
+        the keys of their own layer, and with None nothing is.
+
+    Raises
+    ------
+    ArgumentError
+        If `sinks` or `below` is negative.
     """
 
-    sinks: int
-    below: int | None
+    in_sixteen_bits = True
+    refits_last_round = True
+    """Whether the last round allocates too, so that predictors know of the allocation before."""
 
-    @property
-    def prompt(self) -> int | None:
-        """Return the tokens of every sequence whose cache is stored before others are read.
+    sinks: int = 4
+    below: int | None = 2
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "below"):
+            count = getattr(self, name)
+            if count is not None and count < 0:
+                raise ArgumentError(f"{name} must be >= 0, got {count}")
+
+    @abstractmethod
+    def budget(self, model: PreTrainedModel, ratio: float, context: int) -> float:
+        """Return what is left for latents, in the unit of `allocate`.
+
+        Raises
+        ------
+        ArgumentError
+            If the ratio is too small.
+        """
+
+    @abstractmethod
+    def allocate(self, sites: list[WeightedKLT], run: CodedRun) -> Allocation:
+        """Return the allocation that costs least within the budget of a run.
+
+        Parameters
+        ----------
+        sites : list of WeightedKLT
+            Of keys and values of all layers, one after the other.
+        run : CodedRun
+            With the budget.
+        """
+
+    @abstractmethod
+    def quantize(
+        self, site: WeightedKLT, allocation: Allocation, index: int, grouping: HeadGrouping
+    ) -> tuple[Basis, Quantizer]:
+        """Return basis and quantizer of a site.
+
+        Parameters
+        ----------
+        site : WeightedKLT
+            Transform of its residuals.
+        allocation : Allocation
+            From `allocate`.
+        index : int
+            Of the site, keys and values of all layers counted.
+        grouping : HeadGrouping
+            Of all heads together.
+        """
+
+    @abstractmethod
+    def fitting_seconds(self, features: int) -> float:
+        """Return the measured seconds of fitting the quantizer of a site once."""
+
+    def prompt(self, length: int) -> int | None:
+        """Return how many tokens of a sequence fill the cache before others are predicted.
 
         None if the cache is attended to while it is filled.
         """
         return None
 
-    @property
-    def first(self) -> int:
-        """Return how many tokens at the beginning of every sequence nothing is fitted to.
+    def transform(self, moments: SiteMoments, x: Tensor, inputs: Tensor | None) -> WeightedKLT:
+        """Return the transform of a site; parameters as in `weighted_klt`."""
+        return weighted_klt(moments, x, inputs)
 
-        They are those that the cache keeps uncompressed; of a shorter sequence all but one.
-        """
-        return min(self.sinks, (self.prompt or self.tokens.shape[1]) - 1)
-
-    @property
-    def fitted(self) -> Tensor:
-        """Return the sequences that codes are fitted to, all but the last eighth."""
-        return self.tokens[: len(self.tokens) - len(self.held_out)]
-
-    @property
-    def held_out(self) -> Tensor:
-        """Return the sequences that the loss is predicted on; none of fewer than eight."""
-        return self.tokens[len(self.tokens) - len(self.tokens) // HELD_OUT :]
-
-    def warn_if_short(self, features: int) -> None:
-        """Warn of a text that cannot span the features of a layer, all KV heads together."""
-        fitted = self.fitted[:, self.first : self.prompt]
-        distinct = len(fitted.unique())
-        if fitted.numel() <= features:
-            LOG.warning(
-                "the calibration text has %d tokens, and a layer %d features: directions that the "
-                "text does not span are not stored. Use more or longer sequences",
-                fitted.numel(),
-                features,
-            )
-        elif distinct <= features:
-            LOG.warning(
-                "the calibration text has %d distinct tokens, and the first layer, whose keys "
-                "depend on the token alone, %d features: directions that the text does not span "
-                "are not stored. Use more text",
-                distinct,
-                features,
-            )
-
-    @property
-    def rounds(self) -> int:
-        """Return how often the activations of all layers are run through."""
-        return 1 if self.below is None else ROUNDS
-
-    def moments(
-        self, model: PreTrainedModel, tokens: Tensor, folder: str | Path | None
-    ) -> list[LayerMoments]:
-        """Return the Fisher moments of all layers, of keys before rotation.
+    def reconstruct(
+        self,
+        site: WeightedKLT,
+        allocation: Allocation,
+        index: int,
+        run: CodedRun,
+        x: Tensor,
+        inputs: list[Tensor],
+    ) -> Tensor:
+        """Return the reconstruction of keys or values, from which later sites are predicted.
 
         Parameters
         ----------
-        model : PreTrainedModel
-            As in `compress`, and unwrapped.
-        tokens : Tensor
-            Some of the sequences, (S, n), int64.
-        folder : str or Path, optional
-            Where they are stored, for a run that resumes.
-
-        Raises
-        ------
-        RunError
-            As `fisher_moments`.
+        site, allocation, index
+            As in `quantize`.
+        run : CodedRun
+            Of the recipe.
+        x : Tensor
+            Keys or values that the transform was fitted to, (tokens, D).
+        inputs : list of Tensor
+            Of the predictor, (tokens, D) each.
         """
-        return fisher_moments(
-            model,
-            tokens,
-            seed=self.config.seed,
-            first=self.first,
-            prompt=self.prompt,
-            folder=folder,
+        return self._planned(site, allocation, index, run.grouping).reconstruct(x, inputs)
+
+    def held(self, site: WeightedKLT) -> WeightedKLT:
+        """Return a transform with the latents that are kept until all sites are allocated."""
+        return site
+
+    def describe(self) -> dict[str, Any]:
+        """Return all fields and what they stand for, as `RankRecipe.describe` does."""
+        return {
+            "objective": {"name": "fisher"},
+            "solver": {"name": "closed-form"},
+            "key_grouping": "all",
+            "value_grouping": "all",
+            "ranks": self.describe_allocation(),
+            "sinks": self.sinks,
+            "below": self.below,
+        }
+
+    @abstractmethod
+    def describe_allocation(self) -> dict[str, Any]:
+        """Return the name and the fields of the allocation."""
+
+    def check_config(self, config: CompressionConfig) -> None:
+        if config.quantization is not None:
+            raise PlanError(
+                "the recipe rounds every latent by itself: leave the quantisation out, or take "
+                "another recipe (low-rank)"
+            )
+        if config.rotary == "post":
+            raise PlanError(
+                "the recipe stores keys before rotation: leave rotary out, or take another "
+                "recipe (low-rank)"
+            )
+
+    def check_windows(self, windows: Sequence[int | None]) -> None:
+        """Raise `PlanError` if layers with sliding windows cannot be coded."""
+        return
+
+    def check(
+        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    ) -> None:
+        check_run(model, config)
+        self.check_windows(sliding_windows(model.config))
+        self.budget(model, config.ratio, context_of(model, tokens, config))
+
+    def fit(
+        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+    ) -> CompressionPlan:
+        coded = self._run(model, run)
+        moments = coded.moments(model, coded.fitted, folder)
+        allocation: Allocation | None = None
+        for remaining in reversed(range(coded.rounds)):
+            done = coded.rounds - remaining
+            LOG.info("fitting %d layers, round %d of %d", len(moments), done, coded.rounds)
+            sites = self._sites(model, coded, moments, allocation)
+            if allocation is None or remaining or self.refits_last_round:
+                allocation = self.allocate(sites, coded)
+        assert allocation is not None
+        planned = [
+            self._planned(site, allocation, index, coded.grouping)
+            for index, site in enumerate(sites)
+        ]
+        layers = [
+            LayerPlan(key, value, window)
+            for key, value, window in zip(planned[::2], planned[1::2], coded.windows, strict=True)
+        ]
+        return with_predicted_loss(model, run.plan(model, layers, sinks=self.sinks), coded)
+
+    def _run(self, model: PreTrainedModel, run: Run) -> CodedRun:
+        heads, features = heads_and_features(model)
+        coded = CodedRun(
+            run.config,
+            self,
+            run.text,
+            run.tokens,
+            run.context,
+            sliding_windows(model.config),
+            HeadGrouping("all", heads),
+            self.budget(model, run.config.ratio, run.context),
         )
+        coded.warn_if_short(features)
+        return coded
 
+    def _sites(
+        self,
+        model: PreTrainedModel,
+        run: CodedRun,
+        moments: list[LayerMoments],
+        allocation: Allocation | None,
+    ) -> list[WeightedKLT]:
+        """Return the transforms of keys and of values of all layers, one after the other.
 
-def check_coded_config(config: CompressionConfig) -> None:
-    """Refuse settings of a run that a recipe of coded latents does not take."""
-    if config.quantization is not None:
-        raise PlanError(
-            "the recipe rounds every latent by itself: leave the quantisation out, or take "
-            "another recipe (low-rank)"
+        Both are predicted, if at all, from reconstructions of the sites before, under an
+        allocation; without one, from these sites themselves.
+        """
+        context = PredictorContext(self.below, run.windows)
+        sites: list[WeightedKLT] = []
+        for activations in follow(capture(model, run.fitted), len(moments)):
+            context.begin(activations.layer)
+            of_layer = moments[activations.layer]
+            keys, values = activations.keys_in("pre"), activations.values_of()
+            for of_site, x in ((of_layer.key, keys), (of_layer.value, values)):
+                x = by_token(x[:, :, run.first :])  # (S·n, D)
+                inputs = torch.cat(context.inputs, dim=1) if context.inputs else None
+                site = self.transform(of_site, x, inputs)
+                if self.below is not None and allocation is not None:
+                    x = self.reconstruct(site, allocation, len(sites), run, x, context.inputs)
+                context.add(x)
+                sites.append(self.held(site))
+        return sites
+
+    def _planned(
+        self, site: WeightedKLT, allocation: Allocation, index: int, grouping: HeadGrouping
+    ) -> SitePlan:
+        basis, quantizer = self.quantize(site, allocation, index, grouping)
+        predictor = None
+        if site.weights is not None:
+            predictor = LinearPredictor(detached(site.weights.float()))
+        return SitePlan(basis, quantizer, detached(site.mean.float()), predictor)
+
+    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
+        coded, probe = self._run(model, run), Probe.of(model, run.tokens)
+        _, features = heads_and_features(model)
+        layers, reconstructions = probe.layers, 0
+        if self.below is not None:
+            reconstructions = 2 * (self.below + 1) * features * torch.float32.itemsize
+        return probe.estimate(
+            ratio=run.config.ratio,
+            capture=coded.rounds * (probe.forward + layers * probe.per_layer),
+            bases=probe.fisher_seconds,
+            ranks=coded.rounds * 2 * layers * self.fitting_seconds(features),
+            activation_bytes=(layers + 2) * probe.input_bytes + reconstructions,
         )
-    if config.rotary == "post":
-        raise PlanError(
-            "the recipe stores keys before rotation: leave rotary out, or take another "
-            "recipe (low-rank)"
-        )
-
-
-def check_counts(**counts: int | None) -> None:
-    """Refuse negative fields of a recipe."""
-    for name, value in counts.items():
-        if value is not None and value < 0:
-            raise ArgumentError(f"{name} must be >= 0, got {value}")
-
-
-def estimate_of_coded(run: CodedRun, probe: Probe, fitting: float) -> Estimate:
-    """Return the estimate of a run, given the seconds of fitting the codes of a site once."""
-    layers, reconstructions = probe.layers, 0
-    if run.below is not None:
-        activations = probe.activations
-        features = activations.kv_heads * activations.head_dim
-        reconstructions = 2 * (run.below + 1) * features * torch.float32.itemsize
-    return probe.estimate(
-        ratio=run.config.ratio,
-        capture=run.rounds * (probe.forward + layers * probe.per_layer),
-        bases=probe.fisher_seconds,
-        ranks=run.rounds * 2 * layers * fitting,
-        activation_bytes=(layers + 2) * probe.input_bytes + reconstructions,
-    )

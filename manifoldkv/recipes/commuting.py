@@ -19,7 +19,6 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import SiteMoments, fisher_moments
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Site, detached, parse_grouping
-from manifoldkv.coding.integers import check_layout
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts
 from manifoldkv.errors import ArgumentError, ModelError, PlanError
@@ -42,6 +41,7 @@ from manifoldkv.objectives.linear_algebra import (
 )
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.ranks import RankRule
 from manifoldkv.recipes.commuting_descent import SOLVER, descended
 from manifoldkv.recipes.probe import Estimate, Probe, timed
@@ -134,8 +134,8 @@ class CommutingRecipe(Recipe):
     ) -> None:
         check_run(model, config)
         check_turns_halves(model)
-        for index, window in enumerate(sliding_windows(model.config)):
-            check_layout(config.quantization, index, window)
+        if config.quantization is not None:
+            config.quantization.check_windows(sliding_windows(model.config))
         self._run_of(model, config.ratio)
         context_of(model, tokens, config)
 
@@ -356,7 +356,7 @@ def plan_of(
 ) -> CompressionPlan:
     """Return the plan that stores these keys, after rotation, and these values."""
     layers = [
-        LayerPlan(key, value, window)
+        LayerPlan(SitePlan(key), SitePlan(value), window)
         for (key, value), window in zip(bases, sliding_windows(model.config), strict=True)
     ]
     return run.plan(model, layers, rotary="post")

@@ -13,6 +13,7 @@ from manifoldkv.plan.files import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan, config_hash
 from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.runs.source import versions
 from manifoldkv.text.tokens import positions
 
@@ -58,7 +59,8 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
     # Some families are known to be unsupported only when a layer of theirs has run.
     for activations in capture(model, ids.unsqueeze(0)):
         grouping = HeadGrouping(1, activations.kv_heads)
-        key, value = (identity_basis(grouping, activations.head_dim) for _ in range(2))
+        key = SitePlan(identity_basis(grouping, activations.head_dim))
+        value = SitePlan(identity_basis(grouping, activations.head_dim))
         layers.append(LayerPlan(key, value, sliding_windows(model.config)[activations.layer]))
     recipe = {
         "objective": {"name": "none"},

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import HeadGrouping, Site, parse_grouping
-from manifoldkv.coding.integers import check_layout
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Rehearsal, Uniform
 from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.recipes.probe import Estimate, Probe, timed
@@ -98,8 +98,8 @@ class RankRecipe(Recipe):
         self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         check_run(model, config)
-        for index, window in enumerate(sliding_windows(model.config)):
-            check_layout(config.quantization, index, window)
+        if config.quantization is not None:
+            config.quantization.check_windows(sliding_windows(model.config))
         BasisFinder(self, config.rotary, config.seed)  # do objective and solver go together?
         self.ranks.candidate_ranks(_budget(model, config, context_of(model, tokens, config)))
 
@@ -121,7 +121,7 @@ class RankRecipe(Recipe):
                 RankProblem(model, run.tokens, bases, budget, rotary, executor, of_ranks)
             )
         layers = [
-            LayerPlan(of_layer.keys[key], of_layer.values[value], window)
+            LayerPlan(SitePlan(of_layer.keys[key]), SitePlan(of_layer.values[value]), window)
             for of_layer, (key, value), window in zip(bases, ranks, budget.windows, strict=True)
         ]
         return run.plan(model, layers)

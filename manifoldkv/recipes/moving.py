@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from manifoldkv.basis import Basis, detached
 from manifoldkv.commuting import commuting_basis, complex_columns
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.solvers.complex_stiefel import ComplexGrassmann
 
 
@@ -20,7 +21,8 @@ class MovingBases:
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
-            (moving(layer.key, device), moving(layer.value, device)) for layer in plan.layers
+            (moving(layer.key.basis, device), moving(layer.value.basis, device))
+            for layer in plan.layers
         ]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -35,7 +37,7 @@ class MovingBases:
     def plan(self, start: CompressionPlan) -> CompressionPlan:
         """Return the plan with these bases."""
         layers = [
-            replace(layer, key=key.stored(), value=value.stored())
+            replace(layer, key=SitePlan(key.stored()), value=SitePlan(value.stored()))
             for layer, (key, value) in zip(start.layers, self._layers, strict=True)
         ]
         return replace(start, layers=tuple(layers))

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.basis import Basis, detached, fix_signs
-from manifoldkv.coding.integers import Quantization, check_layout, group_ranges
+from manifoldkv.coding.integers import Quantization, group_ranges
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.support import unwrapped
+from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
@@ -42,7 +44,7 @@ def quantize(
     Parameters
     ----------
     plan : CompressionPlan
-        Without quantisation.
+        Of unquantised latents.
     model, tokens
         As in `compress`; the tokens calibrate the rotation and the static ranges, but for the first
         of every sequence where the plan keeps them as they are.
@@ -65,20 +67,18 @@ def quantize(
         If the plan is quantised already or made for another model, if the layout does not fit it,
         or if the calibration sequences have no tokens besides the first that it keeps.
     """
-    if plan.quantization is not None:
-        raise PlanError("the plan is quantised already")
+    if not plan.rank_only:
+        raise PlanError(f"the plan is quantised already: its latents are {plan.formats}")
     model = unwrapped(model)
     plan.check_model(model)
-    plan.check_attended()
     if rotation not in ROTATIONS:
         raise ArgumentError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
-    for index, layer in enumerate(plan.layers):
-        check_layout(quantization, index, layer.window)
+    quantization.check_windows([layer.window for layer in plan.layers])
     _, tokens = calibration_tokens(model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:
         raise PlanError(
-            f"the plan keeps the first {most} tokens exact, and calibration sequences of "
+            f"the plan keeps the first {most} tokens uncompressed, and calibration sequences of "
             f"{tokens.shape[1]} have no others to be rounded: take longer ones"
         )
     LOG.info("rounding the latents of %d layers to %d bits", len(plan.layers), quantization.bits)
@@ -88,14 +88,16 @@ def quantize(
         sinks = layer.sink_tokens(plan.sinks)  # whose latents nobody sees
         keys = activations.keys_in(plan.rotary)[:, :, sinks:]
         values = activations.values_of()[:, :, sinks:]
-        key = _rotated(layer.key, keys, rotation)
-        key_range = None
+        key = _rotated(layer.key.basis, keys, rotation)
+        ranges = None
         if quantization.layout == "static":
             latents = key.grouping.split(keys) @ key.down.to(keys)  # (S, G, n, w·r)
-            key_range = detached(group_ranges(latents, quantization.group_size, dims=(0, 2)))
-        value = _rotated(layer.value, values, rotation)
-        layers.append(replace(layer, key=key, value=value, key_range=key_range))
-    return replace(plan, layers=tuple(layers), quantization=quantization)
+            ranges = detached(group_ranges(latents, quantization.group_size, dims=(0, 2)))
+        value = _rotated(layer.value.basis, values, rotation)
+        rounded_keys = SitePlan(key, quantization.keys(ranges))
+        rounded_values = SitePlan(value, quantization.values())
+        layers.append(LayerPlan(rounded_keys, rounded_values, layer.window))
+    return replace(plan, layers=tuple(layers))
 
 
 def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:

@@ -61,7 +61,6 @@ class Run:
         *,
         rotary: Rotary | None = None,
         sinks: int = 0,
-        predicted_nats: float | None = None,
     ) -> CompressionPlan:
         """Return the plan of layers that the run has found, by torch's threads of now.
 
@@ -73,8 +72,8 @@ class Run:
             All of the model's.
         rotary : {"pre", "post"}, optional
             Whether keys are stored before rotation; as the run has it if omitted.
-        sinks, predicted_nats
-            As in `CompressionPlan` and `Provenance`.
+        sinks : int
+            As in `CompressionPlan`.
         """
         provenance = Provenance(
             model=model.config._name_or_path,
@@ -87,7 +86,6 @@ class Run:
             requested_ratio=self.config.ratio,
             threads=torch.get_num_threads(),
             versions=versions(),
-            predicted_nats=predicted_nats,
         )
         return CompressionPlan(
             tuple(layers),

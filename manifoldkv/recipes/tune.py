@@ -63,7 +63,7 @@ def tune(
     model, tokens
         As in `compress`.
     plan : CompressionPlan
-        The start, without quantisation.
+        The start, of unquantised latents.
     steps : int
         Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
     learning_rate : float
@@ -81,16 +81,17 @@ def tune(
     Raises
     ------
     PlanError
-        If the plan is quantised or coded, or made for another model.
+        If latents are quantised, or the plan was made for another model.
     ArgumentError
         As in `compress`.
     RunError
         If the divergence is not finite.
     """
-    if plan.quantization is not None:
-        raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
-    if plan.coded or plan.stored:
-        raise PlanError("a plan of coded latents cannot be tuned: take recipe low-rank")
+    if not plan.rank_only:
+        raise PlanError(
+            f"a plan of quantised latents ({plan.formats}) cannot be tuned: tune a plan of recipe "
+            "low-rank, then quantise it"
+        )
     check_seed(seed)
     model = unwrapped(model)
     plan.check_model(model)

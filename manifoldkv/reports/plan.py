@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,8 @@ def write_report(
     LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
     length = tokens.shape[1]
-    # The ratio of coded latents is one to a cache in 16 bits, whatever the model runs in.
-    dtype = torch.bfloat16 if plan.coded else model.dtype
+    # The ratio of mixed widths is one to a cache in 16 bits, whatever the model runs in.
+    dtype = torch.bfloat16 if plan.variable_width else model.dtype
     full = sum(layer.full_elements(length) for layer in plan.layers)
     html = page.render(
         name=model_name(plan.provenance),
@@ -101,7 +100,6 @@ def write_report(
         cache_bytes=plan.nbytes(length, dtype=dtype),
         full_bytes=full * dtype.itemsize,
         dtype=str(dtype).removeprefix("torch."),
-        quantization=None if plan.quantization is None else asdict(plan.quantization),
         folder=str(folder),
         predicted=plan.provenance.predicted_nats,
         predicted_tokens=plan.provenance.predicted_tokens,
@@ -110,7 +108,7 @@ def write_report(
             "errors": drawing.errors(layers),
             "ranks": drawing.ranks(layers, plan.layers[0].key.head_dim),
             "surface": drawing.surfaces(surfaces, plan) if surfaces else None,
-            "bits": drawing.bits(layers) if plan.coded else None,
+            "bits": drawing.bits(layers) if plan.variable_width else None,
         },
     )
     path = Path(path)
@@ -181,7 +179,7 @@ def _measure_layers(
         rows.append({"layer": activations.layer, "error": errors.layer_output_error})
         rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
         rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
-        if not plan.coded:  # ranks are not what a coded plan chooses
+        if not plan.variable_width:  # else the plan chooses bits, not ranks
             surfaces.append(_surface(activations, layer, plan))
     return pd.DataFrame(rows), surfaces
 
@@ -191,8 +189,8 @@ def _surface(
 ) -> ErrorSurface:
     """Return the errors at other ranks, of EigenAttention's bases in the grouping of the plan."""
     bases = LayerBases({}, {})
-    for site, basis in layer.sites:
-        problem = EigenAttention().problem(activations, site, basis.grouping, plan.rotary)
+    for site, planned in layer.sites:
+        problem = EigenAttention().problem(activations, site, planned.grouping, plan.rotary)
         for rank in candidate_ranks(activations.head_dim):
             bases.of(site)[rank] = problem.closed_form(rank)
     return layer_surface(activations, bases, plan.rotary, ROWS)

@@ -1,4 +1,4 @@
-"""Laws every objective, every solver and every rank rule obeys, as test classes to inherit.
+"""Laws of objectives, solvers, rank rules, recipes and quantizers, as test classes to inherit.
 
     from manifoldkv.testing import ObjectiveConformance
 
@@ -10,6 +10,7 @@ pytest collects the inherited tests. They run on tiny random models in float64, 
 
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal
 from manifoldkv.testing.objectives import ObjectiveConformance
+from manifoldkv.testing.quantizers import QuantizerConformance
 from manifoldkv.testing.ranks import RankRuleConformance
 from manifoldkv.testing.recipes import RecipeConformance
 from manifoldkv.testing.solvers import SolverConformance
@@ -27,6 +28,7 @@ __all__ = [
     "KV_HEADS",
     "SHAPE",
     "ObjectiveConformance",
+    "QuantizerConformance",
     "RankRuleConformance",
     "RecipeConformance",
     "SolverConformance",

@@ -59,13 +59,13 @@ def attention_work(plan: CompressionPlan, query_heads: int) -> float:
         full += 2 * query_heads * layer.key.head_dim
         for site, basis in layer.sites:
             features = basis.rank * basis.grouping.width
-            if plan.predicted or (site == "key" and plan.rotary == "pre"):
+            if plan.predictor_depth is not None or (site == "key" and plan.rotary == "pre"):
                 expanded = basis.grouping.heads * basis.head_dim
                 work += query_heads * basis.head_dim + expanded * features
             else:
                 work += query_heads * features
-        predictions = (coding.prediction for coding in layer.codings.values())
-        work += sum(p.numel() for p in predictions if p is not None)
+        predictions = (site.predictor for site in (layer.key, layer.value))
+        work += sum(p.weights.numel() for p in predictions if p is not None)
     return work / full
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, compress, compressed
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.plan.site import SitePlan
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 
 LENGTH = 18
@@ -30,19 +31,22 @@ def mid_rise(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndar
 
 
 def reconstructed(
-    x: np.ndarray, below: list[np.ndarray], basis: Any, coding: Any
+    x: np.ndarray, below: list[np.ndarray], planned: SitePlan
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys or values (tokens, D), all heads side by side, and their latents."""
-    down, up = basis.down[0].numpy(), basis.up[0].numpy()
-    expected = np.broadcast_to(coding.mean.numpy().astype(x.dtype), x.shape)
-    if coding.prediction is not None:
-        weights = coding.prediction.numpy()
+    down, up = planned.basis.down[0].numpy(), planned.basis.up[0].numpy()
+    quantizer: Any = planned.quantizer
+    expected = np.broadcast_to(planned.mean.numpy().astype(x.dtype), x.shape)
+    if planned.predictor is not None:
+        weights = planned.predictor.weights.numpy()
         inputs = np.concatenate(below, axis=1)[:, : len(weights)]
         expected = expected + inputs @ weights
-    bits = coding.bits.numpy().astype(int)
+    bits = quantizer.bits.numpy().astype(int)
     stored = bits > 0
     latents = ((x - expected) @ down).astype(np.float32)
-    deviation, step, gain = (y.numpy() for y in (coding.deviation, coding.step, coding.gain))
+    deviation, step, gain = (
+        y.numpy() for y in (quantizer.deviation, quantizer.step, quantizer.gain)
+    )
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
     norm = norm.astype(HALF).astype(np.float32)
     scaled = mid_rise(latents / np.maximum(norm, np.finfo(HALF).tiny), bits, step)
@@ -70,12 +74,11 @@ def reconstructing(
         layer = plan.layers[index]
         if site == "key" and index and layer.window != plan.layers[index - 1].window:
             below.clear()
-        basis, coding = dict(layer.sites)[site], layer.codings[site]
         size = x.shape[0] * x.shape[1]
         flat = x.reshape(size, -1).numpy()
         if (index, site) in early:
             return early.pop((index, site))
-        found, latents = reconstructed(flat, below, basis, coding)
+        found, latents = reconstructed(flat, below, dict(layer.sites)[site])
         noted[index, site] = torch.from_numpy(latents).reshape(*x.shape[:2], -1)
         # Values are predicted from their keys first; then keys come before values, layer by layer.
         below.insert(0 if site == "key" else 1, found)

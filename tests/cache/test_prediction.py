@@ -14,8 +14,10 @@ from transformers import DynamicCache
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress, compressed
 from manifoldkv.activations.capture import capture
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.coding.mixed import reconstructed
+from manifoldkv.coding.predictor import LinearPredictor, layers_below
 from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import stored_plan
 
@@ -35,15 +37,12 @@ def reconstructed_by_hand(plan: CompressionPlan, family: str, tokens: Tensor) ->
         layer = plan.layers[activations.layer]
         inputs = [x for sites in reversed(found) for x in sites]
         sites: list[Tensor] = []
-        for (site, basis), x in zip(
-            layer.sites, (activations.keys_in("pre"), activations.values_of()), strict=True
+        for planned, x in (
+            (layer.key, activations.keys_in("pre")),
+            (layer.value, activations.values_of()),
         ):
-            coding = layer.codings[site]
-            before = None
-            if coding.prediction is not None:
-                before = torch.cat([side_by_side(y) for y in (*sites, *inputs)], dim=-1)
-                before = before[:, : len(coding.prediction)]
-            flat = reconstructed(basis, coding, side_by_side(x), before)
+            before = [side_by_side(y) for y in (*sites, *inputs)]
+            flat = planned.reconstruct(side_by_side(x), before)
             batch, heads, length, _ = x.shape
             sites.append(flat.view(batch, length, heads, -1).transpose(1, 2))
         found.append(sites)
@@ -60,7 +59,7 @@ def side_by_side(x: Tensor) -> Tensor:
 def test_decoding_token_by_token_is_one_pass(family: str, below: int) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 14)
     plan = predicted_plan(family, below)
-    assert plan.predicted
+    assert plan.predictor_depth is not None
     with compressed(model, plan) as new_cache:
         whole = model(input_ids=tokens).logits
         held = new_cache()
@@ -136,57 +135,60 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     plan.save(tmp_path)
     loaded = CompressionPlan.load(tmp_path)
     assert loaded == plan
-    coding = loaded.layers[2].value_coding
-    assert coding is not None
-    assert torch.equal(coding.prediction, plan.layers[2].value_coding.prediction)
-    moved = replace(coding, prediction=coding.prediction + 1)
-    layers = (*plan.layers[:2], replace(plan.layers[2], value_coding=moved))
+    layer, saved = loaded.layers[2], plan.layers[2].value.predictor
+    assert layer.value.predictor == saved
+    moved = replace(layer.value, predictor=LinearPredictor(saved.weights + 1))
+    layers = (*plan.layers[:2], replace(layer, value=moved))
     assert replace(plan, layers=layers) != plan
 
 
 def test_predictions_are_counted_with_the_bases() -> None:
     plan = predicted_plan("llama", 1)
-    codings = [coding for layer in plan.layers for coding in layer.codings.values()]
     alone = [
-        replace(
-            layer,
-            key_coding=replace(layer.key_coding, prediction=None),
-            value_coding=replace(layer.value_coding, prediction=None),
-        )
+        LayerPlan(replace(layer.key, predictor=None), replace(layer.value, predictor=None))
         for layer in plan.layers
     ]
     # Values of the first layer from its keys; then keys from two sites, values from three.
     numbers = 16 * 16 * (1 + 2 * (2 + 3))
-    assert sum(c.prediction.numel() for c in codings if c.prediction is not None) == numbers
+    predictors = [site.predictor for layer in plan.layers for _, site in layer.sites]
+    assert sum(p.weights.numel() for p in predictors if p is not None) == numbers
     without = replace(plan, layers=tuple(alone))
     assert plan.basis_nbytes() == without.basis_nbytes() + 2 * numbers
     assert plan.nbytes(50) == without.nbytes(50)
 
 
-def test_what_predicts_is_the_layers_that_hold_the_same_tokens() -> None:
+def test_inputs_are_layers_that_hold_the_same_tokens() -> None:
     """Of gemma3's layers some have windows: they hold other tokens."""
     for family, below in (("llama", 2), ("gemma3", 2)):
         plan = predicted_plan(family, below)
+        windows = [layer.window for layer in plan.layers]
         for index, layer in enumerate(plan.layers):
-            features = layer.key.grouping.heads * layer.key.head_dim
-            depth = min(below, plan.layers_below(index))
-            found = layer.key_coding.prediction
-            assert (0 if found is None else len(found)) == 2 * depth * features
-            assert len(layer.value_coding.prediction) == (2 * depth + 1) * features
+            features, depth = layer.key.features, min(below, layers_below(windows, index))
+            keys = layer.key.predictor
+            assert (0 if keys is None else len(keys.weights)) == 2 * depth * features
+            assert len(layer.value.predictor.weights) == (2 * depth + 1) * features
 
 
-def test_what_does_not_go_together() -> None:
+def test_predictors_that_do_not_fit_are_refused() -> None:
     plan = predicted_plan("llama")
-    with pytest.raises(PlanError, match="coded latents need keys that are stored before rotation"):
+    key = plan.layers[1].key
+
+    def changed(**parts: object) -> None:
+        replace(plan, layers=(replace(plan.layers[0], **parts), *plan.layers[1:]))
+
+    with pytest.raises(PlanError, match="means and predictors need keys stored before rotation"):
         replace(plan, rotary="post")
-    first = replace(plan.layers[0], key_coding=plan.layers[1].key_coding)
-    with pytest.raises(PlanError, match="layer 0 key: 32 numbers predict, which are not whole"):
-        replace(plan, layers=(first, *plan.layers[1:]))
-    coding = plan.layers[1].key_coding
-    with pytest.raises(PlanError, match="prediction of latents must be"):
-        replace(coding, prediction=coding.prediction[:, :-1])
-    with pytest.raises(PlanError, match="layer 0 key: coded latents cannot be quantised again"):
-        replace(plan, quantization=Quantization(4, "token"))
+    with pytest.raises(PlanError, match="layer 0 key: predictor has 32 inputs, must be keys and"):
+        changed(key=key)
+    narrower = LinearPredictor(key.predictor.weights[:, :-1])
+    with pytest.raises(PlanError, match="layer 0 key: the predictor has 15 outputs, must be 16"):
+        changed(key=replace(key, predictor=narrower))
+    runs = Quantization(4, "kivi").values()
+    with pytest.raises(PlanError, match="rounded in runs cannot be those of a predictor"):
+        changed(key=replace(key, quantizer=runs))
+    for weights in (torch.ones(4), torch.ones(0, 4), torch.full((4, 4), torch.nan)):
+        with pytest.raises(PlanError, match="predictor must be"):
+            LinearPredictor(weights)
     with pytest.raises(ArgumentError, match="below must be >= 0, got -1"):
         BitRecipe(below=-1)
     with pytest.raises(PlanError, match="rotation"):
@@ -194,28 +196,31 @@ def test_what_does_not_go_together() -> None:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_coding_is_one_of_the_latents_of_its_basis(stored: bool) -> None:
+def test_quantizers_and_means_that_do_not_fit_a_basis_are_refused(stored: bool) -> None:
     plan = stored_plan() if stored else predicted_plan("llama", None)
     layer = plan.layers[0]
-    coding = replace(layer.coding("key"), prediction=None)
+    key = replace(layer.key, predictor=None)
 
     def changed(**parts: object) -> None:
-        replace(plan, layers=(replace(layer, **parts), *plan.layers[1:]))
+        changed_layer = replace(layer, key=replace(key, **parts))
+        replace(plan, layers=(changed_layer, *plan.layers[1:]))
 
-    size, latents = len(coding.mean), len(coding.gain)
+    quantizer = key.quantizer
     fewer = {
-        name: tensor if name in ("mean", "tables") else tensor[:-1]
-        for name, tensor in coding.tensors().items()
+        name: tensor if name == "tables" else tensor[:-1]
+        for name, tensor in quantizer.tensors().items()
     }
     if stored:
-        fewer["tables"] = torch.cat(coding.split_tables()[:-1])
-    for other, mean, gain in (
-        (replace(coding, mean=coding.mean[:-1]), size - 1, latents),
-        (replace(coding, **fewer), size, latents - 1),
-    ):
-        said = f"layer 0 key: a coding of {mean} features and {gain} latents does not fit a basis"
-        with pytest.raises(PlanError, match=said):
-            changed(key_coding=other)
-    columns = torch.eye(size // 2).repeat(2, 1, 1)
-    with pytest.raises(PlanError, match="coded latents need a basis of all heads together"):
-        changed(key=Basis(columns, columns, HeadGrouping(1, 2)))
+        fewer["tables"] = torch.cat(quantizer.split_tables()[:-1])
+    latents = len(quantizer.gain)
+    with pytest.raises(PlanError, match=f"key: a quantizer of {latents - 1} latents does not fit"):
+        changed(quantizer=replace(quantizer, **fewer))
+    with pytest.raises(PlanError, match=r"layer 0 key: mean must be \(16,\) in float32"):
+        changed(mean=key.mean[:-1])
+    columns = torch.eye(8).repeat(2, 1, 1)
+    with pytest.raises(PlanError, match="need a basis of all heads together"):
+        changed(basis=Basis(columns, columns, HeadGrouping(1, 2)))
+    if stored:
+        mixed = replace(plan.layers[1], key=SitePlan(plan.layers[1].key.basis))
+        with pytest.raises(PlanError, match="of all sites must be entropy-coded, or those of no"):
+            replace(plan, layers=(plan.layers[0], mixed, *plan.layers[2:]))

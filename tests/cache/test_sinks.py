@@ -260,14 +260,15 @@ def test_static_ranges_are_those_of_all_but_the_first_tokens() -> None:
         for activations, layer in zip(capture(model, tokens), rounded.layers, strict=True):
             first = 3 if layer.window is None else 0
             keys = activations.keys_in("pre")[:, :, first:]
-            latents = keys @ layer.key.down.to(keys)
+            latents = keys @ layer.key.basis.down.to(keys)
             ends = torch.stack([latents.amin(dim=(0, 2, 3)), latents.amax(dim=(0, 2, 3))], dim=-1)
-            torch.testing.assert_close(layer.key_range[:, 0].to(ends), ends)
+            torch.testing.assert_close(layer.key.quantizer.ranges[:, 0].to(ends), ends)
             values = activations.values_of()[:, :, first:]
-            covariance = torch.cov((values @ layer.value.down.to(values))[:, 0].flatten(0, 1).T)
+            latents = values @ layer.value.basis.down.to(values)
+            covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
             beside = covariance - covariance.diagonal().diag()
             assert (float(beside.abs().max()) < 1e-9) == (rotation == "pca")
-    with pytest.raises(PlanError, match="first 3 tokens exact, and calibration sequences of 3"):
+    with pytest.raises(PlanError, match="3 tokens uncompressed, and calibration sequences of 3"):
         quantize(plan, model, tokens[:, :3], Quantization(8))
 
 

@@ -193,7 +193,9 @@ class TestCrop:
             for length in range(count, 14):
                 cache = new_cache()
                 model(input_ids=tokens[:, :length], past_key_values=cache)
-                rounded = [n - quantization.exact_tokens(n) for n in (length - count, length)]
+                rounded = [
+                    n - quantization.values().exact_tokens(n) for n in (length - count, length)
+                ]
                 if rounded[0] < rounded[1]:
                     with pytest.raises(CacheError, match="rounded already"):
                         cache.crop(-count)

@@ -174,9 +174,9 @@ class TestAdapters:
         expected = compress(one, tokens, recipe=short(recipe), ratio=0.5)
         plan = compress(model, tokens, recipe=short(recipe), ratio=0.5)
         for found, layer in zip(plan.layers, expected.layers, strict=True):
-            for (_, basis), (_, other) in zip(found.sites, layer.sites, strict=True):
-                assert basis.rank == other.rank
-                projectors = [b.down @ b.up.mT for b in (basis, other)]
+            for (_, site), (_, other) in zip(found.sites, layer.sites, strict=True):
+                assert site.rank == other.rank
+                projectors = [s.basis.projector() for s in (site, other)]
                 assert torch.allclose(*projectors, atol=1e-6)
         with compressed(model, plan):
             model(input_ids=tokens)
@@ -255,7 +255,7 @@ def test_the_diagnosis_of_adapters() -> None:
     """`layer_errors` reads W_O where an objective does."""
     model = adapted(tiny_model("llama"), "o_proj")
     plan = random_plan(unwrapped(model))
-    bases = {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
+    bases = plan.bases
     found = diagnose(capture(model, tiny_tokens()), bases)
     expected = diagnose(capture(merged("o_proj"), tiny_tokens()), bases)
     assert torch.allclose(

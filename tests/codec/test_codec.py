@@ -19,7 +19,7 @@ from manifoldkv import Codec, CompressionPlan
 from manifoldkv.codec import blob as blobs
 from manifoldkv.codec.blob import read_blob
 from manifoldkv.codec.symbols import SymbolCoder
-from manifoldkv.coding.tables import entropy_coding
+from manifoldkv.coding.tables import entropy_coded
 from manifoldkv.errors import CacheError, PlanError, RunError
 from manifoldkv.recipes.stored import StoredRecipe
 from tests.families import tiny_model
@@ -64,7 +64,7 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
     """The same in NumPy, with keys that were caught before their rotation."""
     model = stored_model(family)
     plan = stored_plan(family, recipe=StoredRecipe(below=below))
-    assert plan.predicted == (below is not None)
+    assert plan.predictor_depth == (None if below is None else below)
     caught: dict[int, Tensor] = {}
     hooks = [
         layer.self_attn.register_forward_pre_hook(
@@ -86,16 +86,16 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
             ("key", given_.keys, own.keys),
             ("value", given_.values, own.values),
         ):
-            basis = getattr(plan.layers[index], site)
-            coding = plan.layers[index].entropy_codings[site]
+            planned = getattr(plan.layers[index], site)
+            basis = planned.basis
             x = before.double().numpy()
             if site == "key":
                 x = rotated(x, cos, -sin, interleaved=family == "glm4")
             flat = np.concatenate(list(np.moveaxis(x, 1, 0)), axis=-1)  # (B, n, D)
             down, up = basis.down[0].double().numpy(), basis.up[0].double().numpy()
-            mean, gain = coding.mean.double().numpy(), coding.gain.double().numpy()
-            if coding.prediction is not None:
-                weights = coding.prediction.double().numpy()
+            mean, gain = planned.mean.double().numpy(), planned.quantizer.gain.double().numpy()
+            if planned.predictor is not None:
+                weights = planned.predictor.weights.double().numpy()
                 inputs = np.concatenate([*own_sites, *layers_below], axis=-1)
                 assert len(weights) == flat.shape[-1] * min(
                     len(own_sites) + 2 * index, len(own_sites) + 2 * (below or 0)
@@ -247,7 +247,7 @@ def test_symbols_come_back_whatever_they_are(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 99))
     scales = data.draw(st.lists(st.floats(0.01, 300.0), min_size=1, max_size=5))
     samples = torch.randn(500, len(scales), generator=torch.Generator().manual_seed(seed))
-    coder = SymbolCoder(entropy_coding(samples * torch.tensor(scales)))
+    coder = SymbolCoder(entropy_coded(samples * torch.tensor(scales)))
     count = data.draw(st.integers(0, 40))
     numbers = st.integers(-(2**30) + 1, 2**30 - 1) | st.integers(-3, 3)
     drawn = data.draw(
@@ -264,7 +264,7 @@ def test_symbols_come_back_whatever_they_are(data: st.DataObject) -> None:
 def test_the_coder_writes_what_it_wrote_when_this_was_written() -> None:
     """Blobs outlive versions of constriction."""
     latents = torch.linspace(-3, 3, 400).sin()[:, None] * torch.tensor([0.4, 2.0, 9.0])
-    words, past = SymbolCoder(entropy_coding(latents)).encode(
+    words, past = SymbolCoder(entropy_coded(latents)).encode(
         latents[::9].round().int().numpy().T.copy()
     )
     digest = hashlib.sha256(words.tobytes() + past.tobytes()).hexdigest()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.coding.mixed import Coding
+from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ def test_what_is_packed_comes_back(widths: list[int], seed: int) -> None:
 
 
 @given(WIDTHS)
-def test_a_coding_counts_the_bytes_that_are_there(widths: list[int]) -> None:
+def test_mixed_widths_count_the_packed_bytes(widths: list[int]) -> None:
     widths = sorted(widths, reverse=True)
     packed = BitPlanes(widths, CPU).pack(drawn(widths, 0))
     ones = torch.ones(len(widths) + 1)
-    coding = Coding(torch.tensor([*widths, 0], dtype=torch.uint8), ones, ones, ones, ones)
+    quantizer = MixedWidths(torch.tensor([*widths, 0], dtype=torch.uint8), ones, ones, ones)
     scale = 2  # bytes
-    assert coding.token_bytes == scale + (packed.shape[2] if widths else 0)
+    assert quantizer.nbytes(5, len(ones), 2) == 5 * (scale + (packed.shape[2] if widths else 0))
 
 
 @pytest.mark.parametrize("width", range(1, 9))

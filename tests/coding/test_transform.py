@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.fisher import SiteMoments
-from manifoldkv.coding.transform import PREDICTION_RIDGE, Coordinates, find_coordinates
+from manifoldkv.coding.transform import PREDICTION_RIDGE, WeightedKLT, weighted_klt
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
 
@@ -21,7 +21,7 @@ def some_site(tokens: int = TOKENS) -> tuple[SiteMoments, Tensor, Tensor, Tensor
     return moments, x, given, weights
 
 
-def left_of(site: Coordinates) -> np.ndarray:
+def left_of(site: WeightedKLT) -> np.ndarray:
     """What is left of the tokens of which the site has latents."""
     return (site.latents @ site.up.mT).numpy()
 
@@ -40,18 +40,18 @@ def test_a_prediction_is_ridge_regression() -> None:
     moments, x, given, _ = some_site()
     weights, mean = ridge(x.double().numpy(), given.double().numpy())
     for folds in (1, 3):
-        site = find_coordinates(moments, x, given, folds=folds)
-        assert site.prediction is not None
+        site = weighted_klt(moments, x, given, folds=folds)
+        assert site.weights is not None
         assert site.mean is not None
-        np.testing.assert_allclose(site.prediction.numpy(), weights, atol=1e-4)
+        np.testing.assert_allclose(site.weights.numpy(), weights, atol=1e-4)
         np.testing.assert_allclose(site.mean.numpy(), mean, atol=1e-3)
     left = x.double().numpy() - mean - given.double().numpy() @ weights
-    np.testing.assert_allclose(left_of(find_coordinates(moments, x, given)), left, atol=1e-3)
+    np.testing.assert_allclose(left_of(weighted_klt(moments, x, given)), left, atol=1e-3)
 
 
 def test_every_fold_is_predicted_by_all_others() -> None:
     moments, x, given, _ = some_site()
-    found = left_of(find_coordinates(moments, x, given, folds=4))
+    found = left_of(weighted_klt(moments, x, given, folds=4))
     for fold in np.array_split(np.arange(TOKENS), 4):
         others = np.setdiff1d(np.arange(TOKENS), fold)
         all_x, all_given = x.double().numpy(), given.double().numpy()
@@ -64,12 +64,12 @@ def test_folds_promise_what_other_text_leaves() -> None:
     """Of the noise, of variance 1, a regression on as few tokens hides a third."""
     moments, x, given, _ = some_site(2 * TOKENS)
     seen, unseen = slice(0, TOKENS), slice(TOKENS, None)
-    sites = [find_coordinates(moments, x[seen], given[seen], folds=folds) for folds in (1, 10)]
+    sites = [weighted_klt(moments, x[seen], given[seen], folds=folds) for folds in (1, 10)]
     once, crossed = (float((left_of(site) ** 2).mean()) for site in sites)
     site = sites[0]
-    assert site.prediction is not None
+    assert site.weights is not None
     assert site.mean is not None
-    left = x[unseen].double() - site.mean - given[unseen].double() @ site.prediction
+    left = x[unseen].double() - site.mean - given[unseen].double() @ site.weights
     truth = float(left.square().mean())
     assert once < 0.75 < 1.2 < truth
     assert 0.85 * truth < crossed < 1.2 * truth

@@ -152,7 +152,7 @@ def test_what_makes_a_latent_is_as_large_as_what_reads_it(name: str) -> None:
 def test_stock_frequencies_leave_the_rotation_as_it_was(tmp_path: Path) -> None:
     model = model_of("llama-yarn")
     plan = plan_for(model, ratio=0.5)
-    assert plan.layers[0].key.frequencies == (0, 1, 2, 3)
+    assert plan.layers[0].key.basis.frequencies == (0, 1, 2, 3)
     made = folded(model, plan)
     assert made.config.rope_parameters == model.config.rope_parameters
     assert made.config.num_key_value_heads == 1
@@ -280,7 +280,9 @@ class TestRefusals:
 def _with_layer(plan: CompressionPlan, index: int, other=None, **change) -> CompressionPlan:
     layers = list(plan.layers)
     if change:
-        layers[index] = replace(layers[index], key=replace(layers[index].key, **change))
+        key = layers[index].key
+        key = replace(key, basis=replace(key.basis, **change))
+        layers[index] = replace(layers[index], key=key)
     else:
         layers[index] = other.layers[index]
     return replace(plan, layers=tuple(layers))

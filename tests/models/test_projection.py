@@ -8,10 +8,6 @@ from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import any_basis, projected_by_hooks, random_plan
 
 
-def bases_of(plan):
-    return {index: (layer.key, layer.value) for index, layer in enumerate(plan.layers)}
-
-
 @pytest.mark.parametrize("rotary", ["pre", "post"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt-oss"])
 def test_every_family_gives_what_hooks_give(family: str, rotary: str) -> None:
@@ -21,7 +17,7 @@ def test_every_family_gives_what_hooks_give(family: str, rotary: str) -> None:
         before = model(input_ids=tokens, use_cache=False).logits
         with projected_by_hooks(model, plan):
             expected = model(input_ids=tokens, use_cache=False).logits
-        with projected(model, bases_of(plan), rotary=rotary):
+        with projected(model, plan.bases, rotary=rotary):
             found = model(input_ids=tokens, use_cache=False).logits
         after = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -36,7 +32,7 @@ def test_first_tokens_are_seen_as_a_cache_shows_them(family: str, rotary: str) -
     with torch.no_grad():
         with compressed(model, plan):
             expected = model(input_ids=tokens).logits
-        with projected(model, bases_of(plan), rotary=rotary, sinks=2):
+        with projected(model, plan.bases, rotary=rotary, sinks=2):
             found = model(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -68,7 +64,7 @@ def test_bases_of_another_dtype_than_the_model() -> None:
     model, tokens = tiny_model("llama", torch.bfloat16), tiny_tokens()
     plan = random_plan(model, key_rank=8, value_rank=8)
     exact = log_probabilities(model, tokens)
-    with projected(model, bases_of(plan)):
+    with projected(model, plan.bases):
         found = log_probabilities(model, tokens)
     assert found.dtype == torch.float32
     assert divergence(exact, found) < 1e-2

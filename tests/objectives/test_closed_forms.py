@@ -16,7 +16,7 @@ from manifoldkv.objectives.eigen_attention import EigenAttention
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
-from manifoldkv.plan.layer import check_basis
+from manifoldkv.plan.site import check_basis
 from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 
 RANK = 3

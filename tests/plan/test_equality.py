@@ -65,7 +65,7 @@ def test_activations_and_batches_are_equal_to_themselves_alone(make) -> None:
 
 
 def test_another_element_is_another_basis() -> None:
-    basis = plan_of().layers[0].key
+    basis = plan_of().layers[0].key.basis
     for other in (
         replace(basis, down=-basis.down, up=-basis.up),  # of the same span
         replace(basis, down=basis.down.float(), up=basis.up.float()),
@@ -78,8 +78,9 @@ def test_another_element_is_another_basis() -> None:
 
 def test_another_range_or_window_is_another_layer() -> None:
     layer = rounded_plan().layers[0]
-    assert layer != replace(layer, key_range=layer.key_range + 1)
-    assert layer != replace(layer, key_range=None)
+    quantizer = layer.key.quantizer
+    for other in (replace(quantizer, ranges=quantizer.ranges + 1), layer.value.quantizer):
+        assert layer != replace(layer, key=replace(layer.key, quantizer=other))
     assert layer != replace(layer, window=5)
     assert layer != replace(layer, value=layer.key)
 
@@ -123,12 +124,12 @@ class TestPlan:
         model = tiny_model("llama")
         plan = quantize(plan_of(sinks=4), model, tiny_tokens(), Quantization(4))
         said = repr(plan)
-        assert len(said.splitlines()) <= 5
+        assert len(said.splitlines()) <= 6
         for part in ("for tiny", "3 layers", "key ranks 5 to 5", "value ranks 4 to 4 of 8"):
             assert part in said
         for part in (
             "first 4 tokens uncompressed",
-            "bits=4",
+            "4-bit integers in calibrated ranges, 4-bit integers in ranges per token",
             f"ratio {plan.ratio:.4g} at 12 tokens",
         ):
             assert part in said

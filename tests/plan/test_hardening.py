@@ -172,9 +172,9 @@ def test_any_bytes_of_tensors(plans, kind: str, folder: Path, data: st.DataObjec
 
 
 NUMBERS = (0.0, float("nan"), float("inf"), 1e300, 3e38, -1.0)
-PARTS = ("step", "mean", "deviation", "gain", "prediction")
+PARTS = ("step", "mean", "deviation", "gain", "predictor")
 OF_A_LAYER = {
-    "static": ("key.down", "value.down", "key.range"),
+    "static": ("key.down", "value.down", "key.ranges"),
     "coded": ("key.down", "value.up", *(f"value.{part}" for part in PARTS)),
 }
 

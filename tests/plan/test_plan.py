@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from manifoldkv import CompressionPlan, Quantization
 from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.coding.integers import StaticIntegers
 from manifoldkv.errors import PlanError, RunError
 from manifoldkv.plan.files import signed
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model
 from tests.plan.test_hardening import places, replaced
 from tests.plans import any_basis, random_plan
@@ -29,6 +31,26 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+KEY = {
+    "grouping": "shared",
+    "rank": 5,
+    "orthonormal": True,
+    "quantizer": {"name": "unquantized"},
+}
+NONSENSE_QUANTIZERS: list[Any] = [
+    None,
+    {},
+    {"name": "static-integers", "bits": 4, "group_size": 2},  # without ranges
+    {"name": "token-integers", "bits": 5, "group_size": 2, "residual": None},
+    {"name": "token-integers", "bits": 4.0, "group_size": 2, "residual": None},
+    {"name": "token-integers", "bits": 4, "group_size": 0, "residual": None},
+    {"name": "token-integers", "bits": 4, "group_size": 2, "residual": -1},
+    {"name": "token-integers", "bits": 4, "group_size": 2, "more": 2},
+    {"name": "token-integers", "bits": 4},
+    {"name": "other", "bits": 4, "group_size": 2},
+]
+
+
 def plan_named(name: str) -> CompressionPlan:
     return random_plan(tiny_model("gemma2" if name == "windows" else "llama"), **PLANS[name])
 
@@ -40,17 +62,13 @@ class TestSaveAndLoad:
         plan.save(tmp_path)
         loaded = CompressionPlan.load(tmp_path)
         assert loaded.rotary == plan.rotary
-        assert loaded.quantization == plan.quantization
         assert loaded.sinks == plan.sinks
         assert loaded.provenance == plan.provenance
         assert loaded.config_hash == plan.config_hash
         for found, expected in zip(loaded.layers, plan.layers, strict=True):
             assert found.window == expected.window
-            for basis, other in ((found.key, expected.key), (found.value, expected.value)):
-                assert basis.grouping == other.grouping
-                assert basis.orthonormal == other.orthonormal
-                assert torch.equal(basis.down, other.down)
-                assert torch.equal(basis.up, other.up)
+            assert found.key == expected.key
+            assert found.value == expected.value
 
     def test_saving_again_gives_the_same_bytes(self, name: str, tmp_path: Path) -> None:
         plan_named(name).save(tmp_path / "first")
@@ -129,12 +147,6 @@ class TestDamagedFiles:
             {"layers": None},
             {"provenance": {}},
             {"provenance": None},
-            {"quantization": {"bits": 5, "layout": "static", "group_size": 2, "residual": 1}},
-            {"quantization": {"bits": 4.0, "layout": "static", "group_size": 2, "residual": 1}},
-            {"quantization": {"bits": 4, "layout": "none", "group_size": 2, "residual": 1}},
-            {"quantization": {"bits": 4, "layout": "static", "group_size": 0, "residual": 1}},
-            {"quantization": {"bits": 4}},
-            {"quantization": None},
         ],
     )
     def test_nonsense_is_refused(self, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -153,11 +165,12 @@ class TestDamagedFiles:
             ("window", -4),
             ("window", "5"),
             ("window", 2.5),
-            ("key", {"grouping": 7, "rank": 5, "orthonormal": True}),
-            ("key", {"grouping": "shared", "rank": 4, "orthonormal": True}),
-            ("key", {"grouping": "shared", "rank": 5, "orthonormal": False}),
-            ("key", {"grouping": ["shared"], "rank": 5, "orthonormal": True}),
+            ("key", KEY | {"grouping": 7}),
+            ("key", KEY | {"rank": 4}),
+            ("key", KEY | {"orthonormal": False}),
+            ("key", KEY | {"grouping": ["shared"]}),
             ("key", {}),
+            *(("key", KEY | {"quantizer": quantizer}) for quantizer in NONSENSE_QUANTIZERS),
         ],
     )
     def test_nonsense_in_a_layer_is_refused(self, name: str, value: Any, tmp_path: Path) -> None:
@@ -239,10 +252,10 @@ class TestDamagedFiles:
 
     def test_the_format_of_an_earlier_version_is_refused(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path) / "plan.json"
-        path.write_text(path.read_text().replace('"format": 6', '"format": 5'))
+        path.write_text(path.read_text().replace('"format": 7', '"format": 6'))
         with pytest.raises(
             PlanError,
-            match=r"plan\.json has format 5, this version of manifoldkv reads format 6: make the "
+            match=r"plan\.json has format 6, this version of manifoldkv reads format 7: make the "
             "plan again",
         ):
             CompressionPlan.load(tmp_path)
@@ -287,7 +300,7 @@ class TestPlansThatDoNotFitTheModel:
     def test_other_sizes(self, heads: int, head_dim: int, said: str) -> None:
         """A shared basis fits any number of heads."""
         grouping = HeadGrouping("shared", heads)
-        key = any_basis(head_dim, 4, grouping, oblique=False, seed=0)
+        key = SitePlan(any_basis(head_dim, 4, grouping, oblique=False, seed=0))
         layers = self.with_layer("llama", 2, key=key, value=key)
         self.refused(f"layer 2 has {said} in the plan, 2 of 8 in the model", layers=layers)
 
@@ -304,50 +317,39 @@ class TestImpossiblePlans:
         plan = plan_named("plain")
         return replace(plan, layers=(replace(plan.layers[0], **changes), *plan.layers[1:]))
 
+    def with_key(self, down: torch.Tensor, up: torch.Tensor | None = None) -> CompressionPlan:
+        grouping = plan_named("plain").layers[0].key.grouping
+        return self.changed(key=SitePlan(Basis(down, down if up is None else up, grouping)))
+
     def test_not_orthonormal(self) -> None:
-        key = plan_named("plain").layers[0].key
-        skewed = 1.01 * key.down
+        down = plan_named("plain").layers[0].key.basis.down
         with pytest.raises(PlanError, match="layer 0 key: PᵀP is not the identity"):
-            self.changed(key=Basis(skewed, skewed, key.grouping))
+            self.with_key(1.01 * down)
         with pytest.raises(PlanError, match="layer 0 key: upᵀ down is not the identity"):
-            self.changed(key=Basis(key.down, skewed, key.grouping))
+            self.with_key(down, 1.01 * down)
 
-    def test_not_finite(self) -> None:
-        key = plan_named("plain").layers[0].key
-        down = key.down.clone()
-        down[0, 0, 0] = float("nan")
+    def test_elements_and_shapes(self) -> None:
+        down = plan_named("plain").layers[0].key.basis.down
+        unknown = down.clone()
+        unknown[0, 0, 0] = float("nan")
         with pytest.raises(PlanError, match="layer 0 key: some elements are not finite"):
-            self.changed(key=Basis(down, down, key.grouping))
-
-    def test_dtype(self) -> None:
-        key = plan_named("plain").layers[0].key
-        half = key.down.half()
+            self.with_key(unknown)
         with pytest.raises(PlanError, match="neither float32 nor float64"):
-            self.changed(key=Basis(half, half, key.grouping))
-
-    def test_shape(self) -> None:
-        key = plan_named("plain").layers[0].key
-        two = key.down.repeat(2, 1, 1)
+            self.with_key(down.half())
         with pytest.raises(PlanError, match="does not fit grouping 'shared'"):
-            self.changed(key=Basis(two, two, key.grouping))
+            self.with_key(down.repeat(2, 1, 1))
 
-    def test_ranges_without_quantization(self) -> None:
-        with pytest.raises(PlanError, match="key ranges are"):
-            self.changed(key_range=torch.zeros(2, 1, 2))
-
-    def test_ranges_beside_those_of_tokens(self) -> None:
-        plan = plan_named("static")
-        rounded = Quantization(3, "token", group_size=2)
-        with pytest.raises(PlanError, match=r"key ranges are \(2, 3, 2\), must be None"):
-            replace(plan, quantization=rounded)
-
-    def test_quantization_without_ranges(self) -> None:
-        with pytest.raises(PlanError, match=r"key ranges are None, must be \(2, 1, 2\)"):
-            replace(plan_named("plain"), quantization=Quantization(4))
+    def test_ranges_of_other_groups(self) -> None:
+        key = plan_named("plain").layers[0].key
+        quantizer = StaticIntegers(4, 2, torch.zeros(2, 1, 2))
+        with pytest.raises(PlanError, match=r"key: ranges are \(2, 1, 2\), must be \(2, 3, 2\)"):
+            self.changed(key=replace(key, quantizer=quantizer))
 
     def test_kivi_with_a_window(self) -> None:
-        with pytest.raises(PlanError, match="layer 0 has a sliding window"):
-            replace(plan_named("windows"), quantization=Quantization(4, "kivi"))
+        layer = plan_named("windows").layers[0]
+        rounded = replace(layer.value, quantizer=Quantization(4, "kivi").values())
+        with pytest.raises(PlanError, match="layer 0 value has a sliding window of 5 tokens"):
+            replace(plan_named("windows"), layers=(replace(layer, value=rounded),))
 
     def test_no_layers(self) -> None:
         with pytest.raises(PlanError, match="at least one layer"):

@@ -15,6 +15,7 @@ from manifoldkv.models.projected import divergence
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.ranks import Budget, LayerBases, RankProblem
 from manifoldkv.ranks.divergences import divergences
 from manifoldkv.ranks.sequential import sequential_ranks
@@ -43,7 +44,7 @@ def test_divergences_are_those_through_the_cache(rotary: str) -> None:
 
     def of(ranks: list[tuple[int, int]]) -> float:
         layers = [
-            LayerPlan(bases.keys[key], bases.values[value])
+            LayerPlan(SitePlan(bases.keys[key]), SitePlan(bases.values[value]))
             for bases, (key, value) in zip(table, ranks, strict=True)
         ]
         weights = fingerprint(model)

@@ -76,7 +76,7 @@ def test_the_budget_is_never_exceeded(
         return
     plan = bits_plan(model, tokens, ratio=ratio, **options)
     assert plan.nbytes(24) <= ratio * full + 1e-6
-    used = {int(b) for layer in plan.layers for c in layer.codings.values() for b in c.bits}
+    used = {int(b) for layer in plan.layers for _, s in layer.sites for b in s.quantizer.bits}
     assert used <= set(widths)
 
 
@@ -149,7 +149,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Measured
         tokens = calibration[:sequences]
         plan = bits_plan(model, tokens, ratio=ratio, below=below, folder=folder)
         assert plan.ratio <= ratio
-        assert plan.predicted == (below is not None)
+        assert (plan.predictor_depth is None) == (below is None)
         lost = Comparison(stock, perplexity(model, held_out, plan)).added_nll
         return Measured(plan.provenance.predicted_nats, lost, divergence(model, tokens, plan))
 
@@ -177,17 +177,17 @@ def test_no_coordinates_are_better_than_those_of_fisher(name: str) -> None:
     """By Hadamard's inequality: the product of what an error costs and of what latents vary."""
     model, tokens = tiny_model("llama"), tiny_tokens(4, 40)
     moments = fisher_moments(model, tokens)
-    plan = compress(model, tokens, recipe=BitRecipe((0, 8), 0, None), ratio=1.0)
+    plan = compress(model, tokens, recipe=BitRecipe(0, None, (0, 8)), ratio=1.0)
     loss = perplexity(model, tokens, plan).nll - perplexity(model, tokens).nll
     assert abs(loss) < 0.01  # nearly nothing is lost with eight bits
     found, others = [], []
     for activations, of_layer in zip(capture(model, tokens), moments, strict=True):
         layer = plan.layers[activations.layer]
         heads = HeadGrouping("all", activations.kv_heads)
-        for site, basis in layer.sites:
+        for site, planned in layer.sites:
             problem = OBJECTIVES.get(name)().problem(activations, site, heads, "pre")
             other = problem.closed_form(activations.head_dim)
-            found.append(log_costs(basis, of_layer.of(site)))
+            found.append(log_costs(planned.basis, of_layer.of(site)))
             others.append(log_costs(other, of_layer.of(site)))
     assert (torch.stack(found) <= torch.stack(others) + 1e-3).all()
     assert (torch.stack(found) < torch.stack(others) - 0.1).any()

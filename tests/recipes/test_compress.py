@@ -50,7 +50,7 @@ def test_eigen_attention_is_its_closed_form(rotary: str) -> None:
     assert plan.ratio == 0.5
     for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
         objective = OBJECTIVES.get("eigen-attention")()
-        for site, basis in (("key", layer.key), ("value", layer.value)):
+        for site, basis in (("key", layer.key.basis), ("value", layer.value.basis)):
             grouping = HeadGrouping("shared" if site == "key" else 1, 2)
             expected = objective.problem(activations, site, grouping, rotary).closed_form(4)
             assert projector_distance(basis, expected) < 1e-9
@@ -74,7 +74,7 @@ def test_the_recipe_of_the_paper() -> None:
     assert {layer.key.rank, layer.value.rank} <= set(candidate_ranks(8, PAPER_CANDIDATES))
     assert plan.ratio <= 0.7
     again = compress(model, tokens, ratio=0.7, recipe="paper")
-    assert torch.equal(layer.key.down, again.layers[0].key.down)
+    assert torch.equal(layer.key.basis.down, again.layers[0].key.basis.down)
     with pytest.raises(ArgumentError, match=r"smallest feasible ratio is 0\.5"):
         compress(model, tokens, ratio=0.49, recipe="paper")
 
@@ -85,7 +85,7 @@ def test_fields_of_a_method_are_taken() -> None:
     recipe = RankRecipe(LayerOutput(), RiemannianAdam(steps=3), ranks=Uniform(multiple=2))
     plan = compress(model, tokens, recipe=recipe, ratio=0.7)
     assert plan.provenance.recipe["solver"]["steps"] == 3
-    assert all(basis.rank % 2 == 0 for layer in plan.layers for _, basis in layer.sites)
+    assert all(site.rank % 2 == 0 for layer in plan.layers for _, site in layer.sites)
     longer = replace(recipe, solver=RiemannianAdam(steps=30))
     assert compress(model, tokens, recipe=longer, ratio=0.7).digest() != plan.digest()
 
@@ -119,7 +119,7 @@ def test_an_oblique_recipe_runs() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     recipe = RankRecipe("kq-svd", "closed-form", key_grouping="all", value_grouping="all")
     plan = compress(model, tokens, recipe=recipe)
-    assert not plan.layers[0].key.orthonormal
+    assert not plan.layers[0].key.basis.orthonormal
     with compressed(model, plan) as new_cache:
         assert model(input_ids=tokens, past_key_values=new_cache()).logits.isfinite().all()
 
@@ -271,14 +271,14 @@ class TestQuantize:
         plan = plan_by(recipe, ratio)
         rounded = quantize(plan, model, tokens, Quantization(8), rotation)
         for before, after in zip(plan.layers, rounded.layers, strict=True):
-            assert projector_distance(before.key, after.key) < 1e-5
-            assert projector_distance(before.value, after.value) < 1e-5
+            assert projector_distance(before.key.basis, after.key.basis) < 1e-5
+            assert projector_distance(before.value.basis, after.value.basis) < 1e-5
 
     def test_pca_sorts_by_variance(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
         plan = quantize(plan_by("eigen-attention"), model, tokens, Quantization(8), "pca")
         for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
-            latents = activations.values @ layer.value.down.to(activations.values)
+            latents = activations.values @ layer.value.basis.down.to(activations.values)
             covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
             assert bool((covariance.diagonal().diff() <= 1e-9).all())
             assert float((covariance - covariance.diagonal().diag()).abs().max()) < 1e-9
@@ -289,8 +289,8 @@ class TestQuantize:
             model, tokens, recipe="eigen-attention", quantization=Quantization(4, group_size=3)
         )
         for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
-            latents = activations.keys @ layer.key.down.to(activations.keys)
-            low, high = layer.key_range.to(latents).unbind(-1)  # (runs, groups)
+            latents = activations.keys @ layer.key.basis.down.to(activations.keys)
+            low, high = layer.key.quantizer.ranges.to(latents).unbind(-1)  # (runs, groups)
             for group in range(2):
                 x = latents[..., 3 * group : 3 * group + 3]
                 assert torch.allclose(x.amin(dim=(0, 2, 3)), low[:, group])
@@ -378,7 +378,7 @@ class TestRankRules:
 
         def propagate(activations: LayerActivations) -> torch.Tensor:
             layer = plan.layers[activations.layer]
-            return compressed_output(activations, layer.key, layer.value)
+            return compressed_output(activations, layer.key.basis, layer.value.basis)
 
         for activations in capture(model, tokens, propagate=propagate):
             index = activations.layer

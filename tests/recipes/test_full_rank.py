@@ -13,10 +13,12 @@ from manifoldkv.basis import HeadGrouping, identity_basis
 from manifoldkv.cli.planning import inspect
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import sliding_windows
+from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.full_rank import full_rank_plan
 from manifoldkv.reports.plan import write_report
+from manifoldkv.testing.quantizers import read
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
-from tests.cache.test_quantization import latents_of, rounded_by_numpy
+from tests.cache.test_quantizers import rounded_by_numpy
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 
 
@@ -46,10 +48,10 @@ class TestPlan:
         assert plan.rotary == rotary
         for layer, window in zip(plan.layers, sliding_windows(model.config), strict=True):
             assert layer.window == window
-            assert layer.key == layer.value == identity_basis(HeadGrouping(1, 2), 8)
+            assert layer.key == layer.value == SitePlan(identity_basis(HeadGrouping(1, 2), 8))
         assert [plan.ratio_at(tokens) for tokens in (1, 7, 1000)] == [1, 1, 1]
         assert plan.ratio == plan.provenance.requested_ratio == 1
-        assert plan.quantization is None
+        assert plan.rank_only
 
     def test_it_takes_the_bytes_of_the_stock_cache(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
@@ -102,7 +104,7 @@ class TestRounded:
         stores = (layer.key_store, stock.keys), (layer.value_store, stock.values)
         for store, exact in stores:
             expected, bound = rounded_by_numpy(exact.numpy(), bits, group_size)
-            found = latents_of(store).numpy()
+            found = read(store).numpy()
             assert np.array_equal(found, expected)
             assert bool((np.abs(found - exact.numpy()) <= bound).all())
 
@@ -122,8 +124,8 @@ class TestRounded:
         model = tiny_model("llama", head_dim=head_dim)
         plan, tokens = rounded_plan(model, bits), tiny_tokens(2, LONG)
         for layer in plan.layers:
-            assert layer.key_range is None
-            for _, basis in layer.sites:
+            for _, planned in layer.sites:
+                basis = planned.basis
                 assert basis.rank == head_dim
                 assert basis.down.shape == (2, head_dim, head_dim)
                 assert torch.allclose(basis.projector(), torch.eye(head_dim), atol=1e-5)

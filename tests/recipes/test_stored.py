@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifoldkv import CompressionPlan, Quantization, compress, quantize, tune
-from manifoldkv.coding.tables import NARROWEST, entropy_coding, find_step
-from manifoldkv.coding.transform import find_coordinates
+from manifoldkv.coding.tables import NARROWEST, entropy_coded, find_step
+from manifoldkv.coding.transform import weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.recipes.stored import StoredRecipe, _given_back
+from manifoldkv.recipes.stored import StoredRecipe
 from tests.coding.test_transform import TOKENS, ridge, some_site
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
@@ -32,7 +32,7 @@ def test_a_step_takes_the_bits_that_are_asked_for(deviations: list[float], each:
     sites = [latents_like(deviations, seed=seed) for seed in range(2)]
     bits = each * 2 * len(deviations)
     step = find_step(sites, bits)
-    found = sum(entropy_coding(site / step).token_bits for site in sites)
+    found = sum(entropy_coded(site / step).token_bits(site.shape[1]) for site in sites)
     assert found <= bits
     is_narrowest = step < 1.1 * NARROWEST * max(deviations)
     assert is_narrowest or found >= 0.97 * bits
@@ -44,8 +44,8 @@ def test_tables_promise_the_entropy_of_a_rounded_gaussian(deviation: float) -> N
     rounded = np.round(np.random.default_rng(1).normal(0, deviation, 1_000_000))
     shares = np.unique(rounded, return_counts=True)[1] / len(rounded)
     entropy = -(shares * np.log2(shares)).sum()
-    coding = entropy_coding(latents_like([deviation], tokens=20_000))
-    assert coding.token_bits == pytest.approx(entropy, abs=0.03)
+    coding = entropy_coded(latents_like([deviation], tokens=20_000))
+    assert coding.token_bits(1) == pytest.approx(entropy, abs=0.03)
     table = coding.tables.double() / coding.tables.sum()
     places = np.clip(rounded, -coding.reach.item(), coding.reach.item()) + coding.reach.item()
     assert -np.log2(table.numpy()[places.astype(int)]).mean() == pytest.approx(entropy, abs=0.03)
@@ -58,20 +58,24 @@ def test_no_step_takes_fewer_bits_than_symbols_that_are_all_0() -> None:
     assert find_step([latents], 100) == pytest.approx(2 / 512, rel=0.1)  # the narrowest
 
 
-def test_what_comes_back_of_no_symbols_is_a_prediction_by_others() -> None:
+def test_the_reconstruction_of_zeros_is_a_prediction_by_others() -> None:
     moments, x, inputs, _ = some_site()
-    site = find_coordinates(moments, x, inputs, samples=TOKENS, folds=4)
-    found = _given_back(site, 1e6, x).double().numpy()
+    site = weighted_klt(moments, x, inputs, samples=TOKENS, folds=4)
+
+    def reconstruct(step: float) -> Tensor:
+        return StoredRecipe().reconstruct(site, step, 0, None, x, [])
+
+    found = reconstruct(1e6).double().numpy()
     all_x, all_inputs = x.double().numpy(), inputs.double().numpy()
     for fold in np.array_split(np.arange(TOKENS), 4):
         others = np.setdiff1d(np.arange(TOKENS), fold)
         weights, mean = ridge(all_x[others], all_inputs[others])
         np.testing.assert_allclose(found[fold], mean + all_inputs[fold] @ weights, atol=1e-3)
-    torch.testing.assert_close(_given_back(site, 1e-4, x), x, rtol=0, atol=1e-3)
+    torch.testing.assert_close(reconstruct(1e-4), x, rtol=0, atol=1e-3)
 
 
 def test_no_latent_is_outside_of_every_table() -> None:
-    coding = entropy_coding(torch.tensor([[0.0, 1e9], [0.2, -3.0]]))
+    coding = entropy_coded(torch.tensor([[0.0, 1e9], [0.2, -3.0]]))
     assert coding.reach.tolist() == [2, 4096]
     assert int(coding.tables.min()) >= 1
 
@@ -85,8 +89,8 @@ def test_the_expected_bytes_are_the_ratio_of_the_budget(ratio: float) -> None:
     # What stays exact is in 16 bits here, in 32 there.
     exact = plan.sinks * 3 * 2 * 16 * 2 / full
     assert plan.ratio == pytest.approx(found - exact)
-    assert plan.stored
-    assert not plan.coded
+    assert not plan.attended
+    assert plan.variable_width
 
 
 def test_fewer_bytes_cost_more_nats() -> None:
@@ -102,10 +106,10 @@ def test_a_loaded_plan_is_the_saved_one(tmp_path: Path) -> None:
     assert loaded == plan
     assert loaded.layers == plan.layers
     assert loaded.bytes_per_token() == plan.bytes_per_token() < 3 * 2 * 16 * 2
-    first, other = plan.layers[0].entropy_codings["key"], plan.layers[1].entropy_codings["key"]
+    first, other = plan.layers[0].key.quantizer, plan.layers[1].key.quantizer
     assert first != other
     assert first != "anything else"
-    assert hash(first) == hash(loaded.layers[0].entropy_codings["key"])
+    assert hash(first) == hash(loaded.layers[0].key.quantizer)
 
 
 def test_the_same_seed_gives_the_same_plan_and_a_killed_run_goes_on(tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ def test_first_tokens_are_not_fewer_than_none() -> None:
 
 def test_no_model_runs_on_symbols() -> None:
     model, plan, tokens = stored_model(), stored_plan(), some_tokens(2, 32)
-    with pytest.raises(PlanError, match="coded latents cannot be tuned"):
+    with pytest.raises(PlanError, match=r"entropy-coded integers\) cannot be tuned"):
         tune(model, plan, tokens)
-    with pytest.raises(PlanError, match="stored and not attended to"):
+    with pytest.raises(PlanError, match="quantised already: its latents are entropy-coded"):
         quantize(plan, model, tokens, Quantization())

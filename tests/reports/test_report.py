@@ -68,10 +68,10 @@ def unpacked_library(page: str) -> str:
 
 def assert_whole(page: str, plan: CompressionPlan, more: Sequence[str] = ()) -> None:
     """Fail unless a report has all its sections, its charts with numbers, and what draws them."""
-    own = ["Bits", "Ranks"] if plan.coded else ["Ranks", "What other ranks would cost"]
+    own = ["Bits", "Ranks"] if plan.variable_width else ["Ranks", "What other ranks would cost"]
     assert re.findall("<h2>(.*?)</h2>", page) == [QUALITY, *more, ERRORS, *own, USE]
     charts = charts_of(page)
-    assert list(charts) == (CODED_CHARTS if plan.coded else CHARTS)
+    assert list(charts) == (CODED_CHARTS if plan.variable_width else CHARTS)
     assert all(trace["x"] for chart in charts.values() for trace in chart["data"])
     assert unpacked_library(page) == get_plotlyjs()
 
@@ -170,7 +170,8 @@ def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
     plan = quantize(plan_of(model, key_rank=4, value_rank=6), model, tokens, Quantization(4))
     write_report(tmp_path / "r.html", model, plan, tokens)
-    assert "4 bits, static ranges" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "4-bit integers in calibrated ranges" in page
 
 
 def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""The store of every quantizer."""
+
+from __future__ import annotations
+
+import torch
+
+from manifoldkv.cache.mixed import MixedWidthStore
+from manifoldkv.cache.packed import RangeStore, ResidualStore, StaticRangeStore
+from manifoldkv.cache.storage import ExactStore, Store, working_dtype
+from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
+from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.quantizers import Unquantized
+
+
+def store_for(
+    quantizer: Quantizer,
+    features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    unseen: int = 0,
+) -> Store:
+    """Return an empty store of latents in the format of a quantizer.
+
+    Parameters
+    ----------
+    quantizer : Quantizer
+        One that attention reads.
+    features : int
+        Latents of a head group.
+    dtype : torch.dtype
+        Of the model.
+    device : torch.device
+        Of the layer.
+    unseen : int
+        Number of first tokens whose latents are never read.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is no store for the quantizer.
+    """
+    working = working_dtype(dtype, device)
+    match quantizer:
+        case Unquantized():
+            return ExactStore()
+        case MixedWidths():
+            return MixedWidthStore(quantizer, working, device)
+        case StaticIntegers():
+            return StaticRangeStore(quantizer, features, working, device)
+        case TokenIntegers() | FeatureIntegers():
+            rounded = RangeStore(quantizer, features, working)
+            if quantizer.residual is None:
+                return rounded
+            return ResidualStore(quantizer, rounded, unseen)
+    raise NotImplementedError(f"no store for quantizer {quantizer.name}")
