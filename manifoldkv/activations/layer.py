@@ -6,16 +6,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations.call import project
+from manifoldkv.activations.call import LayerCall
 from manifoldkv.activations.placement import Placement
 from manifoldkv.basis import Rotary
-from manifoldkv.models.interface import AttentionSettings, rotation_of
-from manifoldkv.models.support import attention_of, linear_weight
+from manifoldkv.models.interface import AttentionSettings
 
 SEQUENCES_PER_FORWARD = 8
 
@@ -87,10 +86,8 @@ class LayerActivations:
         Layer outputs of the uncompressed layer, (S, n, hidden).
     settings : AttentionSettings
         Scaling, soft cap and sinks of the layer's attention.
-    module : nn.Module
-        The decoder layer itself.
-    keywords : dict
-        What else the model passes to the layer.
+    call : LayerCall
+        The decoder layer, called as the model calls it.
     folder : Path or None
         Where tensors go that do not fit into memory, as in `capture`.
     """
@@ -105,8 +102,7 @@ class LayerActivations:
     mask: Tensor
     outputs: Tensor
     settings: AttentionSettings
-    module: nn.Module
-    keywords: dict[str, Any]
+    call: LayerCall
     folder: Path | None = None
 
     def __repr__(self) -> str:
@@ -120,6 +116,11 @@ class LayerActivations:
     def device(self) -> torch.device:
         """Return the device where the layer runs."""
         return self.cos.device
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the decoder layer."""
+        return self.call.module
 
     @property
     def sequences(self) -> int:
@@ -171,8 +172,7 @@ class LayerActivations:
         """
         batch = batch or Batch(torch.arange(self.sequences))
         inputs = select_rows(self.inputs, batch).to(self.device)
-        made = project(self.module, inputs, self.cos.shape[-1], self.keywords)
-        queries, keys, values = (x.to(self.dtype) for x in made)
+        queries, keys, values = [x.to(self.dtype) for x in self.call.projections(inputs)]
         if rotary == "pre":
             return Projections(queries, keys, values)
         return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
@@ -180,7 +180,7 @@ class LayerActivations:
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
         cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
-        return rotation_of(self.module)(x, cos, sin)
+        return self.call.rotate(x, cos, sin)
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
         """Return keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
@@ -200,8 +200,9 @@ class LayerActivations:
 
     def output_weight(self) -> Tensor:
         """Return the output projection W_O by query head, (H_q, d, hidden)."""
-        weight = linear_weight(attention_of(self.module).o_proj).to(self.dtype)  # (hidden, H_q·d)
-        return weight.mT.reshape(self.query_heads, self.head_dim, -1)
+        return (
+            self.call.output_weight().to(self.dtype).mT.reshape(self.query_heads, self.head_dim, -1)
+        )
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from manifoldkv.errors import ArgumentError, ModelError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
-from manifoldkv.models.support import check_supported
 from manifoldkv.text.tokens import read_tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_model(
     ------
     ModelError
         If there is no such folder, file, package, model or device, or the model does not load.
-        If its attention cannot be handled (see `check_supported`).
+        If its attention cannot be handled (see `Decoder.of`).
     """
     if not name.strip():
         raise ModelError("the name of the model is empty: give a folder, or an id on the Hub")
@@ -69,7 +69,7 @@ def load_model(
         raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
     LOG.info("loading %s", name)
     model, loaded = _load_weights(name, dtype, device, offload)
-    check_supported(model)  # first: an encoder lacks the weights of a decoder's head
+    Decoder.of(model)  # first: an encoder lacks the weights of a decoder's head
     if loaded["missing_keys"]:
         missing = sorted(loaded["missing_keys"])
         raise ModelError(f"model {name} lacks {len(missing)} weights, {missing[0]} among them")

@@ -106,7 +106,7 @@ def weight_of(layer: nn.Module, name: str) -> Tensor:
 
 def is_offloaded(model: PreTrainedModel) -> bool:
     """Return whether weights of decoder layers are read when they run."""
-    return any(_weights_of(layer) is not None for layer in decoder_layers(model))
+    return any(_weights_of(module) is not None for module in model.modules())
 
 
 def device_of(layer: nn.Module) -> torch.device:
@@ -117,7 +117,7 @@ def device_of(layer: nn.Module) -> torch.device:
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights sorted by their names, those of a layer at a time read from shards."""
-    offloaded = [w for w in map(_weights_of, decoder_layers(model)) if w is not None]
+    offloaded = [w for w in map(_weights_of, model.modules()) if w is not None]
     read: dict[str, Tensor] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta and name not in read:

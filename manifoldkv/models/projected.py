@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, Rotary
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -23,15 +24,7 @@ from manifoldkv.models.interface import (
     intercepted,
     rotation_of,
 )
-from manifoldkv.models.support import (
-    attention_of,
-    check_supported,
-    check_without_dropout,
-    decoder_layers,
-    sliding_windows,
-    uncompiled,
-    unwrapped,
-)
+from manifoldkv.models.support import check_without_dropout, uncompiled
 
 Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 """Layer index to key basis and value basis; what is missing or None stays exact."""
@@ -65,18 +58,17 @@ def projected(
     ModelError
         If the attention of the model cannot be handled, or dropout is on.
     """
-    model = unwrapped(model)
-    check_supported(model)
-    check_without_dropout(model)
+    decoder = Decoder.of(model)
+    check_without_dropout(decoder.model)
     with ExitStack() as stack:
-        stack.enter_context(intercepted(model.config.get_text_config()))
-        stack.enter_context(uncompiled(model))
-        windows = sliding_windows(model.config.get_text_config())
-        for index, layer in enumerate(decoder_layers(model)):
+        stack.enter_context(intercepted(decoder.config))
+        stack.enter_context(uncompiled(decoder.model))
+        for index, (layer, window) in enumerate(zip(decoder.layers, decoder.windows, strict=True)):
             if index in bases:
-                of_layer = sinks if windows[index] is None else 0
+                of_layer = sinks if window is None else 0
                 hook = _before_attention(layer, bases, index, rotary, of_layer)
-                handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
+                attention = decoder.attentions[index]
+                handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import LayerMoments
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.coding.allocation import (
     WIDTHS,

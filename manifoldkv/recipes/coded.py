@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.fisher import LayerMoments, fisher_moments
+from manifoldkv.activations.fisher import fisher_moments
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.recipes.probe import Estimate, Probe
 from manifoldkv.recipes.run import Run

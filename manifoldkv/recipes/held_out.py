@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis
 from manifoldkv.coding.entropy import EntropyCoding
 from manifoldkv.coding.mixed import Coding, reconstructed

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import LayerMoments
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.allocation import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoding, frame_bytes

@@ -9,8 +9,8 @@ import transformers
 
 from manifoldkv.activations import layer as activations_module
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import every_sequence
 from manifoldkv.activations.layer import Batch
+from manifoldkv.activations.outputs import every_sequence
 from manifoldkv.errors import ModelError
 from manifoldkv.models.support import decoder_layers
 from tests.families import (

@@ -17,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.activations import fisher, placement
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import LayerMoments, SiteMoments, draw, fisher_moments
+from manifoldkv.activations.fisher import draw, fisher_moments
+from manifoldkv.activations.moments import LayerMoments, MomentSums, SiteMoments
 from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.models import head
 from manifoldkv.models.projected import log_probabilities
@@ -242,7 +243,7 @@ def test_gradients_are_nothing_on_average() -> None:
     states = next(iter(capture(model, tokens, [2]))).outputs
     gradients = torch.empty(400, *states.shape, dtype=torch.float64)
     for seed, gradient in enumerate(gradients):
-        fisher._differentiate_predictions(model, tokens, states, seed, gradient)
+        fisher._differentiate_logits(model, tokens, states, seed, gradient)
     error = gradients.std(dim=0) / 20
     assert error.min() > 0
     assert (gradients.mean(dim=0).abs() < 5 * error).all()
@@ -325,14 +326,14 @@ def test_half_precision_is_close_and_summed_in_full(
     two gradients in it. Products and sums lose nothing.
     """
     added: list[tuple[Tensor, Tensor]] = []
-    add = fisher._Sums.add
+    add = MomentSums.add
 
     def recorded(self: object, *both: Tensor) -> None:
         added.append(both)
         add(self, *both)
 
     monkeypatch.setattr(fisher, "draw", lambda predicted, uniform: (64 * uniform).long())
-    monkeypatch.setattr(fisher._Sums, "add", recorded)
+    monkeypatch.setattr(MomentSums, "add", recorded)
     model, tokens = tiny_model(family, torch.bfloat16, **SMOOTH), tiny_tokens(16)
     found = fisher_moments(model, tokens)
     assert model.dtype == torch.bfloat16
@@ -514,10 +515,10 @@ def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.Monk
     with pytest.raises(ArgumentError):
         fisher_moments(model, tokens + 64)
     for first in (-1, 12):
-        with pytest.raises(ArgumentError, match=f"of 12 tokens, {first} cannot be left out"):
+        with pytest.raises(ArgumentError, match=f"first must be >= 0 and < 12 tokens, got {first}"):
             fisher_moments(model, tokens, first=first)
     for prompt in (0, 4, 12):
-        with pytest.raises(ArgumentError, match=f"of 12 tokens, {prompt} cannot be a prompt"):
+        with pytest.raises(ArgumentError, match=rf"prompt must be > first \(4\) .*, got {prompt}"):
             fisher_moments(model, tokens, first=4, prompt=prompt)
     for family in ("mamba", "gpt2", "deepseek-v3"):
         with pytest.raises(ModelError):

@@ -211,7 +211,7 @@ class TestRefusals:
             ("qwen3", r"norms \(k_norm\), which are not linear"),
             ("gemma3", r"norms \(k_norm\), which are not linear"),
             ("gemma2", "soft cap"),
-            ("gpt-oss", "sinks of its own"),
+            ("gpt-oss", "its attention has sink logits"),
             ("ministral", "different sliding windows"),
             ("granite", "only models of type llama, mistral, qwen2 are"),
         ],

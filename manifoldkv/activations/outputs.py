@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations.call import call_layer
 from manifoldkv.activations.layer import Batch, LayerActivations, select_rows
 from manifoldkv.basis import Basis, HeadGrouping, Rotary
 from manifoldkv.models.interface import attend, attention_weights
-from manifoldkv.models.support import attention_of
 
 
 def every_sequence(activations: LayerActivations) -> Batch:
@@ -120,19 +118,11 @@ def layer_output(
     """
     batch = batch or every_sequence(activations)
     inputs = select_rows(activations.inputs, batch).to(activations.device)
-    dtype = attention_of(activations.module).o_proj.weight.dtype
 
     def already_computed(module: nn.Module, *ignored: Any) -> Tensor:
-        return attention.transpose(1, 2).to(dtype)  # (b, m, H_q, d)
+        return attention.transpose(1, 2).to(activations.call.dtype)  # (b, m, H_q, d)
 
-    output = call_layer(
-        activations.module,
-        inputs.to(dtype),
-        already_computed,
-        activations.cos.shape[-1],
-        activations.keywords,
-    )
-    return output.to(activations.dtype)
+    return activations.call.output(inputs, already_computed).to(activations.dtype)
 
 
 def compressed_output(
