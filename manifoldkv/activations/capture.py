@@ -23,15 +23,14 @@ from manifoldkv.models.support import check_without_dropout, uncompiled
 from manifoldkv.text.tokens import checked_tokens
 
 REPLACED = ("hidden_states", "position_embeddings", "attention_mask", "position_ids")
-"""Arguments of a decoder layer that are others when it is replayed."""
+"""Arguments of a decoder layer that are replaced when it is called again."""
 CHECKED_ROWS = 64
-"""Last rows of a replayed layer's input and output that are compared with the model's own."""
+"""Number of last rows of a replayed layer that are compared with those of the model."""
 OUTPUT_TOLERANCE = 0.02
-"""Relative error of a replayed layer that rounding can explain, bfloat16 included."""
+"""Relative error of a replayed layer due to rounding, bfloat16 included."""
 DRIFT_FACTOR = 2
-"""How many times as large a layer may make an error that its inputs bring along: in bfloat16 some
-tenth of a percent more with every layer, as sequences run together that the model ran one by one.
-"""
+"""Largest growth of an error of the inputs in a layer. In bfloat16 it grows by some tenth of a
+percent per layer, as sequences run together that the model ran one by one."""
 
 
 def capture(
@@ -44,26 +43,26 @@ def capture(
 ) -> Iterator[LayerActivations]:
     """Yield the activations of one layer after the other; only one is held at a time.
 
-    Let go of a layer (``del``) before the next is asked for if memory is short.
+    If memory is short, delete the activations of a layer before the next one.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model with rotary embeddings. It is left as it was.
+        A causal language model with rotary embeddings. It is left unchanged.
     tokens : Tensor
         Token ids, (S, n), int64, no padding.
     layers : list of int, optional
         Layers to yield, ascending; all if omitted. The layers below the last of them still run.
     propagate : callable, optional
-        What the next layer receives, (S, n, hidden), asked for after a layer was yielded: the
-        output of a compressed layer, say. The layer's own output if omitted.
+        Returns the inputs of the next layer, (S, n, hidden), called after a layer was yielded: the
+        output of a compressed layer, say. The uncompressed output if omitted.
     folder : Path, optional
-        Where activations go that do not fit into memory; the system's temporary folder if omitted.
+        Folder of activations that do not fit into memory; the system's temporary one if omitted.
 
     Raises
     ------
     ModelError
-        Before any forward pass, if the model's attention cannot be handled, or dropout is on.
+        Before any forward pass, if the model is not supported, or dropout is on.
         If the output of a layer is not finite.
     ArgumentError
         If the tokens are not ids and lengths that the model takes.

@@ -28,8 +28,8 @@ class Batch:
     sequences : Tensor
         Indices, (b,), int64, on the CPU.
     rows : Tensor or None
-        Positions whose outputs are looked at, (m,), likewise; None for all of them. Keys and values
-        of every position take part regardless.
+        Positions of queries, (m,), likewise; None for all. Keys and values are those of every
+        position.
     """
 
     sequences: Tensor
@@ -37,7 +37,7 @@ class Batch:
 
 
 class Projections(NamedTuple):
-    """What a layer makes of its inputs for attention.
+    """Queries, keys and values of a layer.
 
     Parameters
     ----------
@@ -56,16 +56,15 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerActivations:
-    """What passes through one decoder layer for S sequences of n tokens.
+    """Activations of one decoder layer for S sequences of n tokens.
 
-    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
-    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
-    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
-    What the methods return is on the device.
+    `inputs` and `outputs` are in the dtype of the model, without rounding; all else is float32, or
+    float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the layer runs; the
+    large ones too if they fit there, else in memory, else in memory-mapped files. Methods return
+    tensors on the device.
 
-    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
-    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
-    again and again.
+    Only inputs and outputs are held: `projections` runs the layer at each call. The properties
+    `keys` and `values` compute theirs once and hold them.
 
     Parameters
     ----------
@@ -89,7 +88,7 @@ class LayerActivations:
     call : LayerCall
         The decoder layer, called as the model calls it.
     folder : Path or None
-        Where tensors go that do not fit into memory, as in `capture`.
+        Folder of tensors that do not fit into memory, as in `capture`.
     """
 
     layer: int
@@ -139,12 +138,12 @@ class LayerActivations:
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys before rotation, (S, H_kv, n, d), stored from now on."""
+        """Return the keys before rotation, (S, H_kv, n, d), held from the first access."""
         return self._kept[0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values, (S, H_kv, n, d), stored from now on."""
+        """Return the values, (S, H_kv, n, d), held from the first access."""
         return self._kept[1]
 
     @cached_property
@@ -152,11 +151,11 @@ class LayerActivations:
         shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
         nbytes = 2 * math.prod(shape) * self.dtype.itemsize
         placement = Placement(nbytes, self.device, self.folder)
-        keys, values = (placement.empty(shape, self.dtype) for _ in range(2))
+        keys, values = placement.empty(shape, self.dtype), placement.empty(shape, self.dtype)
         for chunk in torch.arange(self.sequences).split(SEQUENCES_PER_FORWARD):
-            made = self.projections("pre", Batch(chunk))
-            keys[chunk] = made.keys.to(keys.device)
-            values[chunk] = made.values.to(values.device)
+            _, keys_of_chunk, values_of_chunk = self.projections("pre", Batch(chunk))
+            keys[chunk] = keys_of_chunk.to(keys.device)
+            values[chunk] = values_of_chunk.to(values.device)
         return keys, values
 
     @torch.no_grad()
@@ -178,7 +177,7 @@ class LayerActivations:
         return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
 
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
+        """Rotate (B, H, tokens, d) at the positions `rows`, None for all n."""
         cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
         return self.call.rotate(x, cos, sin)
 

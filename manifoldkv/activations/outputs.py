@@ -1,8 +1,7 @@
-"""A decoder layer as a differentiable function of its bases, on the query rows asked for.
+"""Outputs of a decoder layer as differentiable functions of its bases, for a batch of query rows.
 
-Only the attention is computed here. Everything after it (output projection, residual paths, norms,
-MLP) is the model's own layer, called with the attention output already made: no family's code is
-repeated.
+Only attention is computed here. All that follows it (output projection, residual paths, norms, MLP)
+is the model's layer, called with a precomputed attention output: no family's code is repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def attention_output(
     rotary: Rotary = "pre",
     batch: Batch | None = None,
 ) -> Tensor:
-    """Return the output of attention, heads apart and before W_O, with projected keys and values.
+    """Return the output of attention by head, before W_O, with projected keys and values.
 
     Parameters
     ----------
@@ -65,10 +64,10 @@ def mixed_values(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """Return attention weights times grouped values: what a value basis acts on, given keys.
+    """Return attention weights times grouped values.
 
-    Because a basis acts on features and the weights on tokens, the two commute: with the result
-    at hand, a new value basis costs two small products (see `project_mixed_values`).
+    A value basis acts on features and the weights on tokens: the two commute, so that a new value
+    basis costs two small products (see `project_mixed_values`).
 
     Returns
     -------

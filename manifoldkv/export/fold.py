@@ -1,7 +1,7 @@
 """A plan multiplied into the weights of its model: the same architecture with a smaller cache.
 
-Keys that commute with their rotation are a head of their own: ``W_K' = Bᴴ W_K`` makes it,
-``W_Q' = Aᴴ W_Q`` reads it for every query head, and it turns with the frequencies of its latents.
+Latents of keys that commute with their rotation are a KV head: ``W_K' = Bᴴ W_K`` writes it,
+``W_Q' = Aᴴ W_Q`` reads it for every query head, and its frequencies are those of the latents.
 ``W_V' = downᵀ W_V`` and ``W_O' = W_O up`` do the same for values. A group of heads becomes one KV
 head as wide as its latents.
 """
@@ -81,7 +81,7 @@ def _obstacle_of_model(decoder: Decoder) -> str | None:
 
 def _obstacle_of_plan(plan: CompressionPlan) -> str | None:
     if plan.coded or plan.quantization is not None:
-        return "its latents are rounded, and weights keep nothing of that"
+        return "its latents are quantised, which weights cannot express"
     if plan.sinks:
         return (
             f"it keeps the first {plan.sinks} tokens uncompressed, and a plain cache holds one "

@@ -4,14 +4,17 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import compress, compressed, load_model, open_text
 from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.evaluation import zero_shot as zero_shot_module
 from manifoldkv.evaluation.zero_shot import (
     ManifoldKVLM,
     local_task,
@@ -90,7 +93,9 @@ def test_all_local_tasks(model: Model, data: Path) -> None:
     assert found["accuracy"].between(0, 1).all()
 
 
-def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -> None:
+def test_a_group_is_asked_as_a_whole(
+    model: Model, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As mmlu is one: tasks in groups in a group, which the harness counts leaf by leaf."""
     metric = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
     inner = {"group": "inner", "task": ["first", "second"]} | metric
@@ -100,10 +105,11 @@ def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -
     }
     for name, content in (files | {"inner": inner, "outer": outer}).items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
-    group, task = (
-        zero_shot(*model, [name], task_files=tmp_path, limit=2).iloc[0]
-        for name in ("outer", "third")
+    of_files = partial(TaskManager, include_path=str(tmp_path))
+    monkeypatch.setattr(
+        zero_shot_module, "TaskManager", lambda **_: of_files(include_defaults=False)
     )
+    group, task = (zero_shot(*model, [name], limit=2).iloc[0] for name in ("outer", "third"))
     assert (group["items"], task["items"]) == (6, 2)
     assert group["metric"] == task["metric"] == "acc"
     assert group["accuracy"] == pytest.approx(task["accuracy"])  # three times the same

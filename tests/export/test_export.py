@@ -249,8 +249,8 @@ class TestRefusals:
         [
             (lambda p, m: replace(p, sinks=3), "the first 3 tokens"),
             (lambda p, m: replace(p, sinks=2), "the first 2 tokens"),
-            (lambda p, m: quantize(p, m, tiny_tokens(), Quantization(8)), "rounded"),
-            (lambda p, m: bits_plan(m, tiny_tokens(), ratio=0.5), "rounded"),
+            (lambda p, m: quantize(p, m, tiny_tokens(), Quantization(8)), "quantised"),
+            (lambda p, m: bits_plan(m, tiny_tokens(), ratio=0.5), "quantised"),
             (lambda p, m: random_plan(m), "keys of layer 0 do not commute"),
             (lambda p, m: _with_layer(p, 1, "key", frequencies=None), "layer 1 do not commute"),
             (lambda p, m: _with_layer(p, 2, plan_for(m, ratio=0.5)), "layer 2 has other freq"),
