@@ -316,7 +316,7 @@ class TestFolder:
             export_checkpoint(model, plan, tmp_path, force=force)
         with pytest.raises(RunError, match="is a file"):
             export_checkpoint(model, plan, tmp_path / "thesis.tex", force=force)
-        with pytest.raises(RunError, match="of its own"):
+        with pytest.raises(RunError, match="must not be the current one"):
             export_checkpoint(model, plan, "", force=force)
 
     def test_a_write_that_fails_leaves_what_was_there(
