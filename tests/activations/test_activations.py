@@ -165,7 +165,7 @@ def test_rounding_adds_up_over_many_layers():
     deep = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=64,
+        num_hidden_layers=96,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=64,
@@ -174,4 +174,4 @@ def test_rounding_adds_up_over_many_layers():
     )
     model = transformers.AutoModelForCausalLM.from_config(deep, dtype=torch.bfloat16)
     layers = [activations.layer for activations in capture(model, torch.randint(64, (8, 64)))]
-    assert layers == list(range(64))
+    assert layers == list(range(96))
