@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manifoldkv import compress, compressed, load_model
+from manifoldkv import load_model
 from manifoldkv.errors import ModelError
 from manifoldkv.models import gguf as gguf_module
 from manifoldkv.models.gguf import INSTALLED, folder_of
@@ -121,15 +121,6 @@ def test_integers_are_what_gguf_itself_makes_of_them(tmp_path: Path) -> None:
     assert np.abs(expected - weight).max() > 0
     found = model.model.layers[1].mlp.up_proj.weight.numpy()
     np.testing.assert_array_equal(found, expected)
-
-
-def test_it_is_compressed_like_any_other(file: Path) -> None:
-    model, _ = load_model(str(file))
-    tokens = tiny_tokens(4, 16) % len(VOCABULARY)
-    plan = compress(model, tokens, recipe="eigen-attention")
-    with compressed(model, plan) as new_cache:
-        output = model.generate(tokens[:1], max_new_tokens=4, past_key_values=new_cache())
-    assert output.shape[1] <= 20
 
 
 def test_it_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
