@@ -63,11 +63,10 @@ def projected(
     with ExitStack() as stack:
         stack.enter_context(intercepted(decoder.config))
         stack.enter_context(uncompiled(decoder.model))
-        for index, (layer, window) in enumerate(zip(decoder.layers, decoder.windows, strict=True)):
+        for index, attention in enumerate(decoder.attentions):
             if index in bases:
-                of_layer = sinks if window is None else 0
-                hook = _before_attention(layer, bases, index, rotary, of_layer)
-                attention = decoder.attentions[index]
+                of_layer = sinks if decoder.windows[index] is None else 0
+                hook = _before_attention(decoder.layers[index], bases, index, rotary, of_layer)
                 handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
