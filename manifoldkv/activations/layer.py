@@ -37,17 +37,7 @@ class Batch:
 
 
 class Projections(NamedTuple):
-    """Queries, keys and values of a layer.
-
-    Parameters
-    ----------
-    queries : Tensor
-        (b, H_q, m, d), after query norms.
-    keys : Tensor
-        (b, H_kv, m, d), after key norms.
-    values : Tensor
-        (b, H_kv, m, d)
-    """
+    """Queries (b, H_q, m, d), keys and values (b, H_kv, m, d) of a layer, after their norms."""
 
     queries: Tensor
     keys: Tensor

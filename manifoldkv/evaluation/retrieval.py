@@ -195,12 +195,12 @@ def through_plan(
             yield lambda: copy.deepcopy(filled)
 
 
-def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
+def summarize(table: pd.DataFrame, uncompressed: pd.DataFrame) -> pd.DataFrame:
     """Return means by task, beside those of the uncompressed model on the same questions.
 
     Parameters
     ----------
-    found, stock : DataFrame
+    table, uncompressed : DataFrame
         From `retrieval`, with a plan and without.
 
     Returns
@@ -210,7 +210,7 @@ def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
         errors are standard errors over questions, of the score and of the added NLL. A task is
         counted if the score of the uncompressed model is at least `UNANSWERED`.
     """
-    both = found.assign(stock_score=stock["score"], stock_nll=stock["nll"])
+    both = table.assign(stock_score=uncompressed["score"], stock_nll=uncompressed["nll"])
     both["added_nll"] = both["nll"] - both["stock_nll"]
     rows = [
         {

@@ -103,13 +103,13 @@ def decode_speed(
     filled = DynamicCache(config=model.config)
     for chunk in prompt[:, :-1].split(TOKENS_PER_CALL, dim=1) if tokens > 1 else ():
         model(input_ids=chunk, past_key_values=filled, logits_to_keep=1)
-    stock, small = [], []
+    before, after = [], []
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
         cache = copy.deepcopy(filled)
-        stock.append(_seconds_per_token(model, cache, prompt, new_tokens))
+        before.append(_seconds_per_token(model, cache, prompt, new_tokens))
         with compressed(model, plan) as new_cache:
             compressed_cache = new_cache(filled)
-            small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
+            after.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
     stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     compressed_bytes = compressed_cache.nbytes()
     stock_working = _working_bytes(model, cache)
@@ -117,9 +117,9 @@ def decode_speed(
         compressed_working = _working_bytes(model, compressed_cache)
     return DecodeSpeed(
         tokens,
-        stock_seconds=median(stock),
-        compressed_seconds=median(small),
-        time_ratio=median(after / before for before, after in zip(stock, small, strict=True)),
+        stock_seconds=median(before),
+        compressed_seconds=median(after),
+        time_ratio=median(x / y for x, y in zip(after, before, strict=True)),
         stock_bytes=stock_bytes,
         compressed_bytes=compressed_bytes,
         constant_bytes=plan.basis_nbytes(model.dtype),
