@@ -87,6 +87,7 @@ LINEAR = "it has layers of type linear_attention"
 KEYWORDS = "its layer does not hand keywords on to it"
 ROTATED = "computes something else when its keys and queries are rotated outside of it"
 FULL = ["full_attention"] * 3
+PER_LAYER = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
 ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LONG_FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -102,10 +103,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "gemma3n": (
         "Gemma3nTextConfig",
-        {"num_kv_shared_layers": 1, "layer_types": FULL, "intermediate_size": [48] * 3},
+        PER_LAYER | {"num_kv_shared_layers": 1, "layer_types": FULL, "intermediate_size": [48] * 3},
         "some of its layers share the keys and values of others",
     ),
-    "gemma4": ("Gemma4TextConfig", {}, "does not rotate queries and keys together"),
+    "gemma4": ("Gemma4TextConfig", PER_LAYER, "does not rotate queries and keys together"),
     "llama-dynamic": (
         "LlamaConfig",
         {"rope_parameters": ROPE | {"rope_type": "dynamic"}},

@@ -3,64 +3,98 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.errors import ModelError
-from manifoldkv.models.interface import Attend, identity_rotation, intercepted
-from manifoldkv.models.support import attention_of, uncompiled
+from manifoldkv.models.interface import Attend, Rotate, identity_rotation, intercepted, rotation_of
+from manifoldkv.models.support import linear_weight, uncompiled
 
 
 class StopForward(Exception):  # noqa: N818 (not an error)
-    """Ends a forward pass once what it is made for is known."""
+    """Ends a forward pass whose remaining outputs are not needed."""
 
 
-def project(
-    module: nn.Module, inputs: Tensor, rotary_dim: int, keywords: dict[str, Any]
-) -> list[Tensor]:
-    """Return queries, keys and values that a decoder layer makes of inputs (B, m, hidden).
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A decoder layer with the arguments that the model calls it with.
 
-    They are those before rotation, (B, heads, m, d), in the dtype of the layer, whose call ends
-    with them.
+    Arguments are equal for all unpadded sequences of a length. Rotation is not among them: the
+    layer's own is made the identity, so that whatever replaces attention receives queries and keys
+    as they leave their projections and norms, whatever the family.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The decoder layer.
+    rotary_dim : int
+        Size of the cosines that it takes.
+    keywords : dict
+        All other keyword arguments but mask and positions.
     """
-    found: list[Tensor] = []
 
-    def stop(attention: nn.Module, *projections: Any) -> Tensor:
-        found.extend(projections[:3])
-        raise StopForward
+    module: nn.Module
+    rotary_dim: int
+    keywords: dict[str, Any]
 
-    weight = attention_of(module).o_proj.weight
-    with suppress(StopForward):
-        call_layer(module, inputs.to(weight.dtype), stop, rotary_dim, keywords)
-    return found
+    @property
+    def attention(self) -> Any:
+        """Return the attention module of the layer."""
+        return self.module.self_attn
 
+    @property
+    def rotate(self) -> Rotate:
+        """Return the rotation that the layer applies to queries and keys."""
+        return rotation_of(self.module)
 
-def call_layer(
-    module: nn.Module,
-    inputs: Tensor,
-    attend_instead: Attend,
-    rotary_dim: int,
-    keywords: dict[str, Any],
-) -> Tensor:
-    """Return a decoder layer's output for inputs (B, m, hidden), with its attention replaced.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the layer computes in."""
+        return self.attention.o_proj.weight.dtype
 
-    The layer's own rotation is made the identity, so that `attend_instead` receives queries and
-    keys as they leave their projections and norms, whatever the family.
-    """
-    tokens = inputs.shape[1]
-    with intercepted(attention_of(module).config), uncompiled(module):
-        output = module(
-            inputs,
-            attention_mask=None,
-            position_ids=torch.arange(tokens, device=inputs.device).unsqueeze(0),
-            position_embeddings=identity_rotation(inputs, tokens, rotary_dim),
-            manifoldkv_attend=attend_instead,
-            **keywords,
-        )
-    if not isinstance(output, Tensor):
-        raise ModelError(
-            f"{type(module).__name__} is not supported: it returns {type(output).__name__}"
-        )
-    return output
+    def output_weight(self) -> Tensor:
+        """Return the output projection W_O, (hidden, H_q·d)."""
+        return linear_weight(self.attention.o_proj)
+
+    def output(self, inputs: Tensor, attend_instead: Attend) -> Tensor:
+        """Return the layer's output for inputs (B, m, hidden), with its attention replaced.
+
+        Parameters
+        ----------
+        inputs : Tensor
+            (B, m, hidden), converted to the dtype of the layer.
+        attend_instead : Attend
+            Replaces attention; its result is in the dtype of the layer.
+
+        Returns
+        -------
+        Tensor
+            (B, m, hidden)
+        """
+        inputs, tokens = inputs.to(self.dtype), inputs.shape[1]
+        with intercepted(self.attention.config), uncompiled(self.module):
+            return self.module(
+                inputs,
+                attention_mask=None,
+                position_ids=torch.arange(tokens, device=inputs.device).unsqueeze(0),
+                position_embeddings=identity_rotation(inputs, tokens, self.rotary_dim),
+                manifoldkv_attend=attend_instead,
+                **self.keywords,
+            )
+
+    def projections(self, inputs: Tensor) -> list[Tensor]:
+        """Return queries, keys and values before rotation, (B, heads, m, d), of (B, m, hidden).
+
+        They are in the dtype of the layer, whose call ends with them.
+        """
+        projections: list[Tensor] = []
+
+        def stop(attention: nn.Module, *arguments: Any) -> Tensor:
+            projections.extend(arguments[:3])
+            raise StopForward
+
+        with suppress(StopForward):
+            self.output(inputs, stop)
+        return projections

@@ -6,16 +6,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations.call import project
+from manifoldkv.activations.call import LayerCall
 from manifoldkv.activations.placement import Placement
 from manifoldkv.basis import Rotary
-from manifoldkv.models.interface import AttentionSettings, rotation_of
-from manifoldkv.models.support import attention_of, linear_weight
+from manifoldkv.models.interface import AttentionSettings
 
 SEQUENCES_PER_FORWARD = 8
 
@@ -29,8 +28,8 @@ class Batch:
     sequences : Tensor
         Indices, (b,), int64, on the CPU.
     rows : Tensor or None
-        Positions whose outputs are looked at, (m,), likewise; None for all of them. Keys and values
-        of every position take part regardless.
+        Positions of queries, (m,), likewise; None for all. Keys and values are those of every
+        position.
     """
 
     sequences: Tensor
@@ -38,17 +37,7 @@ class Batch:
 
 
 class Projections(NamedTuple):
-    """What a layer makes of its inputs for attention.
-
-    Parameters
-    ----------
-    queries : Tensor
-        (b, H_q, m, d), after query norms.
-    keys : Tensor
-        (b, H_kv, m, d), after key norms.
-    values : Tensor
-        (b, H_kv, m, d)
-    """
+    """Queries (b, H_q, m, d), keys and values (b, H_kv, m, d) of a layer, after their norms."""
 
     queries: Tensor
     keys: Tensor
@@ -57,16 +46,15 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerActivations:
-    """What passes through one decoder layer for S sequences of n tokens.
+    """Activations of one decoder layer for S sequences of n tokens.
 
-    `inputs` and `outputs` are in the dtype of the model, so that nothing is rounded; all else
-    is float32, or float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the
-    layer runs; the large ones too if they fit there, else in memory, else in files mapped into it.
-    What the methods return is on the device.
+    `inputs` and `outputs` are in the dtype of the model, without rounding; all else is float32, or
+    float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the layer runs; the
+    large ones too if they fit there, else in memory, else in memory-mapped files. Methods return
+    tensors on the device.
 
-    Inputs and outputs are all that is stored: the layer makes queries, keys and values of its
-    inputs whenever `projections` asks. Only `keys` and `values` store theirs, for what needs them
-    again and again.
+    Only inputs and outputs are held: `projections` runs the layer at each call. The properties
+    `keys` and `values` compute theirs once and hold them.
 
     Parameters
     ----------
@@ -87,12 +75,10 @@ class LayerActivations:
         Layer outputs of the uncompressed layer, (S, n, hidden).
     settings : AttentionSettings
         Scaling, soft cap and sinks of the layer's attention.
-    module : nn.Module
-        The decoder layer itself.
-    keywords : dict
-        What else the model passes to the layer.
+    call : LayerCall
+        The decoder layer, called as the model calls it.
     folder : Path or None
-        Where tensors go that do not fit into memory, as in `capture`.
+        Folder of tensors that do not fit into memory, as in `capture`.
     """
 
     layer: int
@@ -105,8 +91,7 @@ class LayerActivations:
     mask: Tensor
     outputs: Tensor
     settings: AttentionSettings
-    module: nn.Module
-    keywords: dict[str, Any]
+    call: LayerCall
     folder: Path | None = None
 
     def __repr__(self) -> str:
@@ -120,6 +105,11 @@ class LayerActivations:
     def device(self) -> torch.device:
         """Return the device where the layer runs."""
         return self.cos.device
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the decoder layer."""
+        return self.call.module
 
     @property
     def sequences(self) -> int:
@@ -138,12 +128,12 @@ class LayerActivations:
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys before rotation, (S, H_kv, n, d), stored from now on."""
+        """Return the keys before rotation, (S, H_kv, n, d), held from the first access."""
         return self._kept[0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values, (S, H_kv, n, d), stored from now on."""
+        """Return the values, (S, H_kv, n, d), held from the first access."""
         return self._kept[1]
 
     @cached_property
@@ -151,11 +141,11 @@ class LayerActivations:
         shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
         nbytes = 2 * math.prod(shape) * self.dtype.itemsize
         placement = Placement(nbytes, self.device, self.folder)
-        keys, values = (placement.empty(shape, self.dtype) for _ in range(2))
+        keys, values = placement.empty(shape, self.dtype), placement.empty(shape, self.dtype)
         for chunk in torch.arange(self.sequences).split(SEQUENCES_PER_FORWARD):
-            made = self.projections("pre", Batch(chunk))
-            keys[chunk] = made.keys.to(keys.device)
-            values[chunk] = made.values.to(values.device)
+            _, keys_of_chunk, values_of_chunk = self.projections("pre", Batch(chunk))
+            keys[chunk] = keys_of_chunk.to(keys.device)
+            values[chunk] = values_of_chunk.to(values.device)
         return keys, values
 
     @torch.no_grad()
@@ -171,16 +161,15 @@ class LayerActivations:
         """
         batch = batch or Batch(torch.arange(self.sequences))
         inputs = select_rows(self.inputs, batch).to(self.device)
-        made = project(self.module, inputs, self.cos.shape[-1], self.keywords)
-        queries, keys, values = (x.to(self.dtype) for x in made)
+        queries, keys, values = [x.to(self.dtype) for x in self.call.projections(inputs)]
         if rotary == "pre":
             return Projections(queries, keys, values)
         return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
 
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rotate (B, H, tokens, d) as the model does; `rows` are positions, None for all n."""
+        """Rotate (B, H, tokens, d) at the positions `rows`, None for all n."""
         cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
-        return rotation_of(self.module)(x, cos, sin)
+        return self.call.rotate(x, cos, sin)
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
         """Return keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
@@ -200,8 +189,9 @@ class LayerActivations:
 
     def output_weight(self) -> Tensor:
         """Return the output projection W_O by query head, (H_q, d, hidden)."""
-        weight = linear_weight(attention_of(self.module).o_proj).to(self.dtype)  # (hidden, H_q·d)
-        return weight.mT.reshape(self.query_heads, self.head_dim, -1)
+        return (
+            self.call.output_weight().to(self.dtype).mT.reshape(self.query_heads, self.head_dim, -1)
+        )
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where large tensors lie: on the device of the model, in memory, or in a file."""
+"""Large tensors on the device of the model, in memory, or in a file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from torch import Tensor
 from manifoldkv.errors import RunError
 
 SHARE = 0.5
-"""Largest share of the free bytes that the inputs and outputs of a layer may take: more of it is
-stored while it is solved."""
+"""Largest share of the free bytes for the inputs and outputs of a layer: solving it needs more."""
 
 
 class Placement:
-    """Makes room for tensors: on a device if they fit there, else in memory, else in files.
+    """Allocates tensors on a device if they fit there, else in memory, else in files.
 
     Parameters
     ----------
     nbytes : int
-        Bytes of all tensors to come.
+        Bytes of all tensors together.
     device : torch.device
-        Where they are used.
+        Device of their use.
     folder : Path, optional
-        For files; the system's temporary folder if omitted. A file has no name any more once its
-        tensor is made, and vanishes with it, also if the process is killed.
+        Folder of the files; the system's temporary one if omitted. Files have no names once their
+        tensors exist, and vanish with them, also if the process is killed.
     """
 
     def __init__(self, nbytes: int, device: torch.device, folder: Path | None = None) -> None:
@@ -42,7 +41,7 @@ class Placement:
             self.in_files = nbytes > SHARE * free_bytes(self._device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor to be filled.
+        """Return an uninitialised tensor.
 
         Raises
         ------
@@ -71,9 +70,9 @@ class Placement:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Give a file its size, where possible with all its blocks.
+    """Set the size of a file and, where possible, allocate its blocks.
 
-    A disk that is full only when the mapped file is written to ends the process without a word.
+    A full disk would otherwise kill the process as it writes to the mapped file.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -82,7 +81,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on a device now."""
+    """Return the free bytes of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -45,7 +45,7 @@ def _answer(found: Exported) -> Answer:
         f"cache       {size(found.bytes_per_token)} per token, "
         f"{size(found.stock_bytes_per_token)} before",
         f"perplexity  {measured.compressed.perplexity:.3f}, "
-        f"{measured.uncompressed.perplexity:.3f} before, on {measured.compressed.predicted} "
+        f"{measured.uncompressed.perplexity:.3f} before, on {measured.compressed.tokens_scored} "
         "held-out tokens",
         f"added       {with_error(measured.added_nll, measured.standard_error)} nats per token",
         f"checkpoint: {found.folder}",

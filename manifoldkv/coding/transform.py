@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.allocation import (
     FLOOR,

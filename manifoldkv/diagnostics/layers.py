@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import attention_output, layer_output
 from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.activations.outputs import attention_output, layer_output
 from manifoldkv.basis import Basis, Rotary
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention

@@ -1,4 +1,4 @@
-"""Continuations of a text, on the compressed cache and on the uncompressed one."""
+"""Continuations of a text, with the compressed cache or without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def continuation(
     *,
     new_tokens: int = 60,
 ) -> Tensor:
-    """Return the likeliest tokens after a text, one by one.
+    """Return a greedy continuation of a text.
 
     Parameters
     ----------
@@ -30,10 +30,9 @@ def continuation(
     prompt : Tensor
         Token ids, (1, length).
     plan : CompressionPlan, optional
-        The prompt is read and the text written on the compressed cache; on the stock cache without
-        one.
+        Prompt and continuation use its compressed cache; the uncompressed one if omitted.
     new_tokens : int
-        Largest number; a model may end its text before.
+        Largest number of tokens; a model may end its text before.
 
     Returns
     -------
@@ -47,22 +46,22 @@ def continuation(
     """
     prompt = checked_tokens(model, prompt).to(model.device)
     with nullcontext() if plan is None else compressed(model, plan), torch.no_grad():
-        written = model.generate(
+        ids = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=new_tokens,
             do_sample=False,
         )
-    return written[0, prompt.shape[1] :]
+    return ids[0, prompt.shape[1] :]
 
 
 def beginning(model: PreTrainedModel, tokens: Tensor, new_tokens: int) -> Tensor:
-    """Return the first of some sequences, (1, length), as long as there is room behind it.
+    """Return the first sequence, (1, length), cut to leave room for new tokens.
 
     Raises
     ------
     ArgumentError
-        If new tokens alone are more than the model takes.
+        If new tokens alone exceed the positions of the model.
     """
     room = positions(model) - new_tokens
     if room < 1:

@@ -1,4 +1,4 @@
-"""Working memory: what a step takes beside what is held before and after it."""
+"""Working memory of a step: its peak beyond the memory in use before it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 import torch
 
 MMAP_THRESHOLD = -3
-"""Name of the parameter for glibc's mallopt."""
+"""Number of the parameter for glibc's mallopt."""
 SMALLEST_MAPPING = 1 << 16
 LARGEST_THRESHOLD = 32 << 20
-"""Up to which glibc raises the threshold as a process runs."""
+"""Limit up to which glibc raises the threshold as a process runs."""
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
-    """Return the peak of the memory that a step takes beyond what is held before it, in bytes.
+    """Return the peak of the memory in use during a step, less that before it, in bytes.
 
-    On a GPU that is what torch has allocated. On a CPU it is the resident memory of the process:
-    the kernel is asked for its high-water mark (``VmHWM``), which is reset before the step, and the
-    C library to give freed memory back at once.
+    On a GPU this is memory allocated by torch. On a CPU it is the resident memory of the process,
+    from the kernel's high-water mark (``VmHWM``), which is reset before the step, while the C
+    library releases freed memory at once.
 
     Parameters
     ----------
     step : callable
         Called once, without arguments.
     device : torch.device
-        Where it computes.
+        Device of the step.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:
 
 @contextmanager
 def _freed_at_once(libc: ctypes.CDLL) -> Iterator[None]:
-    """Let freed memory leave the process inside the block."""
+    """Release freed memory to the operating system inside the block."""
     libc.mallopt(MMAP_THRESHOLD, SMALLEST_MAPPING)
     libc.malloc_trim(0)
     try:

@@ -23,35 +23,30 @@ LOG = logging.getLogger(__name__)
 
 SEQUENCES_PER_FORWARD = 8
 FEWEST = 4
-"""Fewest values of whose mean a standard error is given."""
+"""Fewest values of whose mean a standard error is computed."""
 LARGEST_NLL = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """Loss of a model on a text.
 
     Parameters
     ----------
     by_sequence : tuple of float
-        Mean negative log-likelihood of each sequence, nats per predicted token: plans measured on
-        the same tokens are best compared one by one.
-    predicted : int
-        Tokens predicted: all but the first of every sequence.
+        Mean negative log-likelihood of each sequence, nats per token: plans measured on the same
+        tokens are best compared one by one.
+    tokens_scored : int
+        Number of tokens in these means: all but the first of every sequence.
     """
 
     by_sequence: tuple[float, ...]
-    predicted: int
+    tokens_scored: int
 
     @property
     def nll(self) -> float:
-        """Return the mean negative log-likelihood, nats per predicted token."""
+        """Return the mean negative log-likelihood, nats per token."""
         return statistics.fmean(self.by_sequence)
-
-    @property
-    def standard_error(self) -> float:
-        """Return the standard error of `nll` over sequences, as `standard_error` does."""
-        return standard_error(self.by_sequence)
 
     @property
     def perplexity(self) -> float:
@@ -60,7 +55,7 @@ class Perplexity:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean; NaN of fewer than `FEWEST` values, which say nothing."""
+    """Return the standard error of a mean; NaN of fewer than `FEWEST` values, too few for one."""
     if len(values) < FEWEST:
         return math.nan
     # Not statistics.stdev, which fails on losses that are not finite.
@@ -68,7 +63,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def with_error(mean: float, error: float, digits: int = 4) -> str:
-    """Return a mean as printed, followed by its standard error if there is one."""
+    """Return a mean as printed, followed by its standard error unless that is NaN."""
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
@@ -76,10 +71,10 @@ def with_error(mean: float, error: float, digits: int = 4) -> str:
 def perplexity(
     model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan | None = None
 ) -> Perplexity:
-    """Return how well a model predicts token ids, on its compressed cache if a plan is given.
+    """Return the loss of a model on token ids, with its compressed cache if there is a plan.
 
-    Every token is predicted from what the cache stores of the tokens before it and of itself, as
-    in decoding token by token.
+    Every token is scored given the cache of the tokens before it and of itself, as in decoding
+    token by token.
 
     Parameters
     ----------
@@ -113,24 +108,23 @@ def perplexity(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model on the same text with its compressed cache and without."""
+    """Losses of a model on the same text, with its compressed cache and without."""
 
     uncompressed: Perplexity
     compressed: Perplexity
 
     @property
     def added_nll(self) -> float:
-        """Return the NLL that compression adds, nats per predicted token."""
+        """Return the NLL that compression adds, nats per token."""
         return self.compressed.nll - self.uncompressed.nll
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of `added_nll` over sequences, as `standard_error` does."""
+        """Return the `standard_error` of `added_nll` over sequences."""
         pairs = zip(self.compressed.by_sequence, self.uncompressed.by_sequence, strict=True)
-        differences = tuple(after - before for after, before in pairs)
-        return Perplexity(differences, self.compressed.predicted).standard_error
+        return standard_error([after - before for after, before in pairs])
 
 
 def compare(model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan) -> Comparison:
-    """Return how well a model predicts with a plan and without; parameters as in `perplexity`."""
+    """Return the losses of a model with a plan and without; parameters as in `perplexity`."""
     return Comparison(perplexity(model, tokens), perplexity(model, tokens, plan))

@@ -21,23 +21,23 @@ CUE, COPIED = 16, 8
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what should be written after it.
+    """A prompt and its expected answer.
 
     Parameters
     ----------
     task : str
-        What kind of question it is.
+        Name of the task.
     prompt : tuple of int
         Token ids.
     answers : tuple of str
-        Texts that all belong into what is written.
+        Texts that are all expected in the generated text.
     continuation : tuple of int
-        Token ids of the answers, as they should follow the prompt.
+        Token ids of the answers, as expected directly after the prompt.
     new_tokens : int
-        Tokens that may be written.
+        Largest number of tokens to generate.
     depth : float
-        Where the answer stands: 0 at the beginning of the prompt, 1 at its end; NaN if it stands
-        in many places.
+        Position of the answer: 0 at the beginning of the prompt, 1 at its end; NaN if it has
+        several.
     """
 
     task: str
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(frozen=True)
 class _Request:
-    """What questions are asked for."""
+    """Arguments of `questions`."""
 
     tokenizer: PreTrainedTokenizerBase
     text: TextSource
@@ -59,36 +59,30 @@ class _Request:
     seed: int
 
     def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands inside of another."""
+        """Return the tokens of a text in the middle of another."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def start(self, text: str) -> list[int]:
-        """Return the tokens of a text with what the tokenizer puts before one."""
+        """Return the tokens of a text, the start token included."""
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return ids
 
     def filler(self, length: int) -> list[list[int]]:
-        """Return held-out tokens of the text for every question."""
+        """Return held-out tokens of the text, (items, length)."""
         tokens = sample_tokens(
             self.text, self.tokenizer, sequences=self.items, length=length, split="held-out"
         )
         return tokens.tolist()
 
     def room(self, *parts: Sequence[int]) -> int:
-        """Return how many tokens a prompt has beside some parts.
-
-        Raises
-        ------
-        ArgumentError
-            If there is none.
-        """
+        """Return the number of tokens of a prompt beside some parts, refused if not positive."""
         room = self.length - sum(map(len, parts))
         if room < 1:
             raise ArgumentError(
-                f"a prompt of {self.length} tokens has no room for anything but the question: ask "
-                f"for more than {self.length - room} tokens"
+                f"a prompt of {self.length} tokens has no room for anything but the question: "
+                f"length must be > {self.length - room}"
             )
         return room
 
@@ -102,56 +96,53 @@ def questions(
     items: int,
     seed: int = 0,
 ) -> list[Question]:
-    """Return questions of a task; the same seed gives the same ones.
+    """Return questions of a task, determined by the seed.
 
     Parameters
     ----------
     task : str
-        ``"passkey"`` (Mohtashami and Jaggi, 2023): five digits hidden in a text, at depths that are
-        spread evenly over it. ``"copying"``: 16 tokens of a text are repeated, and the 8 that
-        followed them are asked for. ``"key-value"`` (after Liu et al., 2024): one of many pairs of
-        numbers. Or a name out of `RULER` (Hsieh et al., 2024), as the LM Evaluation Harness makes
-        it, of whose tasks these need no download.
+        ``"passkey"`` (Mohtashami and Jaggi, 2023): five digits hidden in a text, at evenly spread
+        depths. ``"copying"``: 16 tokens of a text are repeated, and the 8 after them are asked for.
+        ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers. Or one of `RULER`
+        (Hsieh et al., 2024), tasks of the LM Evaluation Harness that need no download.
     tokenizer : PreTrainedTokenizerBase
         The model's.
     text : TextSource
-        From `open_text`. Passkeys hide in its held-out part, passages are copied from it.
+        From `open_text`; passkeys are hidden in its held-out part, passages are copied from it.
     length : int
-        Tokens of a prompt; of `RULER` with those that may be written, as the harness counts.
+        Tokens of a prompt; for `RULER` `new_tokens` included, as the harness counts.
     items : int
-        How many questions.
+        Number of questions.
     seed : int
-        Of numbers and places.
+        Seed of numbers and positions.
 
     Raises
     ------
     ArgumentError
-        If there is no such task.
-        If the text is too short for the questions, or the length for a single one.
+        If the task is unknown, the text too short for the questions, or the length for one.
     """
     request = _Request(tokenizer, text, length, items, seed)
     if task in RULER:
         return _ruler(request, task)
-    if task not in _MADE_HERE:
+    if task not in _SYNTHETIC:
         raise ArgumentError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    return _MADE_HERE[task](request, random.Random(f"{task} {length} {seed}"))
+    return _SYNTHETIC[task](request, random.Random(f"{task} {length} {seed}"))
 
 
 def _passkey(request: _Request, numbers: random.Random) -> list[Question]:
     start = request.start("Somewhere in the following text a pass key is hidden. Remember it.\n\n")
     end = request.ids("\n\nWhat is the pass key? The pass key is")
-
-    found = []
+    result = []
     for item, filler in enumerate(request.filler(request.room(start, end))):
         digits = str(numbers.randrange(10_000, 100_000))
         needle = request.ids(f"\n\nThe pass key is {digits}. Remember it: {digits}.\n\n")
         room = request.room(start, needle, end)
         depth = (item + 0.5) / request.items
-        place = round(depth * room)
-        prompt = [*start, *filler[:place], *needle, *filler[place:room], *end]
+        cut = round(depth * room)
+        prompt = [*start, *filler[:cut], *needle, *filler[cut:room], *end]
         answer = request.ids(f" {digits}")
-        found.append(_recalled("passkey", prompt, digits, answer, depth))
-    return found
+        result.append(_recall("passkey", prompt, digits, answer, depth))
+    return result
 
 
 def _copying(request: _Request, numbers: random.Random) -> list[Question]:
@@ -159,21 +150,22 @@ def _copying(request: _Request, numbers: random.Random) -> list[Question]:
     room = request.room(start, gap, [0] * CUE)
     if room < CUE + COPIED:
         raise ArgumentError(f"a prompt of {request.length} tokens is too short to copy from")
-    found = []
+    result = []
     for filler in request.filler(room):
-        place = numbers.randrange(room - CUE - COPIED + 1)
-        cue, copied = filler[place : place + CUE], filler[place + CUE : place + CUE + COPIED]
+        position = numbers.randrange(room - CUE - COPIED + 1)
+        cue = filler[position : position + CUE]
+        copied = filler[position + CUE : position + CUE + COPIED]
         text = request.tokenizer.decode(copied)
         prompt = [*start, *filler, *gap, *cue]
-        found.append(_recalled("copying", prompt, text, copied, place / len(prompt)))
-    return found
+        result.append(_recall("copying", prompt, text, copied, position / len(prompt)))
+    return result
 
 
 def _key_value(request: _Request, numbers: random.Random) -> list[Question]:
     start = request.start("Every key has a value.\n")
     end = [request.ids(f"\nThe value of key {key} is") for key in (1000, 9999)]
     room = request.room(start, max(end, key=len))
-    found = []
+    result = []
     for _ in range(request.items):
         lines: list[list[int]] = []
         keys = numbers.sample(range(1000, 10_000), 9000)
@@ -187,39 +179,37 @@ def _key_value(request: _Request, numbers: random.Random) -> list[Question]:
             left -= len(line)
         if not lines:
             raise ArgumentError(f"a prompt of {request.length} tokens has no room for a key")
-        wanted = numbers.randrange(len(lines))
-        asked = request.ids(f"\nThe value of key {keys[wanted]} is")
-        prompt = [*start, *chain.from_iterable(lines), *asked]
-        digits = str(values[wanted])
-        depth = (wanted + 0.5) / len(lines)
-        found.append(_recalled("key-value", prompt, digits, request.ids(f" {digits}"), depth))
-    return found
+        chosen = numbers.randrange(len(lines))
+        query = request.ids(f"\nThe value of key {keys[chosen]} is")
+        prompt = [*start, *chain.from_iterable(lines), *query]
+        digits = str(values[chosen])
+        depth = (chosen + 0.5) / len(lines)
+        result.append(_recall("key-value", prompt, digits, request.ids(f" {digits}"), depth))
+    return result
 
 
-_MADE_HERE: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
-    "passkey": _passkey,
-    "copying": _copying,
-    "key-value": _key_value,
-}
-TASKS = (*_MADE_HERE, *RULER)
-
-
-def _recalled(
+def _recall(
     task: str, prompt: list[int], answer: str, continuation: list[int], depth: float
 ) -> Question:
     """Return a question whose answer has to follow at once, token by token."""
     return Question(task, tuple(prompt), (answer,), tuple(continuation), len(continuation), depth)
 
 
+_SYNTHETIC: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
+    "passkey": _passkey,
+    "copying": _copying,
+    "key-value": _key_value,
+}
+TASKS = (*_SYNTHETIC, *RULER)
+
+
 def _ruler(request: _Request, task: str) -> list[Question]:
-    found = []
-    for document in ruler_documents(
+    documents = ruler_documents(
         task, request.tokenizer, length=request.length, items=request.items, seed=request.seed
-    ):
-        prompt = request.start(document.prompt)
-        whole = request.start(document.prompt + document.continuation)
-        continuation = tuple(whole[len(prompt) :])
-        found.append(
-            Question(task, tuple(prompt), document.answers, continuation, document.new_tokens)
-        )
-    return found
+    )
+    result = []
+    for text, answers, continuation, new_tokens in documents:
+        prompt = tuple(request.start(text))
+        whole = tuple(request.start(text + continuation))
+        result.append(Question(task, prompt, answers, whole[len(prompt) :], new_tokens))
+    return result

@@ -1,7 +1,4 @@
-"""Questions that look back, answered from a cache.
-
-A prompt is prefilled, and the answer is decoded from what the cache holds of it, as a user has it.
-"""
+"""Answers to questions about a prompt, decoded from a cache of the prompt."""
 
 from __future__ import annotations
 
@@ -37,21 +34,20 @@ from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
 UNANSWERED = 0.5
-"""A task of which the uncompressed model does not find so large a share of the answers says nothing
-about compression."""
+"""Smallest score of the uncompressed model at which a task tells something about compression."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a batch, of one length, and what the stock cache holds of them.
+    """A batch of prompts of one length.
 
     Parameters
     ----------
     ids : Tensor
-        (B, n), int64.
+        Token ids, (B, n), int64.
     stock : DynamicCache
-        Of all tokens but the last of each prompt. It is read by all who hold these prompts: copy it
-        before it is changed.
+        Uncompressed cache of all tokens but the last of each prompt. It is shared: copy it before
+        changing it.
     """
 
     ids: Tensor
@@ -59,8 +55,8 @@ class Prompts:
 
 
 Holder = Callable[[PreTrainedModel, Prompts], AbstractContextManager[Callable[[], Cache]]]
-"""A way to hold prompts: what it yields makes caches of all tokens but the last of each, which the
-model reads and extends for as long as the block lasts."""
+"""A context manager of a kind of cache: it yields a function that returns a new cache of all tokens
+of the prompts but the last of each, for the model to extend inside the block."""
 
 
 def retrieval(
@@ -72,7 +68,7 @@ def retrieval(
     prefill: Prefill = "exact",
     batch_size: int = 8,
 ) -> pd.DataFrame:
-    """Return how well questions are answered, on the compressed cache if a plan is given.
+    """Return scores of the answers to questions, from the compressed cache if there is a plan.
 
     Parameters
     ----------
@@ -81,19 +77,18 @@ def retrieval(
     questions : sequence of Question
         From `questions`.
     plan : CompressionPlan, optional
-        The uncompressed model is asked without one.
+        The uncompressed model answers without one.
     prefill : {"exact", "compressed"}
-        Whether the tokens of a prompt see each other as they are, and only the answer reads the
-        compressed cache, or everything reads what the cache stores. As `compressed` has it.
+        Whether the tokens of a prompt see each other uncompressed, and only the answer reads the
+        compressed cache, or all tokens read it. As in `compressed`.
     batch_size : int
-        Prompts at a time, at most: those of one length run together, so that no cache needs to
-        take padding.
+        Largest number of prompts in a batch, all of one length: there is no padding.
 
     Returns
     -------
     DataFrame
-        ``task, length, depth, score, nll``, one row per question in their order: the share of its
-        answers that were written (greedy decoding), and the mean negative log-likelihood of its
+        ``task, length, depth, score, nll``, one row per question in their order: the share of the
+        answers in the greedily decoded text, and the mean negative log-likelihood of the
         continuation, nats per token.
 
     Raises
@@ -101,9 +96,9 @@ def retrieval(
     ArgumentError
         If there is no question, or one is longer than the model takes.
     """
-    held = uncompressed if plan is None else partial(through_plan, plan=plan, prefill=prefill)
-    found = retrieval_through(model, tokenizer, questions, {"": held}, batch_size=batch_size)
-    return found.drop(columns="cache")
+    holder = uncompressed if plan is None else partial(through_plan, plan=plan, prefill=prefill)
+    table = retrieval_through(model, tokenizer, questions, {"": holder}, batch_size=batch_size)
+    return table.drop(columns="cache")
 
 
 @torch.no_grad()
@@ -115,14 +110,14 @@ def retrieval_through(
     *,
     batch_size: int = 8,
 ) -> pd.DataFrame:
-    """Return how well questions are answered from several caches, each prompt prefilled once.
+    """Return scores of the answers from several caches, with one prefill per prompt.
 
     Parameters
     ----------
     model, tokenizer, questions, batch_size
         As in `retrieval`.
     caches : mapping of str to Holder
-        The caches by name.
+        Kinds of caches by name.
 
     Returns
     -------
@@ -140,13 +135,13 @@ def retrieval_through(
         for chosen in _batches(questions, batch_size):
             batch = [questions[i] for i in chosen]
             prompts = _prefilled(model, batch)
-            for place, (name, hold) in enumerate(caches.items()):
+            for order, (name, hold) in enumerate(caches.items()):
                 with hold(model, prompts) as new_cache:
                     scores = _scores(model, tokenizer, batch, prompts, new_cache())
                     losses = _losses(model, batch, prompts, new_cache())
                 rows += [
                     {
-                        "place": place,
+                        "order": order,
                         "item": item,
                         "cache": name,
                         "task": question.task,
@@ -160,8 +155,8 @@ def retrieval_through(
                     )
                 ]
             bar.update(len(batch))
-    found = pd.DataFrame(rows).sort_values(["place", "item"])
-    return found.drop(columns=["place", "item"]).reset_index(drop=True)
+    table = pd.DataFrame(rows).sort_values(["order", "item"])
+    return table.drop(columns=["order", "item"]).reset_index(drop=True)
 
 
 def check_questions(model: PreTrainedModel, questions: Sequence[Question]) -> None:
@@ -178,7 +173,7 @@ def check_questions(model: PreTrainedModel, questions: Sequence[Question]) -> No
 
 @contextmanager
 def uncompressed(model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
-    """Hold prompts in the stock cache."""
+    """Yield a function that returns copies of the uncompressed cache."""
     yield lambda: copy.deepcopy(prompts.stock)
 
 
@@ -186,26 +181,26 @@ def uncompressed(model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[
 def through_plan(
     model: PreTrainedModel, prompts: Prompts, plan: CompressionPlan, prefill: Prefill = "exact"
 ) -> Iterator[Callable[[], Cache]]:
-    """Hold prompts in a compressed cache.
+    """Yield a function that returns compressed caches.
 
-    With ``prefill="exact"`` the stock cache is compressed; otherwise the prompts are read again,
-    each token through what the cache stores.
+    With ``prefill="exact"`` the uncompressed cache is compressed; otherwise there is another
+    prefill, in which tokens see each other compressed.
     """
     with compressed(model, plan) as new_cache:
         if prefill == "exact":
             yield lambda: new_cache(prompts.stock)
         else:
-            read = new_cache()
-            model(input_ids=prompts.ids[:, :-1], past_key_values=read, logits_to_keep=1)
-            yield lambda: copy.deepcopy(read)
+            filled = new_cache()
+            model(input_ids=prompts.ids[:, :-1], past_key_values=filled, logits_to_keep=1)
+            yield lambda: copy.deepcopy(filled)
 
 
-def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
+def summarize(table: pd.DataFrame, uncompressed: pd.DataFrame) -> pd.DataFrame:
     """Return means by task, beside those of the uncompressed model on the same questions.
 
     Parameters
     ----------
-    found, stock : DataFrame
+    table, uncompressed : DataFrame
         From `retrieval`, with a plan and without.
 
     Returns
@@ -213,9 +208,9 @@ def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``task, items, stock_score, score, score_error, stock_nll, added_nll, nll_error, counted``:
         errors are standard errors over questions, of the score and of the added NLL. A task is
-        counted if the uncompressed model finds `UNANSWERED` of the answers or more.
+        counted if the score of the uncompressed model is at least `UNANSWERED`.
     """
-    both = found.assign(stock_score=stock["score"], stock_nll=stock["nll"])
+    both = table.assign(stock_score=uncompressed["score"], stock_nll=uncompressed["nll"])
     both["added_nll"] = both["nll"] - both["stock_nll"]
     rows = [
         {
@@ -235,16 +230,16 @@ def summarize(found: pd.DataFrame, stock: pd.DataFrame) -> pd.DataFrame:
 
 
 def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[int]]:
-    """Yield the places of questions whose prompts have one length."""
+    """Yield indices of questions whose prompts have one length."""
     by_length = sorted(range(len(questions)), key=lambda i: len(questions[i].prompt))
     for _, group in groupby(by_length, key=lambda i: len(questions[i].prompt)):
-        places = list(group)
-        for start in range(0, len(places), batch_size):
-            yield places[start : start + batch_size]
+        indices = list(group)
+        for start in range(0, len(indices), batch_size):
+            yield indices[start : start + batch_size]
 
 
 def _prefilled(model: PreTrainedModel, batch: Sequence[Question]) -> Prompts:
-    """Return the prompts of some questions, read by the uncompressed model."""
+    """Return the prompts of some questions, after a prefill by the uncompressed model."""
     ids = torch.tensor([question.prompt for question in batch], device=model.device)
     stock = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-1], past_key_values=stock, logits_to_keep=1)
@@ -258,22 +253,22 @@ def _scores(
     prompts: Prompts,
     cache: Cache,
 ) -> list[float]:
-    """Let the model write, and return the share of every question's answers that it has written."""
-    written = _Written(tokenizer, batch, prompts.ids.shape[1])
+    """Return, by question, the share of its answers in the text that the model generates."""
+    answered = _Answered(tokenizer, batch, prompts.ids.shape[1])
     output = model.generate(
         input_ids=prompts.ids,
         attention_mask=torch.ones_like(prompts.ids),
         past_key_values=cache,
         max_new_tokens=max(question.new_tokens for question in batch),
         do_sample=False,
-        pad_token_id=_padding(tokenizer),
-        stopping_criteria=StoppingCriteriaList([written]),
+        pad_token_id=tokenizer.eos_token_id or 0,  # for the rows that have ended
+        stopping_criteria=StoppingCriteriaList([answered]),
     )
-    return written.shares(output)
+    return answered.shares(output)
 
 
-class _Written(StoppingCriteria):
-    """Ends the rows that have written all answers, or as many tokens as they may."""
+class _Answered(StoppingCriteria):
+    """Ends the rows that contain all answers, or the largest number of tokens."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question], prompt: int
@@ -291,14 +286,14 @@ class _Written(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
     def shares(self, ids: Tensor) -> list[float]:
-        """Return the share of the answers that stand in each row, in any case of letters."""
-        found = []
+        """Return the share of the answers that each row contains, in any case of letters."""
+        shares = []
         for row, question in zip(ids.tolist(), self._batch, strict=True):
-            own = row[self._prompt : self._prompt + question.new_tokens]
-            text = self._tokenizer.decode(own, skip_special_tokens=True).lower()
+            generated = row[self._prompt : self._prompt + question.new_tokens]
+            text = self._tokenizer.decode(generated, skip_special_tokens=True).lower()
             hits = sum(answer.lower() in text for answer in question.answers)
-            found.append(hits / len(question.answers))
-        return found
+            shares.append(hits / len(question.answers))
+        return shares
 
 
 def _losses(
@@ -306,7 +301,7 @@ def _losses(
 ) -> list[float]:
     """Return the mean NLL of every question's continuation, nats per token."""
     longest = max(len(question.continuation) for question in batch)
-    wanted = torch.full((len(batch), longest), -100)  # what cross_entropy leaves out
+    wanted = torch.full((len(batch), longest), -100)  # ignored by cross_entropy
     for row, question in enumerate(batch):
         wanted[row, : len(question.continuation)] = torch.tensor(question.continuation)
     wanted = wanted.to(prompts.ids.device)
@@ -315,8 +310,3 @@ def _losses(
     losses = cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
     by_question = losses.view_as(wanted).double().sum(dim=1) / (wanted >= 0).sum(dim=1)
     return [value if math.isfinite(value) else math.inf for value in by_question.tolist()]
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return a token for the rows that have ended."""
-    return 0 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)

@@ -1,7 +1,7 @@
-"""RULER's tasks as the LM Evaluation Harness makes them, at any length and without a download.
+"""RULER's tasks of the LM Evaluation Harness, at any length and without a download.
 
-Hsieh et al., 2024 (arXiv 2404.06654). The harness's own task files begin at 4,096 tokens and read a
-tokenizer by its name; its functions that make the documents take a length and a tokenizer.
+Hsieh et al., 2024 (arXiv 2404.06654). The harness's task files begin at 4,096 tokens and read a
+tokenizer by its name; its functions below them take a length and a tokenizer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,26 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from manifoldkv.errors import ArgumentError
 
 SHORTEST = 1024
-"""Below it some tasks have no room for their examples, and the harness seeks one without end."""
+"""Below it some tasks have no room for their examples, and the harness loops forever."""
 EXAMPLE_LENGTH = 500
-"""Of the example that variable tracking begins with."""
+"""Tokens of the example that variable tracking begins with."""
 
 
-@dataclass(frozen=True)
-class RulerDocument:
-    """A document of a task.
-
-    Parameters
-    ----------
-    prompt : str
-        Up to where the answer begins.
-    answers : tuple of str
-        Words that all belong into what is written.
-    continuation : str
-        The answers as they should be written, with what separates them from the prompt.
-    new_tokens : int
-        That the harness lets a model write.
-    """
+class RulerDocument(NamedTuple):
+    """A document of a task: prompt, texts expected in the answer, the whole answer, its length."""
 
     prompt: str
     answers: tuple[str, ...]
@@ -50,20 +37,7 @@ class RulerDocument:
 def ruler_documents(
     task: str, tokenizer: PreTrainedTokenizerBase, *, length: int, items: int, seed: int
 ) -> list[RulerDocument]:
-    """Return documents of a task out of `RULER`; the same seed gives the same ones.
-
-    Parameters
-    ----------
-    task : str
-        Its name in the harness.
-    tokenizer : PreTrainedTokenizerBase
-        To count tokens with.
-    length : int
-        Tokens of a prompt and of what may be written after it, at most.
-    items : int
-        How many documents.
-    seed : int
-        Of words, numbers and places.
+    """Return documents of a task of `RULER`; arguments as those of `questions`.
 
     Raises
     ------
@@ -72,18 +46,18 @@ def ruler_documents(
     """
     if length < SHORTEST:
         raise ArgumentError(f"{task} needs prompts of at least {SHORTEST} tokens, not {length}")
-    made_by = RULER[task]
+    maker = RULER[task]
     with _quiet(), _seeded(seed):
         try:
-            documents = made_by.documents(tokenizer, length, items)
+            documents = maker.documents(tokenizer, length, items)
         except ImportError as error:
-            raise ArgumentError(f"{task} is made by packages that are missing: {error}") from error
+            raise ArgumentError(f"{task} needs packages that are missing: {error}") from error
     return [
         RulerDocument(
-            f"{document['input']}{made_by.delimiter}{document['gen_prefix']}",
+            f"{document['input']}{maker.delimiter}{document['gen_prefix']}",
             tuple(document["outputs"]),
-            made_by.written(document["outputs"]),
-            made_by.new_tokens,
+            maker.answer(document["outputs"]),
+            maker.new_tokens,
         )
         for document in documents
     ]
@@ -91,11 +65,11 @@ def ruler_documents(
 
 @dataclass(frozen=True)
 class _Maker:
-    """How the harness makes the documents of a task."""
+    """How the harness writes documents and answers of a task."""
 
     documents: Callable[[PreTrainedTokenizerBase, int, int], list[dict[str, Any]]]
     new_tokens: int
-    written: Callable[[Sequence[str]], str]
+    answer: Callable[[Sequence[str]], str]
     delimiter: str = " "
 
 
@@ -136,7 +110,7 @@ def _common_words(
 ) -> list[dict[str, Any]]:
     from lm_eval.tasks.ruler import cwe_utils
 
-    cwe_utils.WORDS.sort()  # shuffled when it is imported, and again by whom it pleases
+    cwe_utils.WORDS.sort()  # shuffled at import
     cwe_utils.RNG.seed(random.random())
     return cwe_utils.sys_word_pair_random(
         num_samples=items, max_seq_length=length, tokenizer=tokenizer
@@ -171,12 +145,12 @@ RULER: dict[str, _Maker] = {
     "ruler_cwe": _Maker(_common_words, 120, _numbered, delimiter="\n\n"),
     "ruler_fwe": _Maker(_frequent_words, 50, _with_commas),
 }
-"""The tasks of the harness that are made of nothing but words and numbers."""
+"""The tasks of the harness that consist of words and numbers alone."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let the harness neither print nor fetch a data set that these tasks do not need."""
+    """Keep the harness from printing, and from fetching a data set that these tasks do not need."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "1"  # only the first process of several would fetch it
     try:
@@ -191,7 +165,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators that the harness draws from, and leave them as they were."""
+    """Seed the global generators that the harness uses, and restore them."""
     before, numpy_before = random.getstate(), np.random.get_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""How fast a model decodes on this machine, with its compressed cache and without."""
+"""Decoding speed on this machine, with the compressed cache and without."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from manifoldkv.text.tokens import positions
 LOG = logging.getLogger(__name__)
 
 TOKENS_PER_CALL = 512
-"""Of a prompt, while a cache is filled."""
+"""Tokens of a prompt per forward pass."""
 PROMPT = 512
-"""Tokens cached before decoding begins, or fewer if the model takes fewer."""
+"""Default length of the prompt, or less if the model takes less."""
 
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Medians over rounds, in each of which both caches took turns.
+    """Medians over rounds; in each, both caches decode.
 
     Parameters
     ----------
     tokens : int
-        Cached when decoding began.
+        Length of the prompt.
     stock_seconds, compressed_seconds : float
-        Per decoded token.
+        Time per token with the uncompressed and with the compressed cache.
     time_ratio : float
-        Compressed over stock, formed within rounds.
+        Compressed over uncompressed time, median of the ratios of the rounds.
     stock_bytes, compressed_bytes : int
-        Of keys and values, or of what stands for them, at the end.
+        Sizes of the caches at the end.
     constant_bytes : int
-        Of the plan's bases and predictions, held once for any number of caches.
+        Size of the plan's bases and predictors, independent of the number of caches.
     stock_working_bytes, compressed_working_bytes : int or None
-        Peak memory of one more step beyond what was held before it (`peak_bytes`).
+        Working memory of one more step (`peak_bytes`).
     """
 
     tokens: int
@@ -68,7 +68,7 @@ def decode_speed(
     new_tokens: int = 16,
     rounds: int = 3,
 ) -> DecodeSpeed:
-    """Return the times of decoding one sequence after random tokens, with a plan and without.
+    """Return times of decoding one sequence after random tokens, with a plan and without.
 
     Parameters
     ----------
@@ -77,11 +77,11 @@ def decode_speed(
     plan : CompressionPlan
         From `compress`.
     tokens : int, optional
-        Length of the prompt: `PROMPT`, or what the model takes beside the new tokens, if omitted.
+        Length of the prompt; `PROMPT`, or the room that the new tokens leave, if omitted.
     new_tokens : int
-        Decoded in every turn.
+        Number of decoded tokens per round.
     rounds : int
-        Turns of each cache.
+        Number of rounds.
 
     Raises
     ------
@@ -103,13 +103,13 @@ def decode_speed(
     filled = DynamicCache(config=model.config)
     for chunk in prompt[:, :-1].split(TOKENS_PER_CALL, dim=1) if tokens > 1 else ():
         model(input_ids=chunk, past_key_values=filled, logits_to_keep=1)
-    stock, small = [], []
+    before, after = [], []
     for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
         cache = copy.deepcopy(filled)
-        stock.append(_seconds_per_token(model, cache, prompt, new_tokens))
+        before.append(_seconds_per_token(model, cache, prompt, new_tokens))
         with compressed(model, plan) as new_cache:
             compressed_cache = new_cache(filled)
-            small.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
+            after.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
     stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     compressed_bytes = compressed_cache.nbytes()
     stock_working = _working_bytes(model, cache)
@@ -117,9 +117,9 @@ def decode_speed(
         compressed_working = _working_bytes(model, compressed_cache)
     return DecodeSpeed(
         tokens,
-        stock_seconds=median(stock),
-        compressed_seconds=median(small),
-        time_ratio=median(after / before for before, after in zip(stock, small, strict=True)),
+        stock_seconds=median(before),
+        compressed_seconds=median(after),
+        time_ratio=median(x / y for x, y in zip(after, before, strict=True)),
         stock_bytes=stock_bytes,
         compressed_bytes=compressed_bytes,
         constant_bytes=plan.basis_nbytes(model.dtype),
@@ -129,7 +129,7 @@ def decode_speed(
 
 
 def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:
-    """Decode after a cache of a prompt; the first token, which warms up, is not counted."""
+    """Return the time per token after a prompt; the first token warms up and is not timed."""
     logits = model(input_ids=prompt[:, -1:], past_key_values=cache).logits
     _synchronize(model.device)
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count
 
 
 def _working_bytes(model: PreTrainedModel, cache: Any) -> int | None:
-    """Return the peak memory of decoding one more token."""
+    """Return the working memory of decoding one more token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     return peak_bytes(lambda: model(input_ids=token, past_key_values=cache), model.device)
 

@@ -1,7 +1,7 @@
 """Zero-shot accuracy through the LM Evaluation Harness, on the compressed cache.
 
-Importing this module makes the model ``manifoldkv`` known to the harness: Hugging Face's model of
-the harness with a plan, every request of which runs on a compressed cache.
+Importing this module registers the model ``manifoldkv`` with the harness: its Hugging Face model
+with a plan and a compressed cache.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ LOCAL_TASKS: dict[str, dict[str, Any]] = {
         "metric": "acc",
     },
 }
-"""The harness's own prompts over ``DIR/<file>``, a JSON document a line."""
-
-
+"""The harness's prompts for ``DIR/<file>``, a JSON document per line."""
+BATCH_SIZE = 16
 CHOICES = 4
+CONTEXT, CONTINUATION = 48, 16
+"""Tokens of the two parts of a document in a continuation task."""
 CONTINUATION_TASK: dict[str, Any] = {
     "doc_to_text": "{{query}}",
     "doc_to_target": "gold",
     "doc_to_choice": "choices",
     "metric": "acc",
 }
-"""Of `write_continuation_task`, which needs no download."""
+"""Settings of the task of `write_continuation_task`."""
 
 
 @register_model("manifoldkv")
@@ -71,13 +72,12 @@ class ManifoldKVLM(HFLM):
     """The harness's Hugging Face model on a compressed cache.
 
     ``python -m manifoldkv.evaluation.zero_shot --model manifoldkv --model_args
-    pretrained=MODEL,plan=FOLDER --tasks …`` is the harness's own command line with this model known
-    to it.
+    pretrained=MODEL,plan=FOLDER --tasks …`` is the harness's command line with this model.
 
     Parameters
     ----------
     pretrained : str or PreTrainedModel
-        As HFLM takes it.
+        As in HFLM.
     plan : str or CompressionPlan
         A plan, or the folder of one.
     other_weights : bool
@@ -92,14 +92,15 @@ class ManifoldKVLM(HFLM):
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained=pretrained, **kwargs)
-        known = CompressionPlan.load(plan) if isinstance(plan, str) else plan
-        self.plan = known.transferred_to(self.model) if other_weights else known
-        # For the life of this object: nothing the harness asks is answered uncompressed.
+        if isinstance(plan, str):
+            plan = CompressionPlan.load(plan)
+        self.plan = plan.transferred_to(self.model) if other_weights else plan
+        # For the life of this object: no request runs uncompressed.
         self._block = compressed(self.model, self.plan)
         self._block.__enter__()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._block.__exit__(None, None, None)
 
 
@@ -110,9 +111,7 @@ def zero_shot(
     plan: CompressionPlan | None = None,
     *,
     data: Path | None = None,
-    task_files: Path | None = None,
     limit: int | None = None,
-    batch_size: int = 16,
 ) -> pd.DataFrame:
     """Return the accuracy on tasks of the LM Evaluation Harness, without examples in the prompt.
 
@@ -122,17 +121,13 @@ def zero_shot(
         From `load_model`.
     tasks : sequence of str
         Names of tasks or groups of the harness; with `data`, of `LOCAL_TASKS` or of
-        ``DIR/<task>.jsonl`` as `write_continuation_task` makes it.
+        ``DIR/<task>.jsonl`` from `write_continuation_task`.
     plan : CompressionPlan, optional
         The uncompressed model is measured without one.
     data : Path, optional
         Folder of local documents; without it the harness downloads its own.
-    task_files : Path, optional
-        Folder of the harness's YAML files for tasks and groups of one's own.
     limit : int, optional
-        Documents of each task, the first ones; all if omitted.
-    batch_size : int
-        Requests at a time.
+        Number of documents per task, the first ones; all if omitted.
 
     Returns
     -------
@@ -144,22 +139,18 @@ def zero_shot(
     ArgumentError
         If a local file is missing.
     """
-    wanted = [task if data is None else local_task(task, data) for task in tasks]
-    own = None if task_files is None else str(task_files)
-    manager = TaskManager(include_path=own, include_defaults=data is None and own is None)
     with nullcontext() if plan is None else compressed(model, plan):
-        client = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        found = simple_evaluate(
-            client,
-            tasks=wanted,
+        output = simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH_SIZE),
+            tasks=[task if data is None else local_task(task, data) for task in tasks],
             limit=limit,
             num_fewshot=0,
-            task_manager=manager,
+            task_manager=TaskManager(include_defaults=data is None),
             verbosity="ERROR",
         )
     rows = []
     for task in tasks:
-        scores = found["results"][task]
+        scores = output["results"][task]
         metric = "acc_norm" if "acc_norm,none" in scores else "acc"
         rows.append(
             {
@@ -167,17 +158,17 @@ def zero_shot(
                 "metric": metric,
                 "accuracy": scores[f"{metric},none"],
                 "standard_error": scores[f"{metric}_stderr,none"],
-                "items": _items(found, task),
+                "items": _items(output, task),
             }
         )
     return pd.DataFrame(rows)
 
 
-def _items(found: dict[str, Any], task: str) -> int:
-    """Return how many documents were asked of a task, or of all tasks of a group."""
-    if task in found["n-samples"]:
-        return int(found["n-samples"][task]["effective"])
-    return sum(_items(found, subtask) for subtask in found["group_subtasks"][task])
+def _items(output: dict[str, Any], task: str) -> int:
+    """Return the number of documents of a task, or of all tasks of a group."""
+    if task in output["n-samples"]:
+        return int(output["n-samples"][task]["effective"])
+    return sum(_items(output, subtask) for subtask in output["group_subtasks"][task])
 
 
 def local_task(task: str, data: Path) -> dict[str, Any]:
@@ -188,11 +179,11 @@ def local_task(task: str, data: Path) -> dict[str, Any]:
     ArgumentError
         If the file does not exist.
     """
-    known = LOCAL_TASKS.get(task, CONTINUATION_TASK | {"file": f"{task}.jsonl"})
-    path = data / known["file"]
+    settings = LOCAL_TASKS.get(task, CONTINUATION_TASK | {"file": f"{task}.jsonl"})
+    path = data / settings["file"]
     if not path.is_file():
         raise ArgumentError(f"no documents for task {task}: {path} does not exist")
-    metrics = ["acc", "acc_norm"] if known["metric"] == "acc_norm" else ["acc"]
+    metrics = ["acc", "acc_norm"] if settings["metric"] == "acc_norm" else ["acc"]
     return {
         "task": task,
         "dataset_path": "json",
@@ -202,7 +193,7 @@ def local_task(task: str, data: Path) -> dict[str, Any]:
         "metric_list": [
             {"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics
         ],
-        **{k: v for k, v in known.items() if k.startswith("doc_to")},
+        **{k: v for k, v in settings.items() if k.startswith("doc_to")},
     }
 
 
@@ -212,14 +203,12 @@ def write_continuation_task(
     path: Path,
     *,
     items: int,
-    context: int = 48,
-    continuation: int = 16,
     split: Split | None = "held-out",
 ) -> None:
     """Write a four-way continuation task as a JSON file of the harness.
 
-    Each document of a text that is long enough gives one item: its first tokens, and the choice
-    between what follows and what follows in three other documents.
+    An item consists of the first tokens of a document, the next ones and those of three other
+    documents.
 
     Parameters
     ----------
@@ -228,11 +217,9 @@ def write_continuation_task(
     tokenizer : PreTrainedTokenizerBase
         To count tokens with.
     path : Path
-        To write.
+        Destination.
     items : int
-        How many.
-    context, continuation : int
-        Tokens of each part.
+        Number of items.
     split : {"calibration", "held-out"}, optional
         Of the text.
 
@@ -244,19 +231,19 @@ def write_continuation_task(
     halves = []
     for document in source.documents(split):
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= context + continuation:
-            start = tokenizer.decode(ids[:context])
-            halves.append((start, tokenizer.decode(ids[context : context + continuation])))
+        if len(ids) >= CONTEXT + CONTINUATION:
+            start = tokenizer.decode(ids[:CONTEXT])
+            halves.append((start, tokenizer.decode(ids[CONTEXT : CONTEXT + CONTINUATION])))
         if len(halves) == items:
             break
     if len(halves) < max(items, CHOICES):
         raise ArgumentError(
-            f"{source.name} has {len(halves)} documents of {context + continuation} tokens, too "
+            f"{source.name} has {len(halves)} documents of {CONTEXT + CONTINUATION} tokens, too "
             f"few for {items} items"
         )
     lines = []
     for index, (start, _) in enumerate(halves):
-        # The right answer takes every place equally often; distractors are neighbours.
+        # The right answer is at every position equally often; distractors are neighbours.
         right = index % CHOICES
         choices = [halves[(index + i - right) % len(halves)][1] for i in range(CHOICES)]
         lines.append(json.dumps({"query": start, "choices": choices, "gold": right}))

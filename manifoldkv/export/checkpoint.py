@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
-from manifoldkv.models.support import unwrapped
 from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.tokens import checked_tokens, read_tokenizer
@@ -27,21 +26,21 @@ LOG = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md")
 WEIGHTS = ("config.json", "model.safetensors", "model.safetensors.index.json")
-"""Files by which a folder is known to hold a checkpoint."""
+"""Files of which a folder with a checkpoint has at least one."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A checkpoint that was written.
+    """A checkpoint on disk.
 
     Parameters
     ----------
     folder : Path
-        Where it is.
+        Its folder.
     bytes_per_token, stock_bytes_per_token : int
-        Of the cache of the exported model and of the original, in the dtype of the weights.
+        Cache sizes of the exported model and of the original, in the dtype of the weights.
     measured : Comparison or None
-        Of the original and the exported model on held-out text, if there was any.
+        Losses of the original and of the exported model on held-out text, if there was any.
     """
 
     folder: Path
@@ -59,72 +58,67 @@ def export_checkpoint(
     held_out: Tensor | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write a plain checkpoint whose stock cache is as small as a plan's.
+    """Write a plain checkpoint whose uncompressed cache is as small as a plan's.
 
-    It is an ordinary model of the same architecture, with fewer KV heads and another head_dim, that
-    ``AutoModelForCausalLM`` and other engines load without manifoldkv, and whose logits are those
-    of the model on its compressed cache, within rounding. Beside the weights are the tokenizer, the
-    generation settings and a model card that says what was done and what was lost.
+    The model has the same architecture, fewer KV heads and another head_dim. It is loaded by
+    ``AutoModelForCausalLM`` and other engines without manifoldkv, and its logits are those of the
+    model on its compressed cache, within rounding. Beside the weights are the tokenizer, the
+    generation settings and a model card with sizes and losses.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Of type llama, mistral or qwen2. It is left as it was; its dtype is that of the checkpoint.
+        Of type llama, mistral or qwen2, in the dtype of the checkpoint. It is left unchanged.
     plan : CompressionPlan
         Of the recipe ``"commuting"``.
     folder : str or Path
-        Where it goes. It appears when all is written.
+        Destination, which appears once it is complete.
     tokenizer : PreTrainedTokenizerBase, optional
-        What goes along; the one the model was saved with if omitted, none if the model was never
-        saved.
+        Tokenizer of the checkpoint; the one saved with the model, if any, if omitted.
     held_out : Tensor, optional
-        Token ids, (sequences, length), on which the loss is measured that the card states.
+        Token ids, (sequences, length), for the losses on the card.
     force : bool
-        Whether a checkpoint that is in the folder is replaced.
+        Whether to replace a checkpoint in the folder.
 
     Raises
     ------
     ModelError, PlanError
-        If the model or the plan cannot be exported: what is in the way is named, before any work.
+        If the model or the plan cannot be exported, naming the obstacle, before any work.
     ArgumentError
         If the tokenizer cannot be read, or the tokens are not ids and lengths of the model.
     RunError
-        If there is something in the folder already, or it cannot be written to.
+        If the folder is not empty, or cannot be written to.
     """
-    model, folder = unwrapped(model), Path(folder)
+    folder = Path(folder)
     check_replaceable(folder, force=force)
-    check_foldable(model, plan)
+    model = check_foldable(model, plan).model
     if held_out is not None:
         held_out = checked_tokens(model, held_out, shortest=2)
     if tokenizer is None and model.config._name_or_path:
         tokenizer = read_tokenizer(model.config._name_or_path)
     check_writable(folder.absolute().parent)
     LOG.info("multiplying the plan into the weights of %d layers", len(plan.layers))
-    made = folded(model, plan)
+    smaller = folded(model, plan)
     measured = None
     if held_out is not None:
-        measured = Comparison(perplexity(model, held_out), perplexity(made, held_out))
-    found = Exported(folder, _bytes_per_token(made), _bytes_per_token(model), measured)
-    card = _card(model, made, plan, found)
+        measured = Comparison(perplexity(model, held_out), perplexity(smaller, held_out))
+    exported = Exported(folder, _bytes_per_token(smaller), _bytes_per_token(model), measured)
+    card = _card(model, smaller, plan, exported)
     LOG.info("writing the checkpoint %s", folder)
     with replacing(folder) as partial:
-        made.save_pretrained(partial)
+        smaller.save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (partial / "README.md").write_text(card, encoding="utf-8")
-    return found
+    return exported
 
 
 def check_replaceable(folder: Path, *, force: bool) -> None:
-    """Refuse a folder with something in it, unless it is a checkpoint that may be replaced.
-
-    Raises
-    ------
-    RunError
-        Naming the way out.
-    """
+    """Raise `RunError` unless a folder is empty, or has a checkpoint that may be replaced."""
     if not str(folder).strip() or folder == Path():
-        raise RunError("a checkpoint needs a folder of its own, not the current one")
+        raise RunError(
+            "the folder of a checkpoint must not be the current one: take another folder"
+        )
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file: take another folder")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -140,31 +134,31 @@ def check_replaceable(folder: Path, *, force: bool) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which takes the place of another when the block is done.
+    """Yield a folder to write into, which replaces another at the end of the block.
 
     Raises
     ------
     RunError
-        If it cannot be written; what was there before is still there.
+        If it cannot be written; the other folder is then unchanged.
     """
     folder = folder.absolute()
-    made, old = (folder.with_name(f".{folder.name}.{end}") for end in ("partial", "old"))
+    partial, old = [folder.with_name(f".{folder.name}.{end}") for end in ("partial", "old")]
     try:
         if old.exists() and not folder.exists():  # a run was killed between the two renamings
             old.replace(folder)
-        for left in (made, old):
-            shutil.rmtree(left, ignore_errors=True)
-        made.mkdir(parents=True)
-        yield made
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
         if folder.exists():
             folder.replace(old)
-        made.replace(folder)
+        partial.replace(folder)
     except OSError as error:
         if old.exists() and not folder.exists():
             old.replace(folder)
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -176,7 +170,7 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
 
 
 def _card(
-    model: PreTrainedModel, made: PreTrainedModel, plan: CompressionPlan, found: Exported
+    model: PreTrainedModel, smaller: PreTrainedModel, plan: CompressionPlan, exported: Exported
 ) -> str:
     provenance, key = plan.provenance, plan.layers[0].key.basis
     base = provenance.model if REPOSITORY.fullmatch(provenance.model) else None
@@ -189,17 +183,17 @@ def _card(
     counts = [(key.frequencies or ()).count(j) for j in range(key.head_dim // 2)]
     return CARD.read_text(encoding="utf-8").format(
         metadata=metadata.to_yaml(),
-        name=found.folder.name,
-        folder=json.dumps(found.folder.name),
+        name=exported.folder.name,
+        folder=json.dumps(exported.folder.name),
         model=_model_name(model, provenance.model),
-        model_type=made.config.model_type,
+        model_type=smaller.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
-        bytes_per_token=found.bytes_per_token,
-        stock_bytes_per_token=found.stock_bytes_per_token,
-        ratio=found.bytes_per_token / found.stock_bytes_per_token,
+        bytes_per_token=exported.bytes_per_token,
+        stock_bytes_per_token=exported.stock_bytes_per_token,
+        ratio=exported.bytes_per_token / exported.stock_bytes_per_token,
         version=version("manifoldkv"),
-        kv_heads=made.config.num_key_value_heads,
-        width=made.config.head_dim,
+        kv_heads=smaller.config.num_key_value_heads,
+        width=smaller.config.head_dim,
         stock_kv_heads=model.config.num_key_value_heads,
         head_dim=key.head_dim,
         frequencies=", ".join(
@@ -208,12 +202,12 @@ def _card(
         origin=provenance.origin,
         tuning_steps=provenance.tuning_steps,
         digest=plan.digest()[:16],
-        lost=_lost(found.measured),
+        lost=_lost(exported.measured),
     )
 
 
 def _model_name(model: PreTrainedModel, name: str) -> str:
-    """Return how a model is called on a card: not by the folders of the machine it was on."""
+    """Return the name of a model on a card, without local folders."""
     if not name:
         return type(model).__name__
     return name if REPOSITORY.fullmatch(name) else Path(name).name
@@ -224,7 +218,7 @@ def _lost(measured: Comparison | None) -> str:
         return "It was not measured when the checkpoint was written."
     before, after = measured.uncompressed, measured.compressed
     return (
-        f"On {len(before.by_sequence)} windows of held-out text, {before.predicted} tokens: "
+        f"On {len(before.by_sequence)} windows of held-out text, {before.tokens_scored} tokens: "
         f"{after.nll:.4f} nats per token instead of {before.nll:.4f}, "
         f"{with_error(measured.added_nll, measured.standard_error)} more."
     )

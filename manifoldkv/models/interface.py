@@ -1,8 +1,8 @@
-"""Attention as manifoldkv computes it, and the way into a transformers model.
+"""Attention of manifoldkv, registered as an attention function of transformers.
 
 Every supported decoder rotates queries and keys and then calls the attention function that its
-configuration names. manifoldkv registers one such function, `NAME`; a caller inside `intercepted`
-passes a layer its own callable as the keyword `manifoldkv_attend`, which the layer hands on.
+configuration names, here `NAME`; a caller inside `intercepted` passes a layer a replacement as the
+keyword `manifoldkv_attend`, which the layer passes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from manifoldkv.models.support import modeling_module
 NAME = "manifoldkv"
 
 _WITHOUT_EFFECT = frozenset(
-    # Masks already carry windows and causality; the rest steers other back ends.
+    # Masks include windows and causality; the rest is for other back ends.
     {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"}
 )
@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What an attention module does to scores besides masking.
+    """Scores of an attention module besides masking.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class AttentionSettings:
         Raises
         ------
         ModelError
-            If a keyword is set whose meaning is not known: ignoring it would change the result.
+            If another keyword is set: ignoring it would change the result.
         """
         if arguments.get("dropout"):
             raise ModelError(
@@ -72,7 +72,7 @@ class AttentionSettings:
 
 
 Attend = Callable[..., Tensor]
-"""Stands in for attention inside one layer call.
+"""A replacement of attention in a call of a layer.
 
 Receives the attention module, queries, keys, values (B, H, tokens, d), the mask and the keywords
 the module passes on; returns the attention output, (B, m, H_q, d).
@@ -151,19 +151,19 @@ def weights_from_scores(scores: Tensor, mask: Tensor | None, settings: Attention
 
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A rotary embedding: of x (B, H, t, d) by cos and sin (B or 1, t, rotary dimension)."""
+"""Rotation of x (B, H, t, d) by cos and sin (B or 1, t, rotary dimension)."""
 
 
 def rotation_of(layer: nn.Module) -> Rotate:
-    """Return how a decoder layer rotates its queries and keys."""
+    """Return the rotation of queries or keys in a decoder layer."""
     apply = modeling_module(layer).apply_rotary_pos_emb
     return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
 
 
 def identity_rotation(like: Tensor, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (1, tokens, rotary_dim), by which a layer rotates nothing.
+    """Return cos and sin, (1, tokens, rotary_dim), of angle 0.
 
-    Its attention then receives queries and keys as they leave their projections and norms.
+    Attention then receives queries and keys straight from their projections and norms.
     """
     cos = like.new_ones(1, tokens, rotary_dim)
     return cos, torch.zeros_like(cos)
@@ -171,7 +171,7 @@ def identity_rotation(like: Tensor, tokens: int, rotary_dim: int) -> tuple[Tenso
 
 @contextmanager
 def intercepted(config: PretrainedConfig, name: str = NAME) -> Iterator[None]:
-    """Let layers with this configuration use manifoldkv's attention inside the block."""
+    """Use manifoldkv's attention in layers with this configuration inside the block."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -200,7 +200,7 @@ def _attention_function(
 
 
 def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the stock boolean mask, never None: manifoldkv attends with arbitrary query rows."""
+    """Return the default boolean mask, never None: query rows may be any subset."""
     return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
 

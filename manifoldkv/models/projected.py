@@ -1,7 +1,7 @@
 """A whole model with projected keys and values: no cache, and differentiable in the bases.
 
-What comes out is what a compressed cache computes, in one pass over whole sequences. It is for
-finding bases and ranks; what is reported is measured on the cache itself.
+Logits equal those of a compressed cache, in one pass over whole sequences. They serve to fit bases
+and ranks; reported losses are measured on the cache itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, Rotary
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -23,18 +24,10 @@ from manifoldkv.models.interface import (
     intercepted,
     rotation_of,
 )
-from manifoldkv.models.support import (
-    attention_of,
-    check_supported,
-    check_without_dropout,
-    decoder_layers,
-    sliding_windows,
-    uncompiled,
-    unwrapped,
-)
+from manifoldkv.models.support import check_without_dropout, uncompiled
 
 Bases = Mapping[int, tuple[Basis | None, Basis | None]]
-"""Layer index to key basis and value basis; what is missing or None stays exact."""
+"""Key basis and value basis by layer; missing or None is uncompressed."""
 
 
 @contextmanager
@@ -45,7 +38,7 @@ def projected(
     rotary: Rotary = "pre",
     sinks: int = 0,
 ) -> Iterator[None]:
-    """Let the layers of a model attend to projected keys and values inside the block.
+    """Project the keys and values of a model inside the block.
 
     Call the model with ``use_cache=False``. Leaving the block restores it.
 
@@ -54,7 +47,7 @@ def projected(
     model : PreTrainedModel
         A causal language model with rotary embeddings.
     bases : mapping
-        Of the layers to compress. They are read at each call, so that they may be trained.
+        Bases of the layers to compress, read at each call: they may be trained.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     sinks : int
@@ -65,18 +58,16 @@ def projected(
     ModelError
         If the attention of the model cannot be handled, or dropout is on.
     """
-    model = unwrapped(model)
-    check_supported(model)
-    check_without_dropout(model)
+    decoder = Decoder.of(model)
+    check_without_dropout(decoder.model)
     with ExitStack() as stack:
-        stack.enter_context(intercepted(model.config.get_text_config()))
-        stack.enter_context(uncompiled(model))
-        windows = sliding_windows(model.config.get_text_config())
-        for index, layer in enumerate(decoder_layers(model)):
+        stack.enter_context(intercepted(decoder.config))
+        stack.enter_context(uncompiled(decoder.model))
+        for index, attention in enumerate(decoder.attentions):
             if index in bases:
-                of_layer = sinks if windows[index] is None else 0
-                hook = _before_attention(layer, bases, index, rotary, of_layer)
-                handle = attention_of(layer).register_forward_pre_hook(hook, with_kwargs=True)
+                of_layer = sinks if decoder.windows[index] is None else 0
+                hook = _before_attention(decoder.layers[index], bases, index, rotary, of_layer)
+                handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
@@ -104,9 +95,9 @@ def _before_attention(
                 old_keys = rotate(_project(keys, key_basis), cos, sin)
             old_values = _project(values, value_basis)
             if sinks:
-                # Every token twice, as it is and projected; a query sees one of the two.
-                exact = torch.arange(mask.shape[-1], device=mask.device) < sinks
-                mask = torch.cat([mask & ~exact, mask & exact], dim=-1)
+                # Every token twice, projected and not; a query sees one of the two.
+                first = torch.arange(mask.shape[-1], device=mask.device) < sinks
+                mask = torch.cat([mask & ~first, mask & first], dim=-1)
                 old_keys = torch.cat([old_keys, rotated], dim=2)
                 old_values = torch.cat([old_values, values], dim=2)
             return attend(queries, old_keys, old_values, mask, settings).transpose(1, 2)
@@ -132,13 +123,13 @@ def _project(x: Tensor, basis: Basis | None) -> Tensor:
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return log-probabilities of every next token, (B, n, vocabulary), in float32 at least."""
+    """Return log-probabilities of the next tokens, (B, n, vocabulary), in float32 at least."""
     logits = model(input_ids=tokens, use_cache=False).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
 def divergence(exact: Tensor, compressed: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of predictions, nats per token.
+    """Return the Kullback-Leibler divergence of next-token distributions, nats per token.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How keys are rotated that are stored before rotation."""
+"""Rotation of keys that are stored before rotation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from manifoldkv.models.support import attention_of
 
 @dataclass(frozen=True)
 class Angles:
-    """Rotation of the keys a layer attends to.
+    """Angles of the tokens of a layer, and the rotation by them.
 
     Parameters
     ----------
     cos, sin : Tensor
         (B or 1, n, rotary dimension)
     rotate : Rotate
-        How they are applied.
+        Rotation of the layer.
     """
 
     cos: Tensor
@@ -30,35 +30,36 @@ class Angles:
     rotate: Rotate
 
     def tile(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Rotate the keys (B, H_kv, stop - start, d) of some of the tokens."""
+        """Rotate the keys (B, H_kv, stop - start, d) of consecutive tokens."""
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
 
     def of_slots(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Rotate keys (B, H_kv, s, d) of tokens that are others in every row, slots (B, s).
+        """Rotate keys (B, H_kv, s, d) of the tokens `slots` of each row, (B, s), int64.
 
         Keys keep their dtype; they are rotated in that of the angles.
         """
-        cos, sin = (x.take_along_dim(slots.unsqueeze(2), dim=1) for x in (self.cos, self.sin))
+        cos = self.cos.take_along_dim(slots.unsqueeze(2), dim=1)
+        sin = self.sin.take_along_dim(slots.unsqueeze(2), dim=1)
         return self.rotate(keys.to(cos.dtype), cos, sin).to(keys.dtype)
 
     def inverse(self) -> Angles:
-        """Return the rotation that takes rotated keys back, and any scale of cos and sin out."""
+        """Return the inverse rotation, which also divides by any scale of cos and sin."""
         squares = self.cos**2 + self.sin**2
         return Angles(self.cos / squares, -self.sin / squares, self.rotate)
 
 
 def tokens_last(x: Tensor) -> Tensor:
-    """Return angles (B, n, rotary dimension) that lie in memory with their tokens last.
+    """Return angles (B, n, rotary dimension) with tokens last in memory, as in reconstructed keys.
 
-    So lie the keys that `RunningBasis.up_project` returns: rotation then runs over neighbours.
+    Rotation then runs over neighbours.
     """
     return x.mT.contiguous().mT
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first half of the features against the second, as most models do, in few passes.
+    """Rotate features j and d/2 + j by one angle, as most models do, in few passes.
 
-    Parameters as those of `Rotate`, which it may stand in for where the two agree.
+    Parameters as those of `Rotate`.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -70,25 +71,22 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
-    """Return `rotate_halves` if a layer rotates so, else its own rotation.
-
-    Which of the two is tried out on random elements.
-    """
-    own = rotation_of(layer)
+    """Return the rotation of a layer, `rotate_halves` if the two agree on random keys."""
+    rotate = rotation_of(layer)
     head_dim = attention_of(layer).head_dim
     if rotary_dim != head_dim or head_dim % 2:
-        return own
+        return rotate
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(1, 2, 3, head_dim, generator=generator, dtype=torch.float64)
     angle = torch.rand(1, 3, head_dim // 2, generator=generator, dtype=torch.float64)
     angle = angle.repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
-    halves = torch.allclose(own(x, cos, sin), rotate_halves(x, cos, sin))
-    return rotate_halves if halves else own
+    agrees = torch.allclose(rotate(x, cos, sin), rotate_halves(x, cos, sin))
+    return rotate_halves if agrees else rotate
 
 
 def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
-    """Return the module that makes the angles of a decoder.
+    """Return the module that computes the angles of a decoder.
 
     Raises
     ------
@@ -98,9 +96,9 @@ def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
     embedding = getattr(decoder, "rotary_emb", None)
     if not isinstance(embedding, nn.Module):
         raise ModelError(
-            f"{type(decoder).__name__} has no rotary_emb, which is asked for the angles of keys: "
-            "it is not supported with keys stored before rotation, nor where codes of rotated keys "
-            "are to be fitted"
+            f"{type(decoder).__name__} has no rotary_emb, which computes the angles of keys: it is "
+            "not supported with keys stored before rotation, nor where codes of rotated keys are "
+            "fitted"
         )
     return embedding
 
@@ -108,7 +106,7 @@ def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
 def angles_at(
     embedding: nn.Module, positions: Tensor, kind: str, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (B or 1, n, rotary dimension), that a decoder makes for its layers.
+    """Return cos and sin of positions, (B or 1, n, rotary dimension).
 
     Parameters
     ----------
@@ -117,10 +115,10 @@ def angles_at(
     positions : Tensor
         (B or 1, n)
     kind : str
-        Of the layers, where each has angles of its own (Gemma 3).
+        Kind of the layer; Gemma 3 has other angles for each.
     like : Tensor
-        In the dtype of the model and on the device of the layers.
+        A tensor in the dtype and on the device of the angles.
     """
     by_kind = "layer_type" in signature(embedding.forward).parameters
-    # Not the module itself, whose hooks take a call for one of the model.
+    # Not the module itself, whose hooks would count a call of the model.
     return embedding.forward(like, positions, *([kind] if by_kind else []))

@@ -1,4 +1,4 @@
-"""Telling which models can be handled, and finding their layers."""
+"""Supported models: their wrappers, layers and windows, and why others are refused."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from manifoldkv.errors import ModelError
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the model inside what `torch.compile` or PEFT puts around it, adapters active.
+    """Return a model without the wrappers of `torch.compile` and PEFT, with its active adapters.
 
     Raises
     ------
     ModelError
-        If there is no model of transformers inside, or its cache is not filled by its layers.
+        If it is no model of transformers, or has prefix tuning, which fills the cache.
     """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
@@ -32,8 +32,8 @@ def unwrapped(model: Any) -> PreTrainedModel:
         adapter = getattr(model, "active_peft_config", None)
         if getattr(adapter, "peft_type", None) == "PREFIX_TUNING":
             raise ModelError(
-                "prefix tuning fills the cache with keys and values that no layer made, which is "
-                "not supported: take another kind of adapter"
+                "prefix tuning fills the cache with keys and values that no layer computed, which "
+                "is not supported: take another kind of adapter"
             )
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
@@ -45,20 +45,20 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Let a model or a layer of it run as it is written inside the block, compiled or not.
+    """Run a model or a layer of it without compilation inside the block.
 
-    Compiled code does not see hooks that come and go.
+    Compiled code ignores hooks that are registered later.
 
     Raises
     ------
     ModelError
-        If a part of it is inside what `torch.compile` puts around a module.
+        If a part of it has a wrapper of `torch.compile`.
     """
     for name, part in module.named_modules():
         if isinstance(part, OptimizedModule):
             raise ModelError(
-                f"{name or 'the layer'} is compiled by itself: compile the model as a whole, or "
-                "call the compile() methods of its parts"
+                f"{name or 'the layer'} is compiled by itself: compile the whole model, or call "
+                "the compile() methods of its parts"
             )
     compiled = {part: part._compiled_call_impl for part in module.modules()}
     compiled = {part: call for part, call in compiled.items() if call is not None}
@@ -91,12 +91,12 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
-    """Return W of a linear layer ``x ↦ x Wᵀ + b``, with the adapters that are active on it.
+    """Return W of a linear layer ``x ↦ x Wᵀ + b``, with its active adapters.
 
     Parameters
     ----------
     linear : nn.Module
-        ``nn.Linear``, or one inside an adapter of PEFT.
+        ``nn.Linear``, or an adapter of PEFT around one.
     columns : Tensor, optional
         Indices, (c,), int64; all if omitted.
 
@@ -110,7 +110,7 @@ def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
         return weight if columns is None else weight[:, columns.to(weight.device)]
     if columns is None:
         columns = torch.arange(weight.shape[1])
-    # Whatever kind of adapter it is: linear layers are known by what they make of unit vectors.
+    # Outputs for unit vectors are the columns, whatever the kind of adapter.
     units = nn.functional.one_hot(columns, weight.shape[1]).to(weight)
     with torch.no_grad(), evaluating(linear):
         return (linear(units) - linear(torch.zeros_like(units))).mT
@@ -118,7 +118,7 @@ def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Let a module be in evaluation mode inside the block: without dropout, say."""
+    """Set a module to evaluation mode inside the block."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -140,19 +140,19 @@ def sliding_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 def cached_tokens(tokens: int, window: int | None) -> int:
-    """Return how many of `tokens` tokens seen a layer caches."""
+    """Return the number of tokens in the cache of a layer after `tokens` tokens."""
     return tokens if window is None else min(tokens, window - 1)
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Refuse, by name, models whose cache is not one key and one value per KV head and token.
+    """Refuse a model whose cache is not one key and one value per KV head and token.
 
     Raises
     ------
     ModelError
-        Naming the family and the feature in the way: latent attention (MLA), linear or recurrent
-        layers, chunked attention, layers that share their cache, rotations that depend on length,
-        or attention that does not go through transformers' attention interface.
+        Naming the family and the obstacle: latent attention (MLA), linear or recurrent layers,
+        chunked attention, layers that share their cache, rotations that depend on length, or
+        attention that does not call transformers' attention interface.
     """
     config = model.config.get_text_config()
     obstacle = _obstacle(config)
@@ -164,12 +164,12 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def check_without_dropout(model: PreTrainedModel) -> None:
-    """Refuse a model that computes something else at every call, as while it is trained.
+    """Refuse a model with dropout in training mode.
 
     Raises
     ------
     ModelError
-        Naming the part that drops elements at random.
+        Naming the dropout layer.
     """
     for name, part in model.named_modules():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
@@ -194,9 +194,10 @@ def _obstacle(config: PretrainedConfig) -> str | None:
 
 
 def _depends_on_length(rope: dict[str, Any]) -> bool:
-    if rope.get("rope_type") == "longrope":  # as an exported checkpoint has it, it does not
-        factors = [rope.get(f"{text}_factor") for text in ("short", "long")]
-        return factors[0] is None or factors[0] != factors[1]
+    if (
+        rope.get("rope_type") == "longrope"
+    ):  # equal factors, as in exported checkpoints, are constant
+        return rope.get("short_factor") is None or rope["short_factor"] != rope.get("long_factor")
     return rope.get("rope_type") == "dynamic"
 
 
@@ -219,12 +220,12 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
 
 
 def is_linear(module: nn.Module | None) -> bool:
-    """Return whether a module is a linear layer, with adapters of PEFT around it or without."""
+    """Return whether a module is a linear layer, with or without adapters of PEFT."""
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _looks_ahead(model: PreTrainedModel) -> bool:
-    """Return whether tokens see later ones in every attention of a model, as in BERT's."""
+    """Return whether every attention of a model is bidirectional, as in BERT."""
     causal = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
     return bool(causal) and not any(causal)
 

@@ -1,4 +1,4 @@
-"""Whether the weights of a model are numbers that anything can be computed with."""
+"""Check that the weights of a model are finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_finite(model: PreTrainedModel) -> None:
         Naming the weight.
     """
     if not is_offloaded(model) and any(p.is_meta for p in model.parameters()):
-        return  # without weights, which is said elsewhere
+        return  # without weights, refused elsewhere
     for name, weight in named_weights(model):
         if weight.is_floating_point() and weight.numel() and not _is_finite(weight):
             raise ModelError(
@@ -30,7 +30,7 @@ def check_finite(model: PreTrainedModel) -> None:
 
 
 def _is_finite(x: Tensor) -> bool:
-    if x.itemsize == 1:  # float8 has no extrema
+    if x.itemsize == 1:  # aminmax does not take float8
         x = x.float()
-    # The extrema of x are NaN if an element is. They take a twentieth of the time of isfinite.
+    # Extrema are NaN if an element is, and take a twentieth of the time of isfinite.
     return bool(torch.stack(x.aminmax()).isfinite().all())

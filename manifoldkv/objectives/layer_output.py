@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.decoder import (
+from manifoldkv.activations.layer import Batch
+from manifoldkv.activations.outputs import (
     attention_output,
     every_sequence,
     layer_output,
@@ -16,7 +17,6 @@ from manifoldkv.activations.decoder import (
     project_mixed_values,
     select_head_rows,
 )
-from manifoldkv.activations.layer import Batch
 from manifoldkv.activations.placement import Placement
 from manifoldkv.basis import Basis, Site
 from manifoldkv.objectives.base import Objective, Problem, register_objective

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.decoder import (
+from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.activations.outputs import (
     every_sequence,
     layer_output,
     mixed_values,
     project_mixed_values,
 )
-from manifoldkv.activations.layer import Batch, LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.ranks.base import LayerBases

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import LayerMoments, SiteMoments
+from manifoldkv.activations.moments import LayerMoments, SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.quantizer import Quantizer

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.fisher import LayerMoments, fisher_moments
+from manifoldkv.activations.fisher import fisher_moments
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.recipes.run import Run
 

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import SiteMoments, fisher_moments
+from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, Site, detached, parse_grouping
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts

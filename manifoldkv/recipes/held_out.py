@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.coding.transform import by_token
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded_run import CodedRun

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes

@@ -184,7 +184,7 @@ def differentiate(
         exact = last_outputs(model, tokens)
     seen = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
     with recomputed(model), seen:  # until gradients are there: layers are run again for them
-        return differentiate_divergence(model, model, tokens, exact)
+        return differentiate_divergence(model, tokens, exact)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping, identity_basis
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import sliding_windows
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule, Ranks
 from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.testing.checks import assert_describable
@@ -37,7 +37,7 @@ class RankRuleConformance:
 
     def budgets(self) -> Iterator[tuple[PreTrainedModel, Budget]]:
         for model in (tiny_llama(torch.float64), tiny_gemma()):
-            windows = sliding_windows(model.config)
+            windows = Decoder.of(model).windows
             for ratio in self.ratios:
                 yield model, Budget(ratio, HEAD_DIM, windows, context=16)
 

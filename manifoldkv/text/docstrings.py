@@ -1,8 +1,8 @@
 """The ``docstrings`` text source: English technical prose every installation already has.
 
 Documents are the docstrings of the packages manifoldkv depends on, read from their source files
-with :mod:`ast` and never by importing them. Which split a document belongs to follows from a hash
-of its own words, so that another version of a package cannot move held-out text into calibration.
+with :mod:`ast` and never by importing them. The split of a document is a hash of its words, so that
+another version of a package cannot move held-out text into calibration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES = (
     "geoopt",
     "PIL",
 )
-"""Read beside the standard library. All are dependencies of manifoldkv, direct or not."""
+"""Packages read beside the standard library: dependencies of manifoldkv, direct or not."""
 
 MINIMUM_CHARACTERS = 200
 HELD_OUT_FRACTION = 1 / 5
@@ -44,7 +44,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def split_of(document: str) -> Split:
-    """Return the split of a document by the SHA-256 of its words (white space does not count)."""
+    """Return the split of a document by the SHA-256 of its words, without white space."""
     digest = hashlib.sha256(" ".join(document.split()).encode()).digest()
     uniform = int.from_bytes(digest[:8]) / 2**64
     return "held-out" if uniform < HELD_OUT_FRACTION else "calibration"
@@ -53,13 +53,9 @@ def split_of(document: str) -> Split:
 def read_docstrings(split: Split | None = None) -> Iterator[str]:
     """Yield the documents of one split (both if None), each once, in a fixed order.
 
-    Source files are visited in the order of a hash of their names, so that the first documents are
-    already a fair mixture of all packages and a reader that needs little text reads few files.
-
-    Yields
-    ------
-    str
-        One docstring of at least `MINIMUM_CHARACTERS` characters, indentation removed.
+    Source files are in the order of a hash of their names, so that the first documents are a fair
+    mixture of all packages. Documents have at least `MINIMUM_CHARACTERS` characters, without their
+    indentation.
     """
     seen: set[bytes] = set()
     for path in _source_files(tuple(_roots())):
@@ -73,10 +69,7 @@ def read_docstrings(split: Split | None = None) -> Iterator[str]:
 
 
 def read_pydoc_topics() -> Iterator[str]:
-    """Yield the chapters of ``pydoc_data.topics``, the help texts of Python's own reference.
-
-    They are in no split of `read_docstrings`: a second corpus for evaluation.
-    """
+    """Yield the chapters of Python's reference, ``pydoc_data.topics``: a second corpus."""
     path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Dict):

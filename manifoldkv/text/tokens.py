@@ -16,9 +16,8 @@ from manifoldkv.text.sources import TextSource, open_text
 
 SEQUENCES = 64
 LENGTH = 512
-"""Calibration windows drawn from a text source that is given as such."""
+"""Default number and length of calibration windows."""
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
 
 LOG = logging.getLogger(__name__)
 
@@ -31,23 +30,23 @@ def sample_tokens(
     length: int,
     split: Split | None = None,
 ) -> Tensor:
-    """Return the first windows of a text, one after the other: the sampler ``consecutive``.
+    """Return the first windows of a text, one after the other.
 
-    Every document begins with what the tokenizer puts before a text (Llama's start token); where
-    it puts nothing, a document ends with the end-of-sequence token, if there is one. A model that
-    is shown other bounds than it was trained with predicts far worse. Windows do not overlap and
-    may begin inside a document. No more of the text is read than is needed.
+    Every document begins with the tokenizer's start token or, if it has none, ends with its
+    end-of-sequence token, if any: a model that sees other bounds than in training has a far higher
+    loss. Windows do not overlap and may begin inside a document. The text is read only as far as
+    needed.
 
     Parameters
     ----------
     source : TextSource
         From `open_text`.
     tokenizer : PreTrainedTokenizerBase
-        The model's.
+        The model's tokenizer.
     sequences : int or None
-        How many windows; None for all that the text has.
+        Number of windows; None for all of the text.
     length : int
-        Tokens in each.
+        Tokens of a window.
     split : {"calibration", "held-out"}, optional
         The whole text if omitted.
 
@@ -59,13 +58,13 @@ def sample_tokens(
     Raises
     ------
     ArgumentError
-        If the text is empty or too short; the message says how much there is.
+        If the text is empty or too short, naming its length.
     """
     if length < 1 or (sequences is not None and sequences < 1):
         raise ArgumentError(
             f"cannot read {sequences} sequences of {length} tokens: both must be at least 1"
         )
-    wanted = math.inf if sequences is None else sequences * length
+    needed = math.inf if sequences is None else sequences * length
     needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
     end = [tokenizer.eos_token_id] if needs_end else []
     ids: list[int] = []
@@ -73,9 +72,9 @@ def sample_tokens(
         for document in source.documents(split):
             if document.strip():
                 ids += tokenizer(document, verbose=False)["input_ids"] + end
-            bar.update(int(min(len(ids), wanted)) // length - bar.n)
-            if len(ids) >= wanted:
-                return torch.tensor(ids[: int(wanted)]).view(-1, length)
+            bar.update(int(min(len(ids), needed)) // length - bar.n)
+            if len(ids) >= needed:
+                return torch.tensor(ids[: int(needed)]).view(-1, length)
     if sequences is None and len(ids) >= length:
         return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     part = f"{split} part of " if split else ""
@@ -93,7 +92,7 @@ def sample_tokens(
 
 
 def positions(model: PreTrainedModel) -> int:
-    """Return how many tokens of one text a model takes."""
+    """Return the largest number of tokens of one text that a model takes."""
     return model.config.get_text_config().max_position_embeddings
 
 
@@ -107,42 +106,37 @@ def check_length(model: PreTrainedModel, length: int) -> None:
 
 
 def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1) -> Tensor:
-    """Refuse token ids that a model cannot read, and return the others.
+    """Return token ids as int64; refuse those that a model does not take.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Whose vocabulary and positions count.
+        Model with a vocabulary and positions.
     tokens : Tensor
         (sequences, length), of any integer dtype.
     shortest : int
-        The least length that makes sense.
-
-    Returns
-    -------
-    Tensor
-        The same ids as int64.
+        Smallest length.
 
     Raises
     ------
     ArgumentError
         If they are not such a tensor, or an id or the length is more than the model takes.
     """
-    wanted = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
+    shape = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
     if not isinstance(tokens, Tensor):
         raise ArgumentError(
-            f"tokens must be a tensor of shape {wanted}, not {type(tokens).__name__}: "
+            f"tokens must be a tensor of shape {shape}, not {type(tokens).__name__}: "
             "torch.tensor makes one of a list"
         )
     shaped = tokens.ndim == 2 and tokens.numel() > 0 and tokens.shape[1] >= shortest
     if tokens.dtype not in INTEGERS or not shaped:
         raise ArgumentError(
-            f"tokens must be integers of shape {wanted}, not {tokens.dtype} {tuple(tokens.shape)}"
+            f"tokens must be integers of shape {shape}, not {tokens.dtype} {tuple(tokens.shape)}"
         )
     check_length(model, tokens.shape[1])
     tokens = tokens.long()
     vocabulary = model.get_input_embeddings().num_embeddings
-    smallest, largest = (int(end) for end in tokens.aminmax())
+    smallest, largest = int(tokens.min()), int(tokens.max())
     if smallest < 0 or largest >= vocabulary:
         outside = smallest if smallest < 0 else largest
         raise ArgumentError(
@@ -155,22 +149,12 @@ def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1)
 def calibration_length(
     model: PreTrainedModel, tokens: Tensor | TextSource | str, length: int | None = None
 ) -> int:
-    """Return the length of the calibration sequences. No text is read.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Whose positions count.
-    tokens : Tensor, TextSource or str
-        Calibration data, as of `calibration_tokens`.
-    length : int, optional
-        Tokens of a sequence of a text; 512, or the positions of the model, if omitted.
+    """Return the length of the windows of `calibration_tokens`, without reading a text.
 
     Raises
     ------
     ArgumentError
-        If the tokens are not a (sequences, length) tensor of the model's ids, or the sequences are
-        longer than the model takes.
+        As `calibration_tokens`, but for a text that is too short.
     """
     if not isinstance(tokens, str | TextSource):
         return checked_tokens(model, tokens).shape[1]
@@ -186,9 +170,10 @@ def calibration_tokens(
     sequences: int | None = None,
     length: int | None = None,
 ) -> tuple[str, Tensor]:
-    """Return name and token ids of the calibration data, (sequences, length), int64.
+    """Return name and token ids of calibration data, (sequences, length), int64.
 
-    Of a text they are the first windows, by default 64 of 512 tokens.
+    From a text these are the first windows, by default 64 of 512 tokens or as many as the model
+    takes.
 
     Raises
     ------
@@ -209,23 +194,23 @@ def calibration_tokens(
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that is saved with a model, in a folder or on the Hub.
+    """Return the tokenizer of a model in a folder or on the Hub.
 
     Raises
     ------
     ArgumentError
-        If there is none, or it is damaged.
+        If it is missing or damaged.
     """
     missing = "no tokenizer is saved with it (tokenizer.save_pretrained writes one)"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
-        if reason.endswith(":"):  # a list of all that was looked for follows
+        if reason.endswith(":"):  # a list of candidate files follows
             raise ArgumentError(missing) from error
         raise ArgumentError(f"its tokenizer cannot be read: {reason}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # Where some families find no file, they make a tokenizer that knows no word.
+        # Without a file, some families return a tokenizer without words.
         raise ArgumentError(missing)
     return tokenizer
 

@@ -11,8 +11,8 @@ import torch
 
 from manifoldkv import basis as basis_module
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, identity_basis
 from manifoldkv.objectives import OBJECTIVES
 from tests.families import tiny_model, tiny_tokens
@@ -25,7 +25,7 @@ def activations() -> LayerActivations:
     found = next(capture(tiny_model("llama").float(), tiny_tokens(4, 12)))
     module = copy.deepcopy(found.module).to("meta")
     small = {name: getattr(found, name).to("meta") for name in ("cos", "sin", "mask")}
-    return replace(found, module=module, **small)
+    return replace(found, call=replace(found.call, module=module), **small)
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.activations import fisher, placement
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import LayerMoments, SiteMoments, draw, fisher_moments
+from manifoldkv.activations.fisher import draw, fisher_moments
+from manifoldkv.activations.moments import LayerMoments, MomentSums, SiteMoments
 from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.models import head
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.projected import log_probabilities
-from manifoldkv.models.support import attention_of, decoder_layers, modeling_module
+from manifoldkv.models.support import modeling_module
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.models.test_offloading import offloaded, saved
 
@@ -41,14 +43,12 @@ def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iter
 
     Keys after rotation are changed where the rotation puts them out.
     """
-    layers = decoder_layers(model)
-    hooks, number = [], len(layers)
-    config = model.config.get_text_config()
-    heads = config.num_key_value_heads
+    decoder = Decoder.of(model)
+    hooks, number, heads = [], len(decoder.layers), decoder.kv_heads
 
     def by_head(index: int, site: str, x: Tensor) -> Tensor:
-        if x.ndim == 4:
-            return change(index, site, x) if x.shape[1] == heads else flat(index, site, x)
+        if x.ndim == 4 and x.shape[1] == heads:
+            return change(index, site, x)
         return flat(index, site, x)
 
     def flat(index: int, site: str, x: Tensor) -> Tensor:
@@ -60,16 +60,15 @@ def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iter
 
     def fused(index: int) -> Callable[..., Tensor]:
         def on_output(module: object, args: object, output: Tensor) -> Tensor:
-            size = heads * attention_of(layers[index]).head_dim
-            queries, keys, values = output.split([output.shape[-1] - 2 * size, size, size], -1)
+            sizes = [output.shape[-1] - 2 * decoder.features, *2 * [decoder.features]]
+            queries, keys, values = output.split(sizes, -1)
             if rotary == "pre":
                 keys = flat(index, "key", keys)
             return torch.cat([queries, keys, flat(index, "value", values)], dim=-1)
 
         return on_output
 
-    for index, layer in enumerate(layers):
-        attention = attention_of(layer)
+    for index, attention in enumerate(decoder.attentions):
         if hasattr(attention, "qkv_proj"):
             hooks.append(attention.qkv_proj.register_forward_hook(fused(index)))
             continue
@@ -77,7 +76,7 @@ def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iter
         if rotary == "pre":
             keys = getattr(attention, "k_norm", attention.k_proj)
             hooks.append(keys.register_forward_hook(hook(index, "key")))
-    modeling = modeling_module(layers[0])
+    modeling = modeling_module(decoder.layers[0])
     rotate, calls = modeling.apply_rotary_pos_emb, []
 
     def rotate_and_change(q: Tensor, k: Tensor, *args: Tensor, **kwargs: int) -> tuple:
@@ -109,9 +108,9 @@ def by_hand(
         return x + found[index, site]
 
     with changed(model, keep, rotary):
-        predicted = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
-    total = torch.zeros((), dtype=predicted.dtype)
-    for sequence in predicted:
+        log_p = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+    total = torch.zeros((), dtype=log_p.dtype)
+    for sequence in log_p:
         uniform = torch.rand(len(sequence), generator=generator, dtype=torch.float64)
         for row, number in zip(sequence, uniform.tolist(), strict=True):
             below = np.cumsum(row.detach().double().exp().numpy())
@@ -176,9 +175,9 @@ def test_of_a_prompt_they_are_those_of_its_cache_that_later_tokens_read(family: 
             layer.keys, layer.values = (x.clone().requires_grad_() for x in _held(layer))
         leaves = [_held(layer) for layer in cache.layers]
         logits = model(input_ids=text[None, prompt:], past_key_values=cache).logits
-        predicted = logits.log_softmax(-1)
+        log_p = logits.log_softmax(-1)
         uniform = torch.rand(len(text), generator=generator, dtype=torch.float64)[prompt:]
-        predicted.gather(-1, draw(predicted.detach(), uniform[None])[..., None]).sum().backward()
+        log_p.gather(-1, draw(log_p.detach(), uniform[None])[..., None]).sum().backward()
         for index, pair in enumerate(leaves):
             for site, x in zip(("key", "value"), pair, strict=True):
                 both = [
@@ -204,7 +203,7 @@ def test_nothing_is_lost_where_little_fits_at_once(monkeypatch: pytest.MonkeyPat
 
 def test_covariances_of_keys_far_from_the_origin_keep_their_digits() -> None:
     model, tokens = tiny_model("qwen2", torch.float32), tiny_tokens()
-    attention_of(decoder_layers(model)[1]).k_proj.bias.data += 1000
+    Decoder.of(model).attentions[1].k_proj.bias.data += 1000
     captured = next(iter(capture(model, tokens, [1])))
     keys = captured.keys.transpose(1, 2).flatten(2).flatten(0, 1).double().numpy()
     found = fisher_moments(model, tokens)[1].key.covariance.numpy()
@@ -227,11 +226,11 @@ def test_draws_are_as_frequent_as_they_are_probable() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(1, 1, 50, generator=generator)
     logits[..., :2] = -torch.inf
-    predicted = logits.log_softmax(-1)
+    log_p = logits.log_softmax(-1)
     uniform = torch.arange(20_000, dtype=torch.float64).unsqueeze(0) / 20_000
-    counts = draw(predicted.expand(1, 20_000, 50), uniform).flatten().bincount(minlength=50)
+    counts = draw(log_p.expand(1, 20_000, 50), uniform).flatten().bincount(minlength=50)
     torch.testing.assert_close(
-        counts.double(), 20_000 * predicted.flatten().double().exp(), rtol=0, atol=1
+        counts.double(), 20_000 * log_p.flatten().double().exp(), rtol=0, atol=1
     )
     assert counts[:2].sum() == 0
 
@@ -242,7 +241,7 @@ def test_gradients_are_nothing_on_average() -> None:
     states = next(iter(capture(model, tokens, [2]))).outputs
     gradients = torch.empty(400, *states.shape, dtype=torch.float64)
     for seed, gradient in enumerate(gradients):
-        fisher._differentiate_predictions(model, tokens, states, seed, gradient)
+        fisher._differentiate_logits(model, tokens, states, seed, gradient)
     error = gradients.std(dim=0) / 20
     assert error.min() > 0
     assert (gradients.mean(dim=0).abs() < 5 * error).all()
@@ -265,10 +264,8 @@ def test_small_errors_cost_what_it_says(family: str) -> None:
     with torch.no_grad():
         exact = log_probabilities(model, tokens)
     for layer, site in ((0, "key"), (0, "value"), (1, "key"), (2, "value")):
-        predicted = torch.stack(
-            [(mix.mT @ run[layer].of(site).fisher @ mix).trace() for run in runs]
-        )
-        predicted = 0.5 * tokens.numel() * size**2 * predicted
+        traces = [(mix.mT @ run[layer].of(site).fisher @ mix).trace() for run in runs]
+        estimated = 0.5 * tokens.numel() * size**2 * torch.stack(traces)
 
         def change(index: int, of: str, x: Tensor, place: tuple = (layer, site)) -> Tensor:
             if (index, of) != place:
@@ -277,15 +274,11 @@ def test_small_errors_cost_what_it_says(family: str) -> None:
             return x + size * (random @ mix.mT).unflatten(-1, (2, 8)).transpose(1, 2)
 
         with changed(model, change), torch.no_grad():
-            measured = torch.stack(
-                [
-                    (exact.exp() * (exact - log_probabilities(model, tokens))).sum()
-                    for _ in range(repeats)
-                ]
-            )
-        error = ((predicted.var() + measured.var()) / repeats).sqrt()
+            after = [log_probabilities(model, tokens) for _ in range(repeats)]
+            measured = torch.stack([(exact.exp() * (exact - x)).sum() for x in after])
+        error = ((estimated.var() + measured.var()) / repeats).sqrt()
         assert error < 0.05 * measured.mean()
-        difference = (predicted.mean() - measured.mean()).abs()
+        difference = (estimated.mean() - measured.mean()).abs()
         assert difference < 4 * error + 0.02 * measured.mean(), (layer, site)
 
 
@@ -325,14 +318,14 @@ def test_half_precision_is_close_and_summed_in_full(
     two gradients in it. Products and sums lose nothing.
     """
     added: list[tuple[Tensor, Tensor]] = []
-    add = fisher._Sums.add
+    add = MomentSums.add
 
     def recorded(self: object, *both: Tensor) -> None:
         added.append(both)
         add(self, *both)
 
-    monkeypatch.setattr(fisher, "draw", lambda predicted, uniform: (64 * uniform).long())
-    monkeypatch.setattr(fisher._Sums, "add", recorded)
+    monkeypatch.setattr(fisher, "draw", lambda log_p, uniform: (64 * uniform).long())
+    monkeypatch.setattr(MomentSums, "add", recorded)
     model, tokens = tiny_model(family, torch.bfloat16, **SMOOTH), tiny_tokens(16)
     found = fisher_moments(model, tokens)
     assert model.dtype == torch.bfloat16
@@ -353,7 +346,7 @@ def test_the_same_from_weights_that_stay_in_their_shards(family: str, tmp_path: 
     whole = saved(family, tmp_path)
     model = offloaded(tmp_path, torch.float32)
     assert fisher_moments(model, tiny_tokens()) == fisher_moments(whole, tiny_tokens())
-    assert all(p.is_meta for layer in decoder_layers(model) for p in layer.parameters())
+    assert all(p.is_meta for layer in Decoder.of(model).layers for p in layer.parameters())
 
 
 def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
@@ -361,10 +354,10 @@ def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
     model, seen = offloaded(tmp_path, torch.float32), []
 
     def count(*ignored: object) -> None:
-        layers = decoder_layers(model)
+        layers = Decoder.of(model).layers
         seen.append(sum(not layer.self_attn.o_proj.weight.is_meta for layer in layers))
 
-    for layer in decoder_layers(model):
+    for layer in Decoder.of(model).layers:
         layer.self_attn.o_proj.register_full_backward_hook(count)
         layer.self_attn.o_proj.register_forward_pre_hook(count)
     fisher_moments(model, tiny_tokens())
@@ -374,9 +367,9 @@ def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model, tokens = tiny_model("gemma2").requires_grad_(True), tiny_tokens()
-    frozen = attention_of(decoder_layers(model)[1]).k_proj.weight.requires_grad_(False)
+    frozen = Decoder.of(model).attentions[1].k_proj.weight.requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    layers, implementation = decoder_layers(model), model.config._attn_implementation
+    layers, implementation = model.model.layers, model.config._attn_implementation
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     fisher_moments(model, tokens)
@@ -384,7 +377,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
-    assert decoder_layers(model) is layers
+    assert model.model.layers is layers
     assert model.config._attn_implementation == implementation
     assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.is_grad_enabled()
@@ -411,60 +404,41 @@ class Kill(Exception):  # noqa: N818 (not an error)
     pass
 
 
-def runs_until(
-    monkeypatch: pytest.MonkeyPatch, name: str, calls: int | None
-) -> tuple[list[object], Callable[[], None]]:
-    """Let a function of the module end the run at a call; returns the calls, and what undoes it."""
-    function, made = getattr(fisher, name), []
+def counted(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, last: int | None = None
+) -> list[object]:
+    """Count the calls of a function, and end the run at one of them."""
+    function, calls = getattr(owner, name), []
 
-    def counted(*arguments: object) -> object:
-        made.append(arguments)
-        if len(made) == calls:
+    def count(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == last:
             raise Kill
         return function(*arguments)
 
-    monkeypatch.setattr(fisher, name, counted)
-    return made, lambda: monkeypatch.setattr(fisher, name, function)
+    monkeypatch.setattr(owner, name, count)
+    return calls
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("name", ["_differentiate_layer", "_write"])
-def test_an_interrupted_run_goes_on(
-    name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("file", range(6))
+def test_an_interrupted_run_is_resumed(
+    file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before the first or the second of the two files of each layer."""
     model, tokens = tiny_model("gpt-oss", torch.bfloat16), tiny_tokens()
     expected = fisher_moments(model, tokens, seed=2)
-    _, undo = runs_until(monkeypatch, name, call)
-    with pytest.raises(Kill):
-        fisher_moments(model, tokens, seed=2, folder=tmp_path)
-    undo()
-    made, undo = runs_until(monkeypatch, "_differentiate_layer", None)
+    with monkeypatch.context() as patch:
+        counted(patch, fisher.Checkpoints, "write_tensors", file + 1)
+        with pytest.raises(Kill):
+            fisher_moments(model, tokens, seed=2, folder=tmp_path)
+    sites = counted(monkeypatch, MomentSums, "moments")
     assert fisher_moments(model, tokens, seed=2, folder=tmp_path) == expected
-    assert len(made) == 3 - (call - 1)
-    made.clear()
+    assert len(sites) == 2 * (3 - file // 2)
+    sites.clear()
     assert fisher_moments(model, tokens, seed=2, folder=str(tmp_path)) == expected
-    assert not made
+    assert not sites
     (left,) = tmp_path.glob(f"{fisher.GRADIENT}-*")
     assert left.stat().st_size < 500  # the gradient itself is needed no more
-    undo()
-
-
-def test_a_run_between_two_files_of_a_layer_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens()
-    write = fisher.Checkpoints.write_tensors
-
-    def killed(self: object, name: str, tensors: dict[str, Tensor]) -> None:
-        if name == fisher.GRADIENT and int(tensors["layer"]) == 1:
-            raise Kill
-        write(self, name, tensors)
-
-    monkeypatch.setattr(fisher.Checkpoints, "write_tensors", killed)
-    with pytest.raises(Kill):
-        fisher_moments(model, tokens, folder=tmp_path)
-    monkeypatch.setattr(fisher.Checkpoints, "write_tensors", write)
-    assert fisher_moments(model, tokens, folder=tmp_path) == fisher_moments(model, tokens)
 
 
 def test_what_depends_on_something_else_is_not_taken(
@@ -514,10 +488,10 @@ def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.Monk
     with pytest.raises(ArgumentError):
         fisher_moments(model, tokens + 64)
     for first in (-1, 12):
-        with pytest.raises(ArgumentError, match=f"of 12 tokens, {first} cannot be left out"):
+        with pytest.raises(ArgumentError, match=f"first must be >= 0 and < 12 tokens, got {first}"):
             fisher_moments(model, tokens, first=first)
     for prompt in (0, 4, 12):
-        with pytest.raises(ArgumentError, match=f"of 12 tokens, {prompt} cannot be a prompt"):
+        with pytest.raises(ArgumentError, match=rf"prompt must be > first \(4\) .*, got {prompt}"):
             fisher_moments(model, tokens, first=4, prompt=prompt)
     for family in ("mamba", "gpt2", "deepseek-v3"):
         with pytest.raises(ModelError):

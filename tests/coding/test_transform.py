@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.fisher import SiteMoments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.coding.transform import PREDICTION_RIDGE, WeightedKLT, weighted_klt
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6

@@ -22,7 +22,7 @@ from manifoldkv import (
     compress,
     compressed,
 )
-from manifoldkv.activations.decoder import attention_output, layer_output
+from manifoldkv.activations.outputs import attention_output, layer_output
 from manifoldkv.basis import HeadGrouping, Rotary
 from manifoldkv.diagnostics import diagnose, diagnose_plan, layer_errors
 from manifoldkv.errors import PlanError

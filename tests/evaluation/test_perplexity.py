@@ -6,6 +6,7 @@ import torch
 from manifoldkv import compressed
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import Perplexity, perplexity
+from manifoldkv.evaluation.perplexity import standard_error
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
@@ -27,11 +28,13 @@ def test_uncompressed() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(10, 12)
     found = perplexity(model, tokens)
     losses = nll_by_hand(model, tokens)
+    assert found.by_sequence == pytest.approx(losses, rel=1e-5)
     mean = sum(losses) / 10
     assert found.nll == pytest.approx(mean, rel=1e-5)
     variance = sum((x - mean) ** 2 for x in losses) / 9
-    assert found.standard_error == pytest.approx(math.sqrt(variance / 10), rel=1e-4)
-    assert found.predicted == 10 * 11
+    error = standard_error(found.by_sequence)
+    assert error == pytest.approx(math.sqrt(variance / 10), rel=1e-4)
+    assert found.tokens_scored == 10 * 11
     assert found.perplexity == pytest.approx(math.exp(found.nll))
 
 
@@ -56,7 +59,7 @@ def test_it_is_that_of_decoding_token_by_token() -> None:
             loss -= float(torch.log_softmax(logits, dim=-1)[tokens[0, i + 1]]) / 11
     found = perplexity(model, tokens, plan)
     assert found.nll == pytest.approx(loss, rel=1e-5)
-    assert math.isnan(found.standard_error)  # of one sequence
+    assert math.isnan(standard_error(found.by_sequence))  # of one sequence
 
 
 def test_tokens_of_another_shape_are_refused() -> None:
@@ -74,13 +77,5 @@ def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
 def test_losses_that_are_not_finite_have_no_standard_error(broken: float) -> None:
     """As half precision makes them."""
     found = Perplexity((broken, 1.0, 2.0), 3)
-    assert math.isnan(found.standard_error)
+    assert math.isnan(standard_error(found.by_sequence))
     assert not math.isfinite(found.perplexity)
-
-
-def test_it_is_the_mean_over_sequences() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens()
-    found = perplexity(model, tokens)
-    apart = [perplexity(model, sequence).nll for sequence in tokens.split(1)]
-    assert found.by_sequence == pytest.approx(apart)
-    assert found.nll == pytest.approx(sum(apart) / len(apart))

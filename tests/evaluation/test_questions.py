@@ -118,21 +118,15 @@ class TestRuler:
 
     def test_prompts_are_the_harness_own(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Of the task as the harness asks it, its task file and all, at the length of that file."""
-        from lm_eval.tasks import TaskManager
+        from lm_eval.tasks import TaskManager, ruler
 
-        metadata = {
-            "tokenizer": "studies/reference_models/reference-llama",
-            "max_seq_lengths": [1024],
-        }
-        manager = TaskManager(metadata=metadata)
+        metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": [1024]}
+        manager = TaskManager(
+            include_path=next(iter(ruler.__path__)), include_defaults=False, metadata=metadata
+        )
         random.seed(5)
         task = manager.load(["niah_multikey_2"])["tasks"]["niah_multikey_2"]
         task.build_all_requests(limit=2)
         theirs = [request.args[0] for request in task.instances[:2]]
-        ours = [
-            document.prompt
-            for document in ruler_documents(
-                "niah_multikey_2", tokenizer, length=1024, items=2, seed=5
-            )
-        ]
-        assert theirs == ours
+        ours = ruler_documents("niah_multikey_2", tokenizer, length=1024, items=2, seed=5)
+        assert theirs == [document.prompt for document in ours]

@@ -2,21 +2,17 @@
 
 import copy
 import math
+from collections.abc import Callable
 
 import pandas as pd
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import compressed, load_model, open_text
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.questions import Question, questions
-from manifoldkv.evaluation.retrieval import (
-    retrieval,
-    retrieval_through,
-    summarize,
-    uncompressed,
-)
+from manifoldkv.evaluation.retrieval import retrieval, retrieval_through, summarize, uncompressed
 from manifoldkv.plan.plan import CompressionPlan
 from tests.plans import random_plan
 
@@ -44,53 +40,41 @@ def asked(model: Model) -> list[Question]:
     ]
 
 
-def by_hand(model: Model, question: Question, plan: CompressionPlan | None, prefill: str) -> tuple:
-    """What a model writes after a question, and the NLL of the answer, one token at a time."""
-    network, tokenizer = model
-    prompt = torch.tensor([question.prompt])
-    if plan is None:
-        cache = DynamicCache(config=network.config)
-        network(input_ids=prompt[:, :-1], past_key_values=cache)
-        return written_and_lost(network, tokenizer, question, cache)
-    with compressed(network, plan, prefill=prefill) as new_cache:
-        cache = new_cache()
-        network(input_ids=prompt[:, :-1], past_key_values=cache)
-        return written_and_lost(network, tokenizer, question, cache)
-
-
 @torch.no_grad()
-def written_and_lost(network, tokenizer, question: Question, cache) -> tuple[float, float]:
-    again = copy.deepcopy(cache)
-    token, own = torch.tensor([[question.prompt[-1]]]), []
+def by_hand(model: Model, question: Question, new_cache: Callable[[], Cache]) -> tuple:
+    """Share of the answers in the text of a model, and their NLL, one token at a time."""
+    network, tokenizer = model
+    cache = new_cache()
+    network(input_ids=torch.tensor([question.prompt[:-1]]), past_key_values=cache)
+    again, last = copy.deepcopy(cache), torch.tensor([[question.prompt[-1]]])
+    token, ids = last, []
     for _ in range(question.new_tokens):
         token = network(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-        own.append(int(token))
-    token, loss = torch.tensor([[question.prompt[-1]]]), 0.0
-    for wanted in question.continuation:
+        ids.append(int(token))
+    token, loss = last, 0.0
+    for expected in question.continuation:
         logits = network(input_ids=token, past_key_values=again).logits[0, -1].double()
-        loss -= float(torch.log_softmax(logits, dim=-1)[wanted]) / len(question.continuation)
-        token = torch.tensor([[wanted]])
-    text = tokenizer.decode(own)
+        loss -= float(torch.log_softmax(logits, dim=-1)[expected]) / len(question.continuation)
+        token = torch.tensor([[expected]])
+    text = tokenizer.decode(ids)
     return sum(a in text for a in question.answers) / len(question.answers), loss
 
 
-@pytest.mark.parametrize("prefill", ["exact", "compressed"])
+@pytest.mark.parametrize("prefill", ["exact", "compressed", None])
 def test_it_is_that_of_decoding_token_by_token(
-    model: Model, asked: list[Question], plan: CompressionPlan, prefill: str
+    model: Model, asked: list[Question], plan: CompressionPlan, prefill: str | None
 ) -> None:
-    found = retrieval(*model, asked, plan, prefill=prefill, batch_size=4)
-    expected = [by_hand(model, question, plan, prefill) for question in asked]
+    if prefill is None:  # the uncompressed model
+        found = retrieval(*model, asked)
+        expected = [by_hand(model, q, lambda: DynamicCache(config=model[0].config)) for q in asked]
+    else:
+        found = retrieval(*model, asked, plan, prefill=prefill, batch_size=4)
+        with compressed(model[0], plan, prefill=prefill) as new_cache:
+            expected = [by_hand(model, question, new_cache) for question in asked]
     assert found["score"].tolist() == [score for score, _ in expected]
     assert found["nll"].tolist() == pytest.approx([nll for _, nll in expected], rel=1e-3)
     assert found["task"].tolist() == [question.task for question in asked]
     assert found["length"].tolist() == [len(question.prompt) for question in asked]
-
-
-def test_the_uncompressed_model(model: Model, asked: list[Question]) -> None:
-    found = retrieval(*model, asked)
-    expected = [by_hand(model, question, None, "exact") for question in asked]
-    assert found["score"].tolist() == [score for score, _ in expected]
-    assert found["nll"].tolist() == pytest.approx([nll for _, nll in expected], rel=1e-3)
 
 
 def test_a_model_that_knows_the_answer_gets_it(model: Model) -> None:

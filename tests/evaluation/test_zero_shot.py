@@ -4,14 +4,18 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv import compress, compressed, load_model, open_text
+from manifoldkv import CompressionPlan, compress, compressed, load_model, open_text
 from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.evaluation import zero_shot as zero_shot_module
 from manifoldkv.evaluation.zero_shot import (
     ManifoldKVLM,
     local_task,
@@ -47,6 +51,18 @@ def data(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def plan(model: Model) -> CompressionPlan:
+    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
+    return compress(model[0], tokens, recipe="eigen-attention", ratio=0.1)
+
+
+@pytest.fixture(scope="module")
+def plan_folder(plan: CompressionPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan.save(tmp_path_factory.mktemp("plan"))
+    return tmp_path_factory.getbasetemp() / "plan0"
+
+
 def accuracy_by_hand(model: Model, data: Path) -> float:
     """The choice with the highest log-likelihood after a space, as the harness asks it."""
     network, tokenizer = model
@@ -73,9 +89,9 @@ def test_accuracy_is_that_of_the_likeliest_choice(model: Model, data: Path) -> N
     assert found["standard_error"] > 0
 
 
-def test_requests_run_on_the_compressed_cache(model: Model, data: Path) -> None:
-    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.1)
+def test_requests_run_on_the_compressed_cache(
+    model: Model, plan: CompressionPlan, data: Path
+) -> None:
     found = zero_shot(*model, ["continuation"], plan, data=data).iloc[0]
     with compressed(model[0], plan):
         expected = accuracy_by_hand(model, data)
@@ -90,7 +106,9 @@ def test_all_local_tasks(model: Model, data: Path) -> None:
     assert found["accuracy"].between(0, 1).all()
 
 
-def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -> None:
+def test_a_group_is_asked_as_a_whole(
+    model: Model, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As mmlu is one: tasks in groups in a group, which the harness counts leaf by leaf."""
     metric = {"aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
     inner = {"group": "inner", "task": ["first", "second"]} | metric
@@ -100,10 +118,11 @@ def test_a_group_is_asked_as_a_whole(model: Model, data: Path, tmp_path: Path) -
     }
     for name, content in (files | {"inner": inner, "outer": outer}).items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))  # JSON is YAML
-    group, task = (
-        zero_shot(*model, [name], task_files=tmp_path, limit=2).iloc[0]
-        for name in ("outer", "third")
+    of_files = partial(TaskManager, include_path=str(tmp_path))
+    monkeypatch.setattr(
+        zero_shot_module, "TaskManager", lambda **_: of_files(include_defaults=False)
     )
+    group, task = (zero_shot(*model, [name], limit=2).iloc[0] for name in ("outer", "third"))
     assert (group["items"], task["items"]) == (6, 2)
     assert group["metric"] == task["metric"] == "acc"
     assert group["accuracy"] == pytest.approx(task["accuracy"])  # three times the same
@@ -114,9 +133,10 @@ def test_a_missing_file_is_named(model: Model, tmp_path: Path) -> None:
         zero_shot(*model, ["piqa"], data=tmp_path)
 
 
-def test_the_registered_model_is_compressed_until_closed(model: Model, data: Path) -> None:
-    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.25)
+def test_the_registered_model_is_compressed_until_closed(
+    model: Model, plan: CompressionPlan
+) -> None:
+    tokens = torch.arange(32).unsqueeze(0)
     plain = model[0](input_ids=tokens).logits
     with compressed(model[0], plan):
         expected = model[0](input_ids=tokens).logits
@@ -126,25 +146,36 @@ def test_the_registered_model_is_compressed_until_closed(model: Model, data: Pat
     assert torch.equal(model[0](input_ids=tokens).logits, plain)
 
 
-def test_a_plan_of_other_weights_is_taken_if_that_is_said(model: Model) -> None:
-    tokens = torch.randint(0, 4096, (2, 24), generator=torch.Generator().manual_seed(0))
-    plan = compress(model[0], tokens, recipe="eigen-attention", ratio=0.25)
+def test_a_plan_of_other_weights_is_taken_if_that_is_said(
+    model: Model, plan: CompressionPlan
+) -> None:
     tuned = copy.deepcopy(model[0])
     tuned.model.embed_tokens.weight.data *= 1.1
     with pytest.raises(PlanError, match="other weights"):
         ManifoldKVLM(tuned, plan, tokenizer=model[1])
     client = ManifoldKVLM(tuned, plan, other_weights=True, tokenizer=model[1])
-    assert client.model(input_ids=tokens).logits.isfinite().all()
+    assert client.model(input_ids=torch.arange(24).unsqueeze(0)).logits.isfinite().all()
     client.close()
 
 
-def test_the_harness_finds_the_model_by_name(model: Model, data: Path, tmp_path: Path) -> None:
-    tokens = torch.randint(0, 4096, (2, 32), generator=torch.Generator().manual_seed(0))
-    compress(model[0], tokens, recipe="eigen-attention", ratio=0.25).save(tmp_path / "plan")
+def test_the_harness_finds_the_model_by_name(data: Path, plan_folder: Path) -> None:
+    found = simple_evaluate(
+        model="manifoldkv",
+        model_args=f"pretrained={FOLDER},plan={plan_folder}",
+        tasks=[local_task("continuation", data)],
+        task_manager=TaskManager(include_defaults=False),
+        device="cpu",
+        limit=2,
+    )
+    assert found["results"]["continuation"]["acc,none"] in (0, 0.5, 1)
+
+
+@pytest.mark.slow
+def test_the_command_line_of_the_harness(data: Path, plan_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     task = local_task("continuation", data)
     (tmp_path / "tasks" / "continuation.yaml").write_text(json.dumps(task))  # JSON is YAML
-    arguments = f"pretrained={FOLDER},plan={tmp_path / 'plan'}"
+    arguments = f"pretrained={FOLDER},plan={plan_folder}"
     command = [sys.executable, "-m", "manifoldkv.evaluation.zero_shot", "--model", "manifoldkv"]
     command += ["--model_args", arguments, "--tasks", "continuation", "--device", "cpu"]
     command += ["--include_path", str(tmp_path / "tasks"), "--limit", "2"]

@@ -26,7 +26,7 @@ from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
 from manifoldkv.export.fold import FAMILIES, folded
 from manifoldkv.recipes.commuting import CommutingRecipe
 from manifoldkv.recipes.full_rank import full_rank_plan
-from tests.families import tiny_model, tiny_tokens
+from tests.families import WINDOWS, tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
 
 REFERENCE = "studies/reference_models/reference-llama"
@@ -74,6 +74,16 @@ def plan_for(model: PreTrainedModel, name: str = "llama", ratio: float = 0.4) ->
     grouping = 2 if "two groups" in name else "all"
     recipe = CommutingRecipe(grouping=grouping)
     return compress(model, tiny_tokens(3, 20), recipe=recipe, ratio=ratio)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def plan(llama: PreTrainedModel) -> CompressionPlan:
+    return plan_for(llama)
 
 
 @torch.no_grad()
@@ -204,6 +214,11 @@ def test_a_trained_model_with_all_that_goes_along(dtype: torch.dtype, tmp_path: 
     torch.testing.assert_close(logits_of(again, tokens), logits_of(loaded.float(), tokens))
 
 
+SETTINGS = {  # a qwen2 with some windows
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWS}
+}
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "reason"),
@@ -211,46 +226,38 @@ class TestRefusals:
             ("qwen3", r"norms \(k_norm\), which are not linear"),
             ("gemma3", r"norms \(k_norm\), which are not linear"),
             ("gemma2", "soft cap"),
-            ("gpt-oss", "sinks of its own"),
+            ("gpt-oss", "its attention has sink logits"),
             ("ministral", "different sliding windows"),
+            ("qwen2", "different sliding windows"),
             ("granite", "only models of type llama, mistral, qwen2 are"),
         ],
     )
-    def test_models(self, family: str, reason: str, tmp_path: Path) -> None:
-        model = tiny_model(family)
-        plan = random_plan(tiny_model("llama"))  # nobody gets as far as that
+    def test_models(self, family: str, reason: str, plan: CompressionPlan, tmp_path: Path) -> None:
+        model = tiny_model(family, **SETTINGS.get(family, {}))
         with pytest.raises(ModelError, match=f"cannot be exported: .*{reason}"):
             export_checkpoint(model, plan, tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
-    def test_a_qwen2_with_some_windows(self, tmp_path: Path) -> None:
-        windows = ["full_attention", "sliding_attention", "sliding_attention"]
-        model = tiny_model("qwen2", use_sliding_window=True, sliding_window=5, layer_types=windows)
-        with pytest.raises(ModelError, match="different sliding windows"):
-            export_checkpoint(model, random_plan(model), tmp_path / "out")
-
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-    def test_an_adapter(self, tmp_path: Path) -> None:
+    def test_an_adapter(self, plan: CompressionPlan, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model
 
-        model = tiny_model("llama")
-        plan = plan_for(model)
-        wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        wrapped = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
         with pytest.raises(ModelError, match="q_proj is no plain matrix"):
             export_checkpoint(wrapped, plan, tmp_path / "out")
 
-    def test_offloaded_weights(self, tmp_path: Path) -> None:
+    def test_offloaded_weights(self, plan: CompressionPlan, tmp_path: Path) -> None:
         model, _ = load_model(REFERENCE, offload=True)
         with pytest.raises(ModelError, match="load it whole"):
-            export_checkpoint(model, random_plan(tiny_model("llama")), tmp_path / "out")
+            export_checkpoint(model, plan, tmp_path / "out")
 
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
             (lambda p, m: replace(p, sinks=3), "the first 3 tokens"),
             (lambda p, m: replace(p, sinks=2), "the first 2 tokens"),
-            (lambda p, m: quantize(p, m, tiny_tokens(), Quantization(8)), "rounded"),
-            (lambda p, m: bits_plan(m, tiny_tokens(), ratio=0.5), "rounded"),
+            (lambda p, m: quantize(p, m, tiny_tokens(), Quantization(8)), "quantised"),
+            (lambda p, m: bits_plan(m, tiny_tokens(), ratio=0.5), "quantised"),
             (lambda p, m: random_plan(m), "keys of layer 0 do not commute"),
             (lambda p, m: _with_layer(p, 1, "key", frequencies=None), "layer 1 do not commute"),
             (lambda p, m: _with_layer(p, 2, plan_for(m, ratio=0.5)), "layer 2 has other freq"),
@@ -258,21 +265,18 @@ class TestRefusals:
             (lambda p, m: plan_for(tiny_model("llama", seed=1)), "made for other weights"),
         ],
     )
-    def test_plans(self, change, reason: str, tmp_path: Path) -> None:
-        model = tiny_model("llama")
-        plan = change(plan_for(model), model)
+    def test_plans(
+        self, change, reason: str, llama: PreTrainedModel, plan: CompressionPlan, tmp_path: Path
+    ) -> None:
         with pytest.raises(PlanError, match=reason):
-            export_checkpoint(model, plan, tmp_path / "out")
+            export_checkpoint(llama, change(plan, llama), tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
-    def test_tokens_and_tokenizers(self, tmp_path: Path) -> None:
-        model = tiny_model("llama")
+    def test_tokens_and_tokenizers(self, plan: CompressionPlan, tmp_path: Path) -> None:
+        model, outside = tiny_model("llama"), torch.tensor([[64, 1]])
         with pytest.raises(ArgumentError, match="token id 64"):
-            export_checkpoint(
-                model, plan_for(model), tmp_path / "out", held_out=torch.tensor([[64, 1]])
-            )
+            export_checkpoint(model, plan, tmp_path / "out", held_out=outside)
         model.config._name_or_path = str(tmp_path)
-        plan = plan_for(model)
         with pytest.raises(ArgumentError):
             export_checkpoint(model, plan, tmp_path / "out")
 
@@ -296,9 +300,10 @@ def _with_values(plan: CompressionPlan, other: CompressionPlan) -> CompressionPl
 
 
 class TestFolder:
-    def test_what_is_there_stays(self, tmp_path: Path) -> None:
-        model = tiny_model("llama", torch.float32)
-        plan, folder = plan_for(model), tmp_path / "deep" / "plain"
+    def test_what_is_there_stays(
+        self, llama: PreTrainedModel, plan: CompressionPlan, tmp_path: Path
+    ) -> None:
+        model, folder = llama, tmp_path / "deep" / "plain"
         export_checkpoint(model, plan, folder)
         (folder / "mine.txt").write_text("mine")
         with pytest.raises(RunError, match="holds a checkpoint already"):
@@ -310,23 +315,24 @@ class TestFolder:
         assert [path.name for path in folder.parent.iterdir()] == ["plain"]
 
     @pytest.mark.parametrize("force", [False, True])
-    def test_what_is_no_checkpoint_is_never_replaced(self, tmp_path: Path, force: bool) -> None:
-        model = tiny_model("llama")
-        plan = plan_for(model)
-        (tmp_path / "thesis.tex").write_text("years")
-        with pytest.raises(RunError, match="no checkpoint"):
-            export_checkpoint(model, plan, tmp_path, force=force)
-        with pytest.raises(RunError, match="is a file"):
-            export_checkpoint(model, plan, tmp_path / "thesis.tex", force=force)
-        with pytest.raises(RunError, match="of its own"):
-            export_checkpoint(model, plan, "", force=force)
+    def test_what_is_no_checkpoint_is_never_replaced(
+        self, llama: PreTrainedModel, plan: CompressionPlan, tmp_path: Path, force: bool
+    ) -> None:
+        file, current = tmp_path / "thesis.tex", "must not be the current one"
+        file.write_text("years")
+        for folder, reason in ((tmp_path, "no checkpoint"), (file, "is a file"), ("", current)):
+            with pytest.raises(RunError, match=reason):
+                export_checkpoint(llama, plan, folder, force=force)
 
     def test_a_write_that_fails_leaves_what_was_there(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        llama: PreTrainedModel,
+        plan: CompressionPlan,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        model = tiny_model("llama", torch.float32)
-        plan, folder = plan_for(model), tmp_path / "plain"
-        export_checkpoint(model, plan, folder)
+        folder = tmp_path / "plain"
+        export_checkpoint(llama, plan, folder)
         before = (folder / "model.safetensors").read_bytes()
 
         def full(*args, **kwargs):
@@ -334,15 +340,14 @@ class TestFolder:
 
         monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
         with pytest.raises(RunError, match="No space left"):
-            export_checkpoint(model, plan, folder, force=True)
+            export_checkpoint(llama, plan, folder, force=True)
         assert (folder / "model.safetensors").read_bytes() == before
         assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_a_moved_frequency_would_be_noticed() -> None:
+def test_a_moved_frequency_would_be_noticed(llama: PreTrainedModel, plan: CompressionPlan) -> None:
     """The law can fail: with another list of frequencies the logits are others."""
-    model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
-    plan = plan_for(model)
+    model, tokens = llama, tiny_tokens(3, 20)
     made = folded(model, plan)
     made.model.rotary_emb.original_inv_freq *= 1.5
     made.model.rotary_emb.inv_freq *= 1.5

@@ -44,13 +44,10 @@ def test_weights_near_the_largest_number_are_finite() -> None:
     check_finite(damaged(WEIGHTS[0], torch.finfo(torch.float32).max))
 
 
-def test_the_text_of_a_damaged_model_is_not_written() -> None:
+def test_no_text_is_generated_from_weights_or_logits_that_are_not_finite() -> None:
+    """The logits of finite weights, in a dtype that activations do not fit."""
     with pytest.raises(ModelError, match=f"weight {WEIGHTS[0]} holds NaN"):
         own_text(damaged(WEIGHTS[0], float("nan")), 1, 4)
-
-
-def test_predictions_that_are_not_finite_are_told() -> None:
-    """Weights that are, in a dtype that activations do not fit."""
     model = damaged("lm_head.weight", 6e4, torch.float16)
     model.lm_head.weight.data.fill_(6e4)
     with pytest.raises(ModelError, match=r"not finite in torch\.float16: load it in bfloat16"):
@@ -59,11 +56,8 @@ def test_predictions_that_are_not_finite_are_told() -> None:
 
 @pytest.mark.parametrize("recipe", ["best", "low-rank", "commuting", "stored"])
 def test_a_damaged_model_is_refused_before_the_text_is_read(recipe: str) -> None:
-    def unread(split: object) -> None:
-        raise AssertionError("read")
-
     with pytest.raises(ModelError, match=f"weight {WEIGHTS[1]} holds NaN"):
-        compress(damaged(WEIGHTS[1], float("nan")), TextSource("unread", unread), recipe=recipe)
+        compress(damaged(WEIGHTS[1], float("nan")), TextSource("unread", None), recipe=recipe)
 
 
 def test_a_layer_that_computes_nan_is_not_called_a_wrong_rotation() -> None:
@@ -78,13 +72,8 @@ def test_a_layer_of_zeros_is_captured() -> None:
     assert [x.outputs.abs().max() for x in capture(model, tiny_tokens(2, 8))] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("part", "recipe"),
-    [
-        *((part, "commuting") for part in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        *((part, "low-rank") for part in ("k_proj", "v_proj")),
-    ],
-)
+@pytest.mark.parametrize("recipe", ["commuting", "low-rank"])
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
 def test_a_projection_of_zeros_is_compressed(part: str, recipe: str) -> None:
     model = tiny_model("llama", torch.float32)
     for layer in model.model.layers:

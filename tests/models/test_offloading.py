@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import compress, compressed, load_model
 from manifoldkv.errors import ModelError
-from manifoldkv.models.offloading import device_of, load_offloaded, named_weights, resident
-from manifoldkv.models.support import decoder_layers
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.offloading import load_offloaded, named_weights, resident
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.short_recipes import short
@@ -45,7 +45,7 @@ def test_the_same_numbers_as_a_model_in_memory(family: str, tmp_path: Path) -> N
     model = offloaded(tmp_path, torch.float32)
     tokens = tiny_tokens(2, 12)
     assert torch.equal(model(input_ids=tokens).logits, whole(input_ids=tokens).logits)
-    assert not any(map(is_loaded, decoder_layers(model)))
+    assert not any(map(is_loaded, Decoder.of(model).layers))
     assert digest_of_model(model) == digest_of_model(whole)
     for (name, weight), (expected_name, expected) in zip(
         named_weights(model), named_weights(whole), strict=True
@@ -61,7 +61,7 @@ def test_the_same_plan_as_from_a_model_in_memory(recipe: str, tmp_path: Path) ->
     tokens = tiny_tokens(4, 12)
     plan, other = (compress(m, tokens, recipe=short(recipe), context=200) for m in (model, whole))
     assert plan.digest() == other.digest()
-    assert not any(map(is_loaded, decoder_layers(model)))
+    assert not any(map(is_loaded, Decoder.of(model).layers))
     if plan.stored:  # no model runs on it
         return
     with compressed(model, plan), compressed(whole, plan):
@@ -74,9 +74,9 @@ def test_no_two_layers_are_loaded_at_a_time(tmp_path: Path) -> None:
     seen = []
 
     def count(*ignored: object) -> None:
-        seen.append(sum(map(is_loaded, decoder_layers(model))))
+        seen.append(sum(map(is_loaded, Decoder.of(model).layers)))
 
-    for layer in decoder_layers(model):
+    for layer in Decoder.of(model).layers:
         layer.self_attn.o_proj.register_forward_pre_hook(count)
     compress(model, tiny_tokens(4, 12), recipe=short("low-rank"))
     assert len(seen) > 20
@@ -86,19 +86,19 @@ def test_no_two_layers_are_loaded_at_a_time(tmp_path: Path) -> None:
 def test_a_layer_can_be_held(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.float32)
-    first, second, _ = decoder_layers(model)
+    first, second, _ = Decoder.of(model).layers
     with resident(first):
         assert (is_loaded(first), is_loaded(second)) == (True, False)
         model(input_ids=tiny_tokens(1, 4))
         assert (is_loaded(first), is_loaded(second)) == (True, False)
     assert not is_loaded(first)
-    assert device_of(first) == torch.device("cpu")
+    assert set(Decoder.of(model).devices) == {torch.device("cpu")}
 
 
 def test_a_layer_that_fails_is_let_go(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.float32)
-    layer = decoder_layers(model)[0]
+    layer = Decoder.of(model).layers[0]
 
     def fail(*ignored: object) -> None:
         raise RuntimeError("on purpose")
@@ -123,8 +123,8 @@ def test_loading_by_name_and_writing_text(name: str) -> None:
 def test_weights_are_converted_as_they_are_read(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     model = offloaded(tmp_path, torch.bfloat16)
-    with resident(decoder_layers(model)[0]):
-        assert {p.dtype for p in decoder_layers(model)[0].parameters()} == {torch.bfloat16}
+    with resident(Decoder.of(model).layers[0]):
+        assert {p.dtype for p in Decoder.of(model).layers[0].parameters()} == {torch.bfloat16}
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from manifoldkv import CompressionPlan, compressed
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import compressed_output
+from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.basis import HeadGrouping
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.models.fingerprint import fingerprint

@@ -21,7 +21,8 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import SiteMoments, fisher_moments
+from manifoldkv.activations.fisher import fisher_moments
+from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.errors import ArgumentError

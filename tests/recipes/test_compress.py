@@ -21,8 +21,8 @@ from manifoldkv import (
     tune,
 )
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.basis import HeadGrouping, projector_distance
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.errors import ArgumentError, ModelError, PlanError

@@ -20,24 +20,36 @@ from manifoldkv.text.docstrings import (
 LONG = "Words about {} that go on. " + "And so on without an end. " * 10
 
 
+def function(i):
+    return f'def f{i}():\n    """{LONG.format(i)}"""\n'
+
+
+def module(*subjects):
+    return "".join(map(function, subjects)).encode()
+
+
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def source(tmp_path, monkeypatch):
+    """Write files (bytes) into an empty package, the only one there is; returns its folder."""
+
+    def write(files, folder="package"):
+        for name, content in files.items():
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        monkeypatch.setattr(docstrings, "_roots", lambda: [("package", tmp_path / folder)])
+        return tmp_path / folder
+
+    return write
+
+
+@pytest.fixture
+def package(source):
     """A package of 300 functions in three files, with a copy, a test folder and broken source."""
-
-    def function(i):
-        return f'def f{i}():\n    """{LONG.format(i)}"""\n'
-
-    for part in range(3):
-        source = "".join(function(i) for i in range(100 * part, 100 * part + 100))
-        (tmp_path / f"part{part}.py").write_text(source, encoding="utf-8")
-    (tmp_path / "copy.py").write_text(function(7), encoding="utf-8")
-    (tmp_path / "short.py").write_text('"""Too short."""', encoding="utf-8")
-    (tmp_path / "broken.py").write_text("def (", encoding="utf-8")
-    (tmp_path / "raises.py").write_text(f'"""{LONG.format("boom")}"""\n1 / 0', encoding="utf-8")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test.py").write_text(function(999), encoding="utf-8")
-    monkeypatch.setattr(docstrings, "_roots", lambda: [("package", tmp_path)])
-    return tmp_path
+    files = {f"part{part}.py": module(*range(100 * part, 100 * part + 100)) for part in range(3)}
+    raises = f'"""{LONG.format("boom")}"""\n1 / 0'.encode()
+    files |= {"copy.py": module(7), "short.py": b'"""Too short."""', "raises.py": raises}
+    return source(files | {"broken.py": b"def (", "tests/test.py": module(999)})
 
 
 def test_every_docstring_is_read_once_and_nothing_is_run(package):
@@ -53,16 +65,6 @@ def test_splits_are_disjoint_and_a_fifth_is_held_out(package):
     assert not calibration & held_out
     assert calibration | held_out == set(read_docstrings())
     assert 0.1 < len(held_out) / 301 < 0.3
-
-
-def test_split_depends_on_words_alone():
-    document = LONG.format("x")
-    splits = {
-        split_of(document),
-        split_of(document.replace(" ", "\n   ")),
-        split_of(document + " "),
-    }
-    assert len(splits) == 1
 
 
 @given(st.lists(st.text(min_size=1).filter(str.split), min_size=1, max_size=8), st.data())
@@ -88,25 +90,6 @@ def test_order_is_not_that_of_the_file_system(package, monkeypatch):
     expected, listed = list(read_docstrings()), Path.rglob
     monkeypatch.setattr(Path, "rglob", lambda *asked: reversed(list(listed(*asked))))
     assert list(read_docstrings()) == expected
-
-
-@pytest.fixture
-def source(tmp_path, monkeypatch):
-    """Write files (bytes) into an empty package, the only one there is; returns its folder."""
-
-    def write(files, folder="package"):
-        for name, content in files.items():
-            path = tmp_path / folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        monkeypatch.setattr(docstrings, "_roots", lambda: [("package", tmp_path / folder)])
-
-    return write
-
-
-def module(*subjects):
-    parts = [f'def f{i}():\n    """{LONG.format(s)}"""\n' for i, s in enumerate(subjects)]
-    return "".join(parts).encode()
 
 
 def test_order_does_not_depend_on_where_a_package_lies(source):
@@ -207,6 +190,7 @@ def test_pydoc_topics_are_prose_outside_the_docstrings():
     )
 
 
+@pytest.mark.slow
 def test_no_pydoc_topic_is_a_docstring_of_the_standard_library(monkeypatch):
     standard_library = next(iter(docstrings._roots()))
     monkeypatch.setattr(docstrings, "_roots", lambda: [standard_library])

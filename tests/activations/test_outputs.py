@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from manifoldkv.activations.decoder import (
+from manifoldkv.activations.layer import Batch, select_rows
+from manifoldkv.activations.outputs import (
     attention_output,
     every_sequence,
     layer_output,
@@ -13,7 +14,6 @@ from manifoldkv.activations.decoder import (
     project_mixed_values,
     select_head_rows,
 )
-from manifoldkv.activations.layer import Batch, select_rows
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.testing import random_basis
 from tests.families import FAMILIES, activations_of

@@ -1,8 +1,7 @@
-"""A decoder layer as a differentiable function of its bases, on the query rows asked for.
+"""Outputs of a decoder layer as differentiable functions of its bases, for a batch of query rows.
 
-Only the attention is computed here. Everything after it (output projection, residual paths, norms,
-MLP) is the model's own layer, called with the attention output already made: no family's code is
-repeated.
+Only attention is computed here. All that follows it (output projection, residual paths, norms, MLP)
+is the model's layer, called with a precomputed attention output: no family's code is repeated.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.activations.call import call_layer
 from manifoldkv.activations.layer import Batch, LayerActivations, select_rows
 from manifoldkv.basis import Basis, HeadGrouping, Rotary
 from manifoldkv.models.interface import attend, attention_weights
-from manifoldkv.models.support import attention_of
 
 
 def every_sequence(activations: LayerActivations) -> Batch:
@@ -32,7 +29,7 @@ def attention_output(
     rotary: Rotary = "pre",
     batch: Batch | None = None,
 ) -> Tensor:
-    """Return the output of attention, heads apart and before W_O, with projected keys and values.
+    """Return the output of attention by head, before W_O, with projected keys and values.
 
     Parameters
     ----------
@@ -67,10 +64,10 @@ def mixed_values(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """Return attention weights times grouped values: what a value basis acts on, given keys.
+    """Return attention weights times grouped values.
 
-    Because a basis acts on features and the weights on tokens, the two commute: with the result
-    at hand, a new value basis costs two small products (see `project_mixed_values`).
+    A value basis acts on features and the weights on tokens: the two commute, so that a new value
+    basis costs two small products (see `project_mixed_values`).
 
     Returns
     -------
@@ -120,19 +117,11 @@ def layer_output(
     """
     batch = batch or every_sequence(activations)
     inputs = select_rows(activations.inputs, batch).to(activations.device)
-    dtype = attention_of(activations.module).o_proj.weight.dtype
 
     def already_computed(module: nn.Module, *ignored: Any) -> Tensor:
-        return attention.transpose(1, 2).to(dtype)  # (b, m, H_q, d)
+        return attention.transpose(1, 2).to(activations.call.dtype)  # (b, m, H_q, d)
 
-    output = call_layer(
-        activations.module,
-        inputs.to(dtype),
-        already_computed,
-        activations.cos.shape[-1],
-        activations.keywords,
-    )
-    return output.to(activations.dtype)
+    return activations.call.output(inputs, already_computed).to(activations.dtype)
 
 
 def compressed_output(

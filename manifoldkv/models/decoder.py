@@ -1,0 +1,149 @@
+"""A frozen view of a causal language model, made once at each public function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.offloading import device_of
+from manifoldkv.models.rotary import angles_at, rotary_embedding_of
+from manifoldkv.models.support import attention_of, check_supported, decoder_layers, unwrapped
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Decoder:
+    """A supported model and the shape of its KV cache.
+
+    Fields are read once, by `of`. Dtype, devices and weights may change while a view is in use
+    (``model.to(…)``, offloading): properties and methods read them from the model at every call.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model itself, without wrappers of `torch.compile` or PEFT.
+    layers : tuple of nn.Module
+        Its decoder layers, in order.
+    kinds : tuple of str
+        ``"full_attention"`` or ``"sliding_attention"``, by layer.
+    windows : tuple of (int or None)
+        Sliding windows in tokens, by layer; None for full attention.
+    kv_heads : int
+        KV heads of a layer, H_kv.
+    head_dim : int
+        Features of a head, d.
+    """
+
+    model: PreTrainedModel
+    layers: tuple[nn.Module, ...]
+    kinds: tuple[str, ...]
+    windows: tuple[int | None, ...]
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, model: Any) -> Decoder:
+        """Return the view of a model, with or without wrappers of `torch.compile` or PEFT.
+
+        Raises
+        ------
+        ModelError
+            If it is not a transformers model, or its cache is not one key and one value per KV
+            head and token (see `check_supported`).
+        """
+        model = unwrapped(model)
+        check_supported(model)
+        config = model.config.get_text_config()
+        layers = tuple(decoder_layers(model))
+        kinds, keywords = get_layer_types_and_kwargs(config)
+        return cls(
+            model=model,
+            layers=layers,
+            kinds=tuple(kinds),
+            windows=tuple(layer.get("sliding_window") for layer in keywords),
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=attention_of(layers[0]).head_dim,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Decoder({type(self.model).__name__}, {len(self.layers)} layers, {self.kv_heads} KV "
+            f"heads of {self.head_dim})"
+        )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Return the configuration of the language model, in multimodal models one of several."""
+        return self.model.config.get_text_config()
+
+    @property
+    def features(self) -> int:
+        """Return the features of the keys of a token in a layer, H_kv · d."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attentions(self) -> tuple[Any, ...]:
+        """Return the attention modules, by layer."""
+        return tuple(attention_of(layer) for layer in self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of token ids."""
+        return self.model.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Return the devices where the layers run."""
+        return [device_of(layer) for layer in self.layers]
+
+    @property
+    def rotary_embedding(self) -> nn.Module:
+        """Return the module that makes the angles of all layers.
+
+        Raises
+        ------
+        ModelError
+            If the model has none.
+        """
+        return rotary_embedding_of(self.model.get_decoder())
+
+    def angles(self, layer: int, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a layer, (B or 1, n, rotary dimension).
+
+        Parameters
+        ----------
+        layer : int
+            Index of the layer.
+        positions : Tensor
+            (B or 1, n), int64.
+        like : Tensor
+            A tensor in the dtype and on the device of the angles.
+
+        Raises
+        ------
+        ModelError
+            If the model has no `rotary_embedding`.
+        """
+        return angles_at(self.rotary_embedding, positions, self.kinds[layer], like)
+
+    def fingerprint(self) -> Tensor:
+        """Return a few elements of the weights, (matrices, elements), float32, on the CPU.
+
+        They tell the weights that a plan was fitted to from others of the same shape.
+
+        Raises
+        ------
+        ModelError
+            If the model is on the meta device.
+        """
+        return fingerprint(self.model)
