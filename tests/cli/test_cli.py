@@ -28,7 +28,8 @@ from manifoldkv import RECIPES, CompressionPlan, load_model
 from manifoldkv import compress as compress_to_plan
 from manifoldkv.cli import inputs, main, measuring, planning
 from manifoldkv.cli.app import app
-from manifoldkv.cli.measuring import NEW_TOKENS, TASK_LENGTH
+from manifoldkv.cli.generating import NEW_TOKENS
+from manifoldkv.cli.measuring import TASK_LENGTH
 from manifoldkv.cli.options import Dtype
 from manifoldkv.coding.integers import BITS
 from manifoldkv.evaluation import Comparison, Perplexity, decode_speed

@@ -13,7 +13,7 @@ from manifoldkv.solvers import SOLVERS
 def test_every_registered_name_stands_with_the_first_line_of_its_docstring(
     kind: str, registry: Registry
 ) -> None:
-    answer = listing.listed()
+    answer = listing.list_()
     assert list(answer.facts[kind]) == registry.names()
     for name, first in answer.facts[kind].items():
         assert first == (registry.get(name).__doc__ or "").split("\n")[0] != ""
@@ -37,7 +37,7 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
         pass
 
     monkeypatch.setitem(listing.REGISTRIES, "objective", mine)
-    answer = listing.listed()
+    answer = listing.list_()
     assert answer.facts["objectives"] == {
         "short": "Begins a line below the quotes.",
         "a-name-that-is-long": "",
@@ -46,7 +46,7 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_recipes_stand_with_their_fields() -> None:
-    answer = listing.listed()
+    answer = listing.list_()
     assert answer.facts["recipes"] == {name: r.describe() for name, r in RECIPES.items()}
     assert "    objective       layer-output" in answer.lines
     epochs = RECIPES["paper"].describe()["solver"]["epochs"]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed, quantize
 from manifoldkv.basis import HeadGrouping, identity_basis
-from manifoldkv.cli.planning import inspect
+from manifoldkv.cli.describing import inspect
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.recipes.full_rank import full_rank_plan
