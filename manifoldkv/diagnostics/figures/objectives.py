@@ -94,7 +94,10 @@ def error_against_seconds(results: pd.DataFrame) -> Figure:
         for name, style, rows in _series(at_site):
             for solver, group in rows.groupby("solver"):
                 seconds, error = group["seconds"].mean(), group[ERROR].mean()
-                fill = {"fillstyle": FILLS.get(str(solver), "full"), "linestyle": "none"}
+                fill: dict[str, Any] = {
+                    "fillstyle": FILLS.get(str(solver), "full"),
+                    "linestyle": "none",
+                }
                 axes.plot(seconds, error, **style | fill | {"markersize": 8})
                 means.append((error, f"{name},\nby {solver},"))
             axes.plot([], [], label=name, **style | {"linestyle": "none"})
