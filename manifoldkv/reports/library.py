@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+from functools import cache
 from typing import NamedTuple
 
 LIBRARY = "plotly.min.js"
@@ -27,6 +28,7 @@ def library() -> str:
     return str(plotly.offline.get_plotlyjs())
 
 
+@cache
 def packed_library() -> Packed:
     """Return the source of plotly.js, packed; the same bytes every time."""
     packed = gzip.compress(library().encode(), 9, mtime=0)
