@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,19 +12,17 @@ from manifoldkv.cli.command import command
 from manifoldkv.cli.options import (
     FILE,
     FOLDER,
+    TEXT,
     Force,
+    Length,
     ModelInMemory,
     ModelOptions,
     OtherWeights,
-    PlanOptions,
-    RunOptions,
-    SamplingOptions,
-    TaskOptions,
+    Plan,
     TextOptions,
+    Windows,
 )
-
-FEW_WINDOWS, MORE_WINDOWS = TextOptions(), TextOptions(sequences=32)
-NO_TASKS, GREEDY, DEFAULT_RUN = TaskOptions(), SamplingOptions(), RunOptions()
+from manifoldkv.cli.quantities import parse_bytes, parse_tokens
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,12 +60,65 @@ def manifoldkv(
     """
 
 
-@command(app, "planning")
-def compress(
-    model: ModelOptions,
-    run: RunOptions = DEFAULT_RUN,
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan"),
-    force: Force = False,
+@command(app, "planning.compress")
+class Compress(ModelOptions):
+    """Find a plan for a model and save it."""
+
+    text: Annotated[
+        str | None,
+        typer.Option(
+            show_default="own, docstrings for the reference models",
+            help=f"{TEXT} 'own' is text that the model itself samples: as general as its "
+            "training text.",
+        ),
+    ] = None
+    ratio: Annotated[
+        float | None,
+        typer.Option(
+            show_default="0.5", help="Largest share of the uncompressed cache, in (0, 1]."
+        ),
+    ] = None
+    nbytes: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes",
+            parser=parse_bytes,
+            metavar="SIZE",
+            show_default="as --ratio says",
+            help="Most bytes of the cache of one text of --context tokens: 1GiB, 500MB.",
+        ),
+    ] = None
+    context: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_tokens,
+            metavar="TOKENS",
+            show_default="those of a window",
+            help="Length of the text that the ratio holds for: 4000, or 32k, which is 32768.",
+        ),
+    ] = None
+    recipe: Annotated[
+        str, typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes.")
+    ] = "best"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            show_default="the recipe's fields",
+            help="A field of the recipe (sinks=8, objective=kq-svd, ranks=optimal, "
+            "ranks.multiple=8, tuning_steps=0) or of the run (seed=1; rotary=post: keys after "
+            "rotation, faster; bits=4: latents rounded to integers of 8, 4, 3 or 2 bits). "
+            "Repeatable.",
+        ),
+    ] = None
+    sequences: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="64", help="Number of calibration windows."),
+    ] = None
+    length: Length = None
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan")
+    force: Force = False
     work: Annotated[
         Path | None,
         typer.Option(
@@ -75,21 +126,18 @@ def compress(
             show_default="nowhere",
             help="Folder of checkpoints, from which an interrupted run resumes.",
         ),
-    ] = None,
+    ] = None
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only estimate time, memory and bytes; save nothing."),
-    ] = False,
-) -> None:
-    """Find a plan for a model and save it."""
+    ] = False
 
 
-@command(app, "generating")
-def generate(
-    model: ModelOptions,
-    prompt: Annotated[
-        str, typer.Option(help="Beginning of the text, or the question with --chat.")
-    ],
+@command(app, "generating.generate")
+class Generate(ModelOptions):
+    """Write text on the compressed cache, or from a stored one."""
+
+    prompt: Annotated[str, typer.Option(help="Beginning of the text, or the question with --chat.")]
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -97,12 +145,11 @@ def generate(
             show_default="the stock cache",
             help="Folder of the plan whose cache is used.",
         ),
-    ] = None,
+    ] = None
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Ask in the model's chat template, and print the answer only."),
-    ] = False,
-    sampling: SamplingOptions = GREEDY,
+    ] = False
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -111,75 +158,103 @@ def generate(
             help="File of the prompt's stored cache (plan of recipe stored): read if it holds the "
             "beginning of this prompt, written otherwise.",
         ),
-    ] = None,
-    other_weights: OtherWeights = False,
-) -> None:
-    """Write text on the compressed cache, or from a stored one."""
+    ] = None
+    other_weights: OtherWeights = False
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="100, or all the model takes", help="Largest number of new tokens."
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Probability mass of nucleus sampling, in (0, 1]; needs a --temperature above 0."
+        ),
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed of sampling (same seed, same text).")] = 0
 
 
-@command(app, "measuring")
-def evaluate(
-    model: ModelOptions,
-    plan: PlanOptions,
-    text: TextOptions = MORE_WINDOWS,
-    tasks: TaskOptions = NO_TASKS,
-) -> None:
+@command(app, "measuring.evaluate")
+class Evaluate(TextOptions, ModelOptions):
     """Measure perplexity on held-out text, or answer questions."""
 
+    plan: Plan
+    sequences: Windows = 32
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,…",
+            show_default="none, perplexity is measured",
+            help="Tasks that look back in the text, instead of perplexity: passkey, copying, "
+            'key-value, and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
+            "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
+            "that of a prompt (1024, or half of what the model takes).",
+        ),
+    ] = None
+    items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20
+    prefill: Annotated[
+        Literal["exact", "compressed"],
+        typer.Option(
+            help="Prompts read by the uncompressed model and only answers from the compressed "
+            "cache (exact), or both from the compressed cache (compressed)."
+        ),
+    ] = "exact"
+    seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0
 
-@command(app, "exporting")
-def export(
-    model: ModelInMemory,
-    plan: PlanOptions,
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")],
-    force: Force = False,
-    text: TextOptions = FEW_WINDOWS,
-) -> None:
+
+@command(app, "exporting.export")
+class Export(TextOptions):
     """Write a plain checkpoint with the smaller cache.
 
     The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
     other engines load it like any model. Its card says what was lost on held-out text.
     """
 
+    plan: Plan
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")]
+    force: Force = False
 
-@command(app, "comparing")
-def compare(
-    model: ModelOptions,
+
+@command(app, "comparing.compare")
+class Compare(TextOptions, ModelOptions):
+    """Show two plans side by side, in numbers and in text."""
+
     first: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "FIRST"}, help="Folder of a plan.")
-    ],
+    ]
     second: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="Folder of another plan.")
-    ],
-    text: TextOptions = FEW_WINDOWS,
+    ]
     prompt: Annotated[
         str | None,
         typer.Option(
             show_default="a window of the held-out text",
             help="Beginning of a text to continue on both caches.",
         ),
-    ] = None,
+    ] = None
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of new tokens on each cache.")
-    ] = 60,
-    other_weights: OtherWeights = False,
-) -> None:
-    """Show two plans side by side, in numbers and in text."""
+    ] = 60
 
 
-@command(app, "describing")
-def inspect(
-    plan: Annotated[
-        Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")
-    ],
-) -> None:
+@command(app, "describing.inspect")
+class Inspect:
     """Show what a plan stores, and its provenance."""
 
+    plan: Annotated[
+        Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")
+    ]
 
-@command(app, "measuring")
-def bench(
-    model: ModelInMemory,
-    plan: PlanOptions,
+
+@command(app, "measuring.bench")
+class Bench(ModelInMemory):
+    """Time decoding with the compressed cache and without."""
+
+    plan: Plan
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -187,40 +262,39 @@ def bench(
             show_default="512, or what the model takes",
             help="Number of tokens in the cache when decoding begins.",
         ),
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Number of tokens decoded in a round.")
-    ] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3,
-) -> None:
-    """Time decoding with the compressed cache and without."""
+    ] = None
+    new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens decoded in a round.")] = (
+        16
+    )
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3
+    other_weights: OtherWeights = False
 
 
-@command(app, "measuring")
-def diagnose(model: ModelOptions, plan: PlanOptions, text: TextOptions = FEW_WINDOWS) -> None:
+@command(app, "measuring.diagnose")
+class Diagnose(TextOptions, ModelOptions):
     """Measure the error of every layer on held-out text.
 
     Each layer has the inputs of the uncompressed model and attends to its compressed cache.
     """
 
+    plan: Plan
 
-@command(app, "measuring")
-def report(
-    model: ModelOptions,
-    plan: PlanOptions,
-    out: Annotated[Path, typer.Option(**FILE, help="HTML file to write.")] = Path("report.html"),
-    text: TextOptions = FEW_WINDOWS,
+
+@command(app, "measuring.report")
+class Report(TextOptions, ModelOptions):
+    """Write an HTML report of a plan, measured on held-out text."""
+
+    plan: Plan
+    out: Annotated[Path, typer.Option(**FILE, help="HTML file to write.")] = Path("report.html")
     self_contained: Annotated[
         bool,
         typer.Option(
             "--self-contained/--no-self-contained",
             help="Embed plotly in the report (one file of 2 MB), or write plotly.min.js beside it.",
         ),
-    ] = True,
-) -> None:
-    """Write an HTML report of a plan, measured on held-out text."""
+    ] = True
 
 
-@command(app, "listing")
-def list_() -> None:
+@command(app, "listing.listed")
+class List:
     """List recipes, objectives, solvers and rank rules."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.cli.answers import Answer, size
+from manifoldkv.cli.app import Compare
 from manifoldkv.cli.generating import new_tokens_after
 from manifoldkv.cli.inputs import Inputs, open_inputs
-from manifoldkv.cli.options import ModelOptions, PlanOptions, TextOptions
 from manifoldkv.evaluation.continuation import beginning
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
@@ -22,24 +21,17 @@ from manifoldkv.reports.texts import Continuations, continuations
 COLUMN = 26
 
 
-def compare(
-    model: ModelOptions,
-    first: Path,
-    second: Path,
-    text: TextOptions,
-    prompt: str | None,
-    *,
-    max_new_tokens: int,
-    other_weights: bool,
-) -> Answer:
+def compare(options: Compare) -> Answer:
     """Measure two plans on the same held-out text, and let each continue the same text."""
-    folders = [first, second]
-    inputs = open_inputs(model, [PlanOptions(f, other_weights) for f in folders], text)
-    tokens = inputs.held_out_tokens(text)
-    begun = _prompt(inputs, tokens, prompt, max_new_tokens)
+    folders = (options.first, options.second)
+    inputs = open_inputs(options, *folders)
+    tokens = inputs.held_out_tokens(options)
+    prompt = _prompt(inputs, tokens, options)
     stock = perplexity(inputs.model, tokens)
     measured = [_measured(inputs.model, plan, tokens, stock) for plan in inputs.plans]
-    texts = continuations(inputs.model, inputs.tokenizer, begun, inputs.plans, max_new_tokens)
+    texts = continuations(
+        inputs.model, inputs.tokenizer, prompt, inputs.plans, options.max_new_tokens
+    )
     uncompressed, *continued = texts.continued
     facts: dict[str, Any] = {
         "length": tokens.shape[1],
@@ -55,7 +47,7 @@ def compare(
     return Answer(facts, [*_table(facts), "", *_text_lines(facts["plans"], texts)])
 
 
-def _prompt(inputs: Inputs, tokens: Tensor, prompt: str | None, new_tokens: int) -> Tensor:
+def _prompt(inputs: Inputs, tokens: Tensor, options: Compare) -> Tensor:
     """Return token ids, (1, length), of a prompt, or of held-out text with room after it.
 
     Raises
@@ -63,10 +55,10 @@ def _prompt(inputs: Inputs, tokens: Tensor, prompt: str | None, new_tokens: int)
     ArgumentError
         If the prompt is empty, or leaves no room for new tokens.
     """
-    if prompt is None:
-        return beginning(inputs.model, tokens, new_tokens)
-    ids: Tensor = inputs.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    new_tokens_after(inputs.model, ids, new_tokens)
+    if options.prompt is None:
+        return beginning(inputs.model, tokens, options.max_new_tokens)
+    ids: Tensor = inputs.tokenizer(options.prompt, return_tensors="pt")["input_ids"]
+    new_tokens_after(inputs.model, ids, options.max_new_tokens)
     return ids
 
 

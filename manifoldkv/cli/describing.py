@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from manifoldkv.cli.answers import Answer, size
+from manifoldkv.cli.app import Inspect
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
 
-def inspect(plan: Path) -> Answer:
+def inspect(options: Inspect) -> Answer:
     """Return the description of a saved plan."""
-    return describe(CompressionPlan.load(plan))
+    return describe(CompressionPlan.load(options.plan))
 
 
 def describe(plan: CompressionPlan) -> Answer:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from manifoldkv.cli.answers import Answer, size
+from manifoldkv.cli.app import Export
 from manifoldkv.cli.inputs import open_inputs
-from manifoldkv.cli.options import ModelInMemory, PlanOptions, TextOptions
 from manifoldkv.evaluation.perplexity import with_error
 from manifoldkv.export import export_checkpoint
 from manifoldkv.export.checkpoint import check_replaceable
 from manifoldkv.export.fold import check_foldable
 
 
-def export(
-    model: ModelInMemory, plan: PlanOptions, out: Path, text: TextOptions, *, force: bool
-) -> Answer:
-    """Write a plain checkpoint, and measure what it loses."""
-    check_replaceable(out, force=force)
-    inputs = open_inputs(model, [plan], text)
-    check_foldable(inputs.model, inputs.plan)  # before a text is read from the Hub
+def export(options: Export) -> Answer:
+    """Write a plain checkpoint, and measure its loss."""
+    check_replaceable(options.out, force=options.force)
+    inputs = open_inputs(options, options.plan)
+    (plan,) = inputs.plans
+    check_foldable(inputs.model, plan)  # before a text is read from the Hub
     exported = export_checkpoint(
         inputs.model,
-        inputs.plan,
-        out,
+        plan,
+        options.out,
         tokenizer=inputs.tokenizer,
-        held_out=inputs.held_out_tokens(text),
-        force=force,
+        held_out=inputs.held_out_tokens(options),
+        force=options.force,
     )
     measured = exported.measured
     assert measured is not None  # there were held-out tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer
+from manifoldkv.cli.app import Generate
 from manifoldkv.cli.inputs import load, load_plan
-from manifoldkv.cli.options import ModelOptions, PlanOptions, SamplingOptions
 from manifoldkv.cli.storing import cache_of_prompt
 from manifoldkv.errors import ArgumentError, CacheError
 from manifoldkv.seeds import check_seed
@@ -23,41 +22,33 @@ COLDEST = 1e-6
 """Below this temperature nothing but the likeliest token is drawn, or logits overflow."""
 
 
-def generate(
-    model: ModelOptions,
-    prompt: str,
-    plan: Path | None,
-    sampling: SamplingOptions,
-    cache: Path | None,
-    *,
-    chat: bool,
-    other_weights: bool,
-) -> Answer:
+def generate(options: Generate) -> Answer:
     """Write text on the stock cache, a plan's compressed cache, or the prompt's stored cache."""
-    options = _sampling(sampling)
-    if cache is not None and plan is None:
+    sampling, cache = _sampling(options), options.cache
+    if cache is not None and options.plan is None:
         raise CacheError(f"--cache {cache} goes with the --plan of recipe stored that made it")
-    loaded, tokenizer = load(model)
-    known = None
-    if plan is not None:
-        known = load_plan(PlanOptions(plan, other_weights), loaded, attended=cache is None)
-    inputs = _tokenized(tokenizer, prompt, chat).to(loaded.device)
+    model, tokenizer = load(options)
+    plan = None
+    if options.plan is not None:
+        other, attended = options.other_weights, cache is None
+        plan = load_plan(options.plan, model, other_weights=other, attended=attended)
+    inputs = _tokenized(tokenizer, options.prompt, options.chat).to(model.device)
     ids = inputs["input_ids"]
-    options["max_new_tokens"] = new_tokens_after(loaded, ids, sampling.max_new_tokens)
-    torch.manual_seed(sampling.seed)
+    sampling["max_new_tokens"] = new_tokens_after(model, ids, options.max_new_tokens)
+    torch.manual_seed(options.seed)
     facts: dict[str, Any] = {}
-    if known is None:
-        output = loaded.generate(**inputs, **options)
+    if plan is None:
+        output = model.generate(**inputs, **sampling)
     elif cache is not None:
-        held, facts["cached_tokens"] = cache_of_prompt(loaded, known, ids, cache)
+        held, facts["cached_tokens"] = cache_of_prompt(model, plan, ids, cache)
         facts["cache_bytes"] = cache.stat().st_size
-        output = loaded.generate(**inputs, **options, past_key_values=held)
+        output = model.generate(**inputs, **sampling, past_key_values=held)
     else:
-        with compressed(loaded, known) as new_cache:
+        with compressed(model, plan) as new_cache:
             latents = new_cache()
-            output = loaded.generate(**inputs, **options, past_key_values=latents)
+            output = model.generate(**inputs, **sampling, past_key_values=latents)
         facts["cache_bytes"] = latents.nbytes()
-    shown = output[0, ids.shape[1] :] if chat else output[0]
+    shown = output[0, ids.shape[1] :] if options.chat else output[0]
     written = tokenizer.decode(shown, skip_special_tokens=True)
     facts |= {"text": written, "tokens": output.shape[1]}
     return Answer(facts, [written])
@@ -83,7 +74,7 @@ def new_tokens_after(model: PreTrainedModel, prompt: Tensor, wanted: int | None)
     return min(NEW_TOKENS, room) if wanted is None else wanted
 
 
-def _sampling(options: SamplingOptions) -> dict[str, Any]:
+def _sampling(options: Generate) -> dict[str, Any]:
     """Return the sampling arguments of `generate` of transformers.
 
     Raises

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from manifoldkv.cli.options import ModelInMemory, PlanOptions, TextOptions
+from manifoldkv.cli.options import ModelInMemory, TextOptions
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.loading import load_model
 from manifoldkv.plan.plan import CompressionPlan
@@ -34,16 +33,12 @@ class Inputs(NamedTuple):
     plans: list[CompressionPlan]
     source: TextSource
 
-    @property
-    def plan(self) -> CompressionPlan:
-        """Return the first plan, the only one of most commands."""
-        return self.plans[0]
-
-    def held_out_tokens(self, text: TextOptions) -> Tensor:
+    def held_out_tokens(self, options: TextOptions) -> Tensor:
         """Return windows of the held-out part, refused if the model cannot read them."""
-        length = min(LENGTH, positions(self.model)) if text.length is None else text.length
+        count, length = options.sequences, options.length
+        if length is None:
+            length = min(LENGTH, positions(self.model))
         check_length(self.model, length)
-        count = text.sequences
         LOG.info("reading %d × %d held-out tokens of %s", count, length, self.source.name)
         tokens = sample_tokens(
             self.source, self.tokenizer, sequences=count, length=length, split="held-out"
@@ -51,14 +46,13 @@ class Inputs(NamedTuple):
         return checked_tokens(self.model, tokens)
 
 
-def open_inputs(
-    model: ModelInMemory, plans: Sequence[PlanOptions], text: TextOptions, *, attended: bool = True
-) -> Inputs:
+def open_inputs(options: TextOptions, *plans: Path, attended: bool = True) -> Inputs:
     """Open a text, then load a model and plans of it; `attended` as in `load_plan`."""
-    source = _text_to_measure(text.text, model.model)
-    loaded, tokenizer = load(model)
-    known = [load_plan(plan, loaded, attended=attended) for plan in plans]
-    return Inputs(loaded, tokenizer, known, source)
+    source = _text_to_measure(options.text, options.model)
+    model, tokenizer = load(options)
+    other = options.other_weights
+    loaded = [load_plan(p, model, other_weights=other, attended=attended) for p in plans]
+    return Inputs(model, tokenizer, loaded, source)
 
 
 def load(options: ModelInMemory) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -73,16 +67,16 @@ def load(options: ModelInMemory) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def load_plan(
-    options: PlanOptions, model: PreTrainedModel, *, attended: bool = True
+    folder: Path, model: PreTrainedModel, *, other_weights: bool, attended: bool = True
 ) -> CompressionPlan:
-    """Load a plan made for a model, or with --other-weights for another of its shape.
+    """Load a plan made for a model, or with `other_weights` for another of its shape.
 
     Where caches of it are `attended` to, it must be for such caches.
     """
-    plan = CompressionPlan.load(options.plan)
+    plan = CompressionPlan.load(folder)
     if attended:
         plan.check_attended()
-    if options.other_weights:
+    if other_weights:
         return plan.transferred_to(model)
     plan.check_model(model)
     return plan

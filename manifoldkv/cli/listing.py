@@ -13,7 +13,7 @@ TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
 """Headings of the fields of a recipe that have a registry."""
 
 
-def list_() -> Answer:
+def listed(_: object = None) -> Answer:
     """Return recipes with their fields; objectives, solvers and rank rules with first lines."""
     facts: dict[str, Any] = {
         "recipes": {name: recipe_named(name).describe() for name in recipe_names()}

@@ -5,19 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from manifoldkv.cli.answers import Answer, size
+from manifoldkv.cli.app import Bench, Diagnose, Evaluate, Report
 from manifoldkv.cli.inputs import Inputs, load, load_plan, open_inputs
-from manifoldkv.cli.options import (
-    ModelInMemory,
-    ModelOptions,
-    PlanOptions,
-    TaskOptions,
-    TextOptions,
-)
 from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import compare, with_error
@@ -34,23 +27,21 @@ TASK_LENGTH = 1024
 """Tokens of a prompt, if half the model's positions are more."""
 
 
-def evaluate(
-    model: ModelOptions, plan: PlanOptions, text: TextOptions, tasks: TaskOptions
-) -> Answer:
+def evaluate(options: Evaluate) -> Answer:
     """Measure perplexity, or the answers to questions, with the compressed cache and without."""
-    inputs = open_inputs(model, [plan], text)
-    if tasks.tasks is not None:
-        return _answers(inputs, text.length, tasks.tasks.split(","), tasks)
-    tokens = inputs.held_out_tokens(text)
-    measured = compare(inputs.model, tokens, inputs.plan)
+    inputs = open_inputs(options, options.plan)
+    if options.tasks is not None:
+        return _answers(inputs, options, options.tasks.split(","))
+    (plan,), tokens = inputs.plans, inputs.held_out_tokens(options)
+    measured = compare(inputs.model, tokens, plan)
     length = tokens.shape[1]
     facts = {
         "uncompressed_perplexity": measured.uncompressed.perplexity,
         "compressed_perplexity": measured.compressed.perplexity,
         "added_nll": measured.added_nll,
         "standard_error": measured.standard_error,
-        "ratio": inputs.plan.ratio_at(length),
-        "cache_bytes": inputs.plan.nbytes(length, dtype=inputs.model.dtype),
+        "ratio": plan.ratio_at(length),
+        "cache_bytes": plan.nbytes(length, dtype=inputs.model.dtype),
     }
     lines = [
         f"perplexity of {len(tokens)} × {length} held-out tokens",
@@ -61,25 +52,26 @@ def evaluate(
     return Answer(facts, lines)
 
 
-def _answers(inputs: Inputs, length: int | None, names: list[str], options: TaskOptions) -> Answer:
+def _answers(inputs: Inputs, options: Evaluate, tasks: list[str]) -> Answer:
     """Ask questions that look back after prompts of a length, half of the positions by default."""
-    loaded, tokenizer = inputs.model, inputs.tokenizer
+    model, tokenizer, (plan,), source = inputs
+    length = options.length
     if length is None:
-        length = min(TASK_LENGTH, positions(loaded) // 2)
-    check_length(loaded, length)
+        length = min(TASK_LENGTH, positions(model) // 2)
+    check_length(model, length)
     asked: list[Question] = []
-    for name in names:
+    for task in tasks:
         counts = {"length": length, "items": options.items, "seed": options.seed}
-        asked += questions(name, tokenizer, inputs.source, **counts)
+        asked += questions(task, tokenizer, source, **counts)
     LOG.info("asking %d questions after %d tokens", len(asked), length)
-    stock = retrieval(loaded, tokenizer, asked)
-    compressed = retrieval(loaded, tokenizer, asked, inputs.plan, prefill=options.prefill)
+    stock = retrieval(model, tokenizer, asked)
+    compressed = retrieval(model, tokenizer, asked, plan, prefill=options.prefill)
     table = summarize(compressed, stock)
     facts = {
         "tasks": table.to_dict("records"),
         "length": length,
         "prefill": options.prefill,
-        "ratio": inputs.plan.ratio_at(length),
+        "ratio": plan.ratio_at(length),
     }
     lines = [
         f"answers found after {length} tokens, {options.items} questions of each task, prompts "
@@ -99,15 +91,15 @@ def _error(error: float, digits: int) -> str:
     return " " * (digits + 5) if math.isnan(error) else f" ± {error:{digits + 2}.{digits}f}"
 
 
-def bench(
-    model: ModelInMemory, plan: PlanOptions, tokens: int | None, new_tokens: int, rounds: int
-) -> Answer:
+def bench(options: Bench) -> Answer:
     """Time decoding with the compressed cache and without."""
-    loaded, _ = load(model)
-    known = load_plan(plan, loaded)
-    speed = decode_speed(loaded, known, tokens=tokens, new_tokens=new_tokens, rounds=rounds)
+    model, _ = load(options)
+    plan = load_plan(options.plan, model, other_weights=options.other_weights)
+    counts = {"new_tokens": options.new_tokens, "rounds": options.rounds}
+    speed = decode_speed(model, plan, tokens=options.tokens, **counts)
     lines = [
-        f"one token after {speed.tokens}, {torch.get_num_threads()} threads, {rounds} rounds",
+        f"one token after {speed.tokens}, {torch.get_num_threads()} threads, "
+        f"{options.rounds} rounds",
         f"  stock       {1e3 * speed.stock_seconds:8.2f} ms  {size(speed.stock_bytes)}",
         f"  compressed  {1e3 * speed.compressed_seconds:8.2f} ms  {size(speed.compressed_bytes)}",
         f"  compressed / stock: {speed.time_ratio:.2f} of the time, "
@@ -123,34 +115,33 @@ def bench(
     return Answer(asdict(speed), lines)
 
 
-def diagnose(model: ModelOptions, plan: PlanOptions, text: TextOptions) -> Answer:
+def diagnose(options: Diagnose) -> Answer:
     """Measure the error of every layer by itself."""
-    inputs = open_inputs(model, [plan], text, attended=False)
-    tokens = inputs.held_out_tokens(text)
-    LOG.info("measuring %d layers on %d × %d tokens", len(inputs.plan.layers), *tokens.shape)
-    table = diagnose_plan(inputs.model, inputs.plan, tokens)
+    inputs = open_inputs(options, options.plan, attended=False)
+    (plan,), tokens = inputs.plans, inputs.held_out_tokens(options)
+    LOG.info("measuring %d layers on %d × %d tokens", len(plan.layers), *tokens.shape)
+    table = diagnose_plan(inputs.model, plan, tokens)
     lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
     return Answer({"layers": table.to_dict("records")}, lines)
 
 
-def report(
-    model: ModelOptions, plan: PlanOptions, out: Path, text: TextOptions, *, self_contained: bool
-) -> Answer:
+def report(options: Report) -> Answer:
     """Write an HTML report of a plan."""
+    out = options.out
     if out.suffix != ".html" or out.is_dir():
         raise RunError(f"--out {out} is no file that ends in .html")
     template()  # an absent library is named before the model is loaded
     check_writable(out.parent)
-    inputs = open_inputs(model, [plan], text)
-    tokens = inputs.held_out_tokens(text)
+    inputs = open_inputs(options, options.plan)
+    tokens = inputs.held_out_tokens(options)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out,
         inputs.model,
-        inputs.plan,
+        inputs.plans[0],
         tokens,
-        folder=plan.plan,
+        folder=options.plan,
         tokenizer=inputs.tokenizer,
-        self_contained=self_contained,
+        self_contained=options.self_contained,
     )
     return Answer({"report": str(out)}, [f"report: {out}"])

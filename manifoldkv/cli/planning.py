@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.cli.answers import Answer, duration, size
+from manifoldkv.cli.app import Compress
 from manifoldkv.cli.describing import describe
 from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
-from manifoldkv.cli.options import ModelOptions, RunOptions
 from manifoldkv.cli.process import Interrupted
 from manifoldkv.cli.settings import configured
 from manifoldkv.errors import ArgumentError, RunError
@@ -42,30 +42,23 @@ LONG_SECONDS = 600.0
 """A run that takes longer says so before it begins."""
 
 
-def compress(
-    model: ModelOptions,
-    run: RunOptions,
-    out: Path,
-    work: Path | None,
-    *,
-    force: bool,
-    dry_run: bool,
-) -> Answer:
+def compress(options: Compress) -> Answer:
     """Find a plan and save it, or estimate its time and memory."""
-    if not dry_run:
-        _check_overwrites(out, work, force)
-    loaded, source, config = _opened(model, run)
-    if dry_run:
-        estimated = _estimated(loaded, source, run, config)
+    out, work = options.out, options.work
+    if not options.dry_run:
+        _check_overwrites(out, work, options.force)
+    model, source, config = _opened(options)
+    if options.dry_run:
+        estimated = _estimated(model, source, options, config)
         return Answer(asdict(estimated), _estimate_lines(estimated))
     check_writable(out)
     if source is None:  # the text is sampled before `find_plan` checks the rest
-        check_before_text(loaded, OWN, config)
+        check_before_text(model, OWN, config)
     if config.recipe != RECIPES[DEFAULT_RECIPE]:
-        _warn_of_long_work(_estimated(loaded, source, run, config), run.recipe)
+        _warn_of_long_work(_estimated(model, source, options, config), options.recipe)
     with resumable(work):
-        tokens = _own_text(loaded, run, work) if source is None else source
-        plan = find_plan(loaded, tokens, config, folder=work)
+        tokens = _own_text(model, options) if source is None else source
+        plan = find_plan(model, tokens, config, folder=work)
     if source is None:
         plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
     plan.save(out)
@@ -74,34 +67,35 @@ def compress(
 
 
 def _opened(
-    model: ModelOptions, run: RunOptions
+    options: Compress,
 ) -> tuple[PreTrainedModel, TextSource | None, CompressionConfig]:
-    """Check a run, and return its model, its text (None for the model's own) and its settings.
+    """Check the options, and return model, text (None for the model's own) and settings.
 
     Raises
     ------
     ArgumentError
         If the budget contradicts itself, or a name or a setting is unknown.
     """
-    if run.nbytes is not None and run.ratio is not None:
+    nbytes, context = options.nbytes, options.context
+    if nbytes is not None and options.ratio is not None:
         raise ArgumentError("--ratio and --bytes both say how much the cache takes: give one")
-    if run.nbytes is not None and run.context is None:
+    if nbytes is not None and context is None:
         raise ArgumentError(
             "--bytes are those of a text: say with --context how many tokens it has"
         )
-    config = configured(run.recipe, run.settings or ())
-    ratio = config.ratio if run.ratio is None else run.ratio
-    config = replace(config, ratio=ratio, context=run.context)
-    config = replace(config, sequences=run.sequences, length=run.length)
-    text = run.text
+    config = configured(options.recipe, options.settings or ())
+    ratio = config.ratio if options.ratio is None else options.ratio
+    config = replace(config, ratio=ratio, context=context)
+    config = replace(config, sequences=options.sequences, length=options.length)
+    text = options.text
     if text is None:
-        text = REFERENCE_TEXT if is_reference(model.model) else OWN
+        text = REFERENCE_TEXT if is_reference(options.model) else OWN
     source = None if text == OWN else open_text(text)
-    loaded, _ = load(model)
-    if run.nbytes is not None and run.context is not None:
-        ratio = ratio_from_bytes(loaded, run.nbytes, context=run.context, recipe=config.recipe)
+    model, _ = load(options)
+    if nbytes is not None and context is not None:
+        ratio = ratio_from_bytes(model, nbytes, context=context, recipe=config.recipe)
         config = replace(config, ratio=ratio)
-    return loaded, source, config
+    return model, source, config
 
 
 def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
@@ -113,23 +107,23 @@ def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
         )
 
 
-def _own_text(model: PreTrainedModel, run: RunOptions, work: Path | None) -> Tensor:
+def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
     """Return the calibration text that a model samples, resumed from checkpoints if it is there."""
-    count = run.sequences or OWN_SEQUENCES
+    count = options.sequences or OWN_SEQUENCES
 
     def write() -> Tensor:
         LOG.info("writing %d texts to calibrate on", count)
-        return own_text(model, count, run.length)
+        return own_text(model, count, options.length)
 
-    if work is None:
+    if options.work is None:
         return write()
-    settings = {"model": digest_of_model(model), "shape": [count, run.length]}
-    checkpoints = Checkpoints(work, settings).made_by(own_text)
+    settings = {"model": digest_of_model(model), "shape": [count, options.length]}
+    checkpoints = Checkpoints(options.work, settings).made_by(own_text)
     return checkpoints.tensors("own-text", lambda: {"tokens": write()})["tokens"]
 
 
 def _estimated(
-    model: PreTrainedModel, source: TextSource | None, run: RunOptions, config: CompressionConfig
+    model: PreTrainedModel, source: TextSource | None, options: Compress, config: CompressionConfig
 ) -> Estimate:
     """Estimate a run, on random tokens where the model is yet to sample its text.
 
@@ -137,8 +131,8 @@ def _estimated(
     """
     if source is not None:
         return estimate_run(model, source, config)
-    length = min(LENGTH, positions(model)) if run.length is None else run.length
-    count, few = run.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
+    length = min(LENGTH, positions(model)) if options.length is None else options.length
+    count, few = options.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
     start = time.perf_counter()
     own_text(model, count, few)
     writing = (time.perf_counter() - start) * length / few

@@ -15,7 +15,7 @@ from tests.cli.running import facts, lines
 def test_every_registered_name_stands_with_the_first_line_of_its_docstring(
     kind: str, registry: Registry
 ) -> None:
-    answer = listing.list_()
+    answer = listing.listed()
     assert list(answer.facts[kind]) == registry.names()
     for name, first in answer.facts[kind].items():
         assert first == (registry.get(name).__doc__ or "").split("\n")[0] != ""
@@ -39,7 +39,7 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
         pass
 
     monkeypatch.setitem(listing.REGISTRIES, "objective", mine)
-    answer = listing.list_()
+    answer = listing.listed()
     assert answer.facts["objectives"] == {
         "short": "Begins a line below the quotes.",
         "a-name-that-is-long": "",
@@ -56,7 +56,7 @@ def test_the_command_prints_the_list() -> None:
 
 
 def test_recipes_stand_with_their_fields() -> None:
-    answer = listing.list_()
+    answer = listing.listed()
     assert answer.facts["recipes"] == {name: r.describe() for name, r in RECIPES.items()}
     assert "    objective       layer-output" in answer.lines
     epochs = RECIPES["paper"].describe()["solver"]["epochs"]
