@@ -129,7 +129,7 @@ def report(options: Report) -> Answer:
     """Write an HTML report of a plan."""
     out = options.out
     if out.suffix != ".html" or out.is_dir():
-        raise RunError(f"--out {out} is no file that ends in .html")
+        raise RunError(f"--out must name a file that ends in .html, got {out}")
     template()  # an absent library is named before the model is loaded
     check_writable(out.parent)
     inputs = open_inputs(options, options.plan)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -56,9 +54,14 @@ def compress(options: Compress) -> Answer:
         check_before_text(model, OWN, config)
     if config.recipe != RECIPES[DEFAULT_RECIPE]:
         _warn_of_long_work(_estimated(model, source, options, config), options.recipe)
-    with resumable(work):
+    try:
         tokens = _own_text(model, options) if source is None else source
         plan = find_plan(model, tokens, config, folder=work)
+    except KeyboardInterrupt as interruption:
+        saved = "nothing is saved; with --work FOLDER the same command resumes"
+        if work is not None:
+            saved = f"finished parts are in {work}; the same command resumes there"
+        raise Interrupted(f"interrupted: {saved}") from interruption
     if source is None:
         plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
     plan.save(out)
@@ -78,11 +81,9 @@ def _opened(
     """
     nbytes, context = options.nbytes, options.context
     if nbytes is not None and options.ratio is not None:
-        raise ArgumentError("--ratio and --bytes both say how much the cache takes: give one")
+        raise ArgumentError("--ratio and --bytes exclude each other: give one")
     if nbytes is not None and context is None:
-        raise ArgumentError(
-            "--bytes are those of a text: say with --context how many tokens it has"
-        )
+        raise ArgumentError("--bytes needs --context, the number of tokens that they hold")
     config = configured(options.recipe, options.settings or ())
     ratio = config.ratio if options.ratio is None else options.ratio
     config = replace(config, ratio=ratio, context=context)
@@ -152,18 +153,6 @@ def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:
             duration(seconds),
             DEFAULT_RECIPE,
         )
-
-
-@contextmanager
-def resumable(work: Path | None) -> Iterator[None]:
-    """Name the work that is saved if Ctrl-C ends the block."""
-    try:
-        yield
-    except KeyboardInterrupt as interruption:
-        saved = "nothing is saved; with --work FOLDER the same command resumes"
-        if work is not None:
-            saved = f"finished parts are in {work}; the same command resumes there"
-        raise Interrupted(f"interrupted: {saved}") from interruption
 
 
 def _estimate_lines(estimated: Estimate) -> list[str]:

@@ -27,5 +27,5 @@ def _parsed(text: str | int, units: dict[str, int], expected: str) -> int:
     unit = 0 if parts is None else units.get(parts[2].lower(), 0)
     number = 0 if parts is None else int(float(parts[1]) * unit)
     if number < 1:
-        raise typer.BadParameter(f"'{text}' is no number of {expected}")
+        raise typer.BadParameter(f"'{text}' is not a number of {expected}")
     return number

@@ -18,11 +18,14 @@ LARGE = 10**20
 BEFORE_LOADING = [
     (("inspect", "nowhere"), "cannot read nowhere/plan.safetensors"),
     (("compress", MODEL, "--recipe", "x"), "unknown recipe 'x'; known: best"),
-    ((*COMPRESS, "--bytes", "1GiB"), "say with --context how many tokens it has"),
-    ((*COMPRESS, "--bytes", "1GiB", "--ratio", 0.5, "--context", 64), "give one"),
-    ((*COMPRESS, "--bytes", "1XB"), "'1XB' is no number of bytes: write 1GiB"),
-    ((*COMPRESS, "--bytes", "0"), "'0' is no number of bytes"),
-    ((*COMPRESS, "--context", "many"), "'many' is no number of tokens: write 4000 or 32k"),
+    ((*COMPRESS, "--bytes", "1GiB"), "--bytes needs --context, the number of tokens"),
+    (
+        (*COMPRESS, "--bytes", "1GiB", "--ratio", 0.5, "--context", 64),
+        "exclude each other: give one",
+    ),
+    ((*COMPRESS, "--bytes", "1XB"), "'1XB' is not a number of bytes: write 1GiB"),
+    ((*COMPRESS, "--bytes", "0"), "'0' is not a number of bytes"),
+    ((*COMPRESS, "--context", "many"), "'many' is not a number of tokens: write 4000 or 32k"),
     ((*COMPRESS, "--text", "./x.txt"), "cannot read text"),
     ((*COMPRESS, "--text", ""), "the name of the text is empty"),
     ((*COMPRESS, "--out", ""), "'--out': the name is empty"),
@@ -46,7 +49,10 @@ BEFORE_LOADING = [
     (("evaluate", "no-model", "--plan", "no-plan"), "name a text to measure no-model on with --te"),
     ((*EVALUATE, "--text", "own"), "own is calibration text that a model writes itself"),
     ((*DIAGNOSE, "--text", ""), "the name of the text is empty"),
-    (("report", MODEL, "--plan", "p", "--out", "r.pdf"), "r.pdf is no file that ends in .htm"),
+    (
+        ("report", MODEL, "--plan", "p", "--out", "r.pdf"),
+        "--out must name a file that ends in .html, got r.pdf",
+    ),
     (
         ("report", MODEL, "--plan", "p", "--out", "{file}/r.html"),
         "manifoldkv: cannot write to {file}: ",

@@ -70,7 +70,7 @@ def unpacked_library(page: str) -> str:
 
 def assert_whole(page: str, plan: CompressionPlan, more: Sequence[str] = ()) -> None:
     """Fail unless a report has all its sections, its charts with numbers, and what draws them."""
-    own = ["Bits", "Ranks"] if plan.coded else ["Ranks", "What other ranks would cost"]
+    own = ["Bits", "Ranks"] if plan.coded else ["Ranks", "Error at other ranks"]
     assert re.findall("<h2>(.*?)</h2>", page) == [QUALITY, *more, ERRORS, *own, USE]
     charts = charts_of(page)
     assert list(charts) == (CODED_CHARTS if plan.coded else CHARTS)
