@@ -1,7 +1,6 @@
-"""What mkdocs does not do by itself: pages link to figures/, which lies beside docs/.
+"""Hooks of mkdocs: figures/, which is beside docs/, becomes a part of the site.
 
-The figures and their summaries become a part of the site; links to them are the same on a page and
-in the repository.
+Links to figures and their summaries are the same on a page and in the repository.
 """
 
 from pathlib import Path
@@ -24,6 +23,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links that leave docs/ for figures/ stay in the site."""
+    """Rewrite links from docs/ to figures/ for the site."""
     up = "../" * page.file.src_uri.count("/")
     return markdown.replace(f"]({up}../figures/", f"]({up}figures/")

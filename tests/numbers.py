@@ -30,6 +30,8 @@ MEASURES = {
     "decode_time": lambda v: v,
     "attention_work": lambda v: v,
     "basis_bytes": lambda v: v / 1024,  # KiB
+    "stock_working_bytes": lambda v: v / 2**20,  # MiB
+    "compressed_working_bytes": lambda v: v / 2**20,
 }
 """Columns that pages quote, and how they are printed."""
 UNCOMPRESSED = (0.0, 1.0)

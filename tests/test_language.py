@@ -9,12 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RIDDLES = re.compile(
-    r"\b(comes? back|gives? back|gave back|given back|so many\b(?! as)|as (they|it) are|"
-    r"as it is\b|(is|are) none\b|goes? on\b|what is left|what there is|hopefully)",
+    r"\b(comes? back|(give|gives|gave|given) back|so many\b(?! as)|as (they|it) (are|is)\b|"
+    r"(is|are) (?-i:none)\b|(goes?|gone) on\b|of one's own|what is left|what there is|hopefully)",
     re.IGNORECASE,
 )
 """Phrases of no field: say reconstruction, number of, uncompressed, unknown, resumes, residual."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = ("cli", "reports", "diagnostics")
+"""Rooms whose docstrings are checked too."""
 MODULES = sorted((ROOT / "manifoldkv").rglob("*.py"))
 
 
@@ -26,6 +28,25 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and id(node) not in docstrings:
             yield node.lineno, node.value
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """Docstrings of a module, its classes and its functions, by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield getattr(node, "name", path.stem), ast.get_docstring(node) or ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_have_no_riddles(room: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{name}: {phrase[0]}"
+        for path in MODULES
+        if path.is_relative_to(ROOT / "manifoldkv" / room)
+        for name, text in docstrings(path)
+        for phrase in RIDDLES.finditer(text)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """What a command has found.
+    """Results of a command.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the same with null for numbers that JSON does not have."""
+    """Return a value with null for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

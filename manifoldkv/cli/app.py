@@ -1,4 +1,4 @@
-"""The commands and their arguments; what they do is imported when one is called."""
+"""The commands and their options; their work is imported when one is called."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from manifoldkv.cli.answers import show
+from manifoldkv.cli.command import command
 from manifoldkv.cli.options import (
     FILE,
     FOLDER,
-    CalibrationOption,
-    DeviceOption,
-    DtypeOption,
-    GivenModel,
-    GivenPlan,
-    GivenTasks,
-    GivenText,
-    JsonOption,
-    LengthOption,
-    ModelArgument,
-    OffloadOption,
-    OtherWeightsOption,
-    PlanOption,
-    Sampling,
-    SequencesOption,
-    TextOption,
+    TEXT,
+    Force,
+    Length,
+    ModelInMemory,
+    ModelOptions,
+    OtherWeights,
+    Plan,
+    TextOptions,
+    Windows,
 )
 from manifoldkv.cli.quantities import parse_bytes, parse_tokens
 
@@ -59,25 +52,32 @@ def manifoldkv(
     A model, some text and a ratio make a plan (compress); the plan makes the model run on the
     smaller cache (generate), and what that costs is measured (evaluate, compare, bench).
 
-    Every default is shown with its option; an option without a value is off unless it is given.
-    Results are printed on standard output when all is done (with --json as one JSON object), a line
-    for each phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot
-    be used or the work cannot be done, and the message says why; 130 interrupted. A run that was
-    given --work resumes.
+    Every default is shown with its option; an option without a value is off by default. Results
+    are printed on standard output at the end (with --json as one JSON object), a line for each
+    phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot be used
+    or the work cannot be done, and the message says why; 130 interrupted. A run with --work
+    resumes.
     """
 
 
-@app.command()
-def compress(
-    model: ModelArgument,
-    text: CalibrationOption = None,
+@command(app, "planning.compress")
+class Compress(ModelOptions):
+    """Find a plan for a model and save it."""
+
+    text: Annotated[
+        str | None,
+        typer.Option(
+            show_default="own, docstrings for the reference models",
+            help=f"{TEXT} 'own' is text that the model itself samples: as general as its "
+            "training text.",
+        ),
+    ] = None
     ratio: Annotated[
         float | None,
         typer.Option(
-            show_default="0.5",
-            help="Largest share of the uncompressed cache, in (0, 1].",
+            show_default="0.5", help="Largest share of the uncompressed cache, in (0, 1]."
         ),
-    ] = None,
+    ] = None
     nbytes: Annotated[
         int | None,
         typer.Option(
@@ -87,7 +87,7 @@ def compress(
             show_default="as --ratio says",
             help="Most bytes of the cache of one text of --context tokens: 1GiB, 500MB.",
         ),
-    ] = None,
+    ] = None
     context: Annotated[
         int | None,
         typer.Option(
@@ -96,11 +96,10 @@ def compress(
             show_default="those of a window",
             help="Length of the text that the ratio holds for: 4000, or 32k, which is 32768.",
         ),
-    ] = None,
+    ] = None
     recipe: Annotated[
-        str,
-        typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes."),
-    ] = "best",
+        str, typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes.")
+    ] = "best"
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,14 +111,14 @@ def compress(
             "rotation, faster; bits=4: latents rounded to integers of 8, 4, 3 or 2 bits). "
             "Repeatable.",
         ),
-    ] = None,
+    ] = None
     sequences: Annotated[
         int | None,
         typer.Option(min=1, show_default="64", help="Number of calibration windows."),
-    ] = None,
-    length: LengthOption = None,
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing plan.")] = False,
+    ] = None
+    length: Length = None
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan")
+    force: Force = False
     work: Annotated[
         Path | None,
         typer.Option(
@@ -127,74 +126,30 @@ def compress(
             show_default="nowhere",
             help="Folder of checkpoints, from which an interrupted run resumes.",
         ),
-    ] = None,
-    offload: OffloadOption = False,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
+    ] = None
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Only estimate time, memory and bytes; save nothing."),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Find a plan for a model and save it."""
-    from manifoldkv.cli import planning
-
-    request = planning.Request(
-        model=GivenModel(model, dtype, device, offload),
-        text=text,
-        ratio=ratio,
-        nbytes=nbytes,
-        context=context,
-        recipe=recipe,
-        settings=tuple(settings or ()),
-        sequences=sequences,
-        length=length,
-    )
-    if dry_run:
-        show(planning.estimate(request), as_json)
-    else:
-        show(planning.compress(request, out, work, force=force), as_json)
+    ] = False
 
 
-@app.command()
-def generate(
-    model: ModelArgument,
-    prompt: Annotated[
-        str, typer.Option(help="Beginning of the text, or the question with --chat.")
-    ],
+@command(app, "generating.generate")
+class Generate(ModelOptions):
+    """Write text on the compressed cache, or from a stored one."""
+
+    prompt: Annotated[str, typer.Option(help="Beginning of the text, or the question with --chat.")]
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan",
             **FOLDER,
             show_default="the stock cache",
             help="Folder of the plan whose cache is used.",
         ),
-    ] = None,
+    ] = None
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Ask in the model's chat template, and print the answer only."),
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            show_default="100, or all the model takes",
-            help="Largest number of new tokens.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0, help="Sampling temperature; 0 is greedy."),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            help="Probability mass of nucleus sampling, in (0, 1]; needs a --temperature above 0."
-        ),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling (same seed, same text).")] = 0,
+    ] = False
     cache: Annotated[
         Path | None,
         typer.Option(
@@ -203,29 +158,32 @@ def generate(
             help="File of the prompt's stored cache (plan of recipe stored): read if it holds the "
             "beginning of this prompt, written otherwise.",
         ),
-    ] = None,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    offload: OffloadOption = False,
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write text on the compressed cache, or from a stored one."""
-    from manifoldkv.cli import measuring
+    ] = None
+    other_weights: OtherWeights = False
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default="100, or all the model takes", help="Largest number of new tokens."
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Probability mass of nucleus sampling, in (0, 1]; needs a --temperature above 0."
+        ),
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed of sampling (same seed, same text).")] = 0
 
-    given = GivenModel(model, dtype, device, offload)
-    known = None if plan is None else GivenPlan(plan, other_weights)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    show(measuring.generate(given, known, prompt, sampling, cache, chat=chat), as_json)
 
+@command(app, "measuring.evaluate")
+class Evaluate(TextOptions, ModelOptions):
+    """Measure perplexity on held-out text, or answer questions."""
 
-@app.command()
-def evaluate(
-    model: ModelArgument,
-    plan: PlanOption,
-    text: TextOption = None,
-    sequences: SequencesOption = 32,
-    length: LengthOption = None,
+    plan: Plan
+    sequences: Windows = 32
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -236,115 +194,67 @@ def evaluate(
             "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
             "that of a prompt (1024, or half of what the model takes).",
         ),
-    ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20,
+    ] = None
+    items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20
     prefill: Annotated[
         Literal["exact", "compressed"],
         typer.Option(
             help="Prompts read by the uncompressed model and only answers from the compressed "
             "cache (exact), or both from the compressed cache (compressed)."
         ),
-    ] = "exact",
-    seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    offload: OffloadOption = False,
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure perplexity on held-out text, or answer questions."""
-    from manifoldkv.cli import measuring
-
-    given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
-    source = GivenText(text, sequences, length)
-    if tasks is None:
-        show(measuring.evaluate(given, known, source), as_json)
-    else:
-        asked = GivenTasks(tasks.split(","), items, prefill, seed)
-        show(measuring.answer(given, known, source, asked), as_json)
+    ] = "exact"
+    seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0
 
 
-@app.command()
-def export(
-    model: ModelArgument,
-    plan: PlanOption,
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
-    text: TextOption = None,
-    sequences: SequencesOption = 8,
-    length: LengthOption = None,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@command(app, "exporting.export")
+class Export(TextOptions):
     """Write a plain checkpoint with the smaller cache.
 
     The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
     other engines load it like any model. Its card says what was lost on held-out text.
     """
-    from manifoldkv.cli import exporting
 
-    given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
-    source = GivenText(text, sequences, length)
-    show(exporting.export(given, known, out, source, force=force), as_json)
+    plan: Plan
+    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")]
+    force: Force = False
 
 
-@app.command()
-def compare(
-    model: ModelArgument,
+@command(app, "comparing.compare")
+class Compare(TextOptions, ModelOptions):
+    """Show two plans side by side, in numbers and in text."""
+
     first: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "FIRST"}, help="Folder of a plan.")
-    ],
+    ]
     second: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "SECOND"}, help="Folder of another plan.")
-    ],
-    text: TextOption = None,
-    sequences: SequencesOption = 8,
-    length: LengthOption = None,
+    ]
     prompt: Annotated[
         str | None,
         typer.Option(
             show_default="a window of the held-out text",
             help="Beginning of a text to continue on both caches.",
         ),
-    ] = None,
+    ] = None
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of new tokens on each cache.")
-    ] = 60,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    offload: OffloadOption = False,
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show two plans side by side, in numbers and in text."""
-    from manifoldkv.cli import comparing
-
-    given = GivenModel(model, dtype, device, offload)
-    plans = [GivenPlan(folder, other_weights) for folder in (first, second)]
-    source = GivenText(text, sequences, length)
-    show(comparing.compare(given, plans, source, prompt, max_new_tokens), as_json)
+    ] = 60
 
 
-@app.command()
-def inspect(
+@command(app, "describing.inspect")
+class Inspect:
+    """Show what a plan stores, and its provenance."""
+
     plan: Annotated[
-        Path,
-        typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan."),
-    ],
-    as_json: JsonOption = False,
-) -> None:
-    """Show what a plan stores, and where it comes from."""
-    from manifoldkv.cli import planning
-
-    show(planning.inspect(plan), as_json)
+        Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")
+    ]
 
 
-@app.command()
-def bench(
-    model: ModelArgument,
-    plan: PlanOption,
+@command(app, "measuring.bench")
+class Bench(ModelInMemory):
+    """Time decoding with the compressed cache and without."""
+
+    plan: Plan
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -352,78 +262,39 @@ def bench(
             show_default="512, or what the model takes",
             help="Number of tokens in the cache when decoding begins.",
         ),
-    ] = None,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Number of tokens decoded in a round.")
-    ] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Time decoding with the compressed cache and without."""
-    from manifoldkv.cli import measuring
-
-    given, known = GivenModel(model, dtype, device), GivenPlan(plan, other_weights)
-    show(measuring.bench(given, known, tokens, new_tokens, rounds), as_json)
+    ] = None
+    new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens decoded in a round.")] = (
+        16
+    )
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3
+    other_weights: OtherWeights = False
 
 
-@app.command()
-def diagnose(
-    model: ModelArgument,
-    plan: PlanOption,
-    text: TextOption = None,
-    sequences: SequencesOption = 8,
-    length: LengthOption = None,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    offload: OffloadOption = False,
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@command(app, "measuring.diagnose")
+class Diagnose(TextOptions, ModelOptions):
     """Measure the error of every layer on held-out text.
 
     Each layer has the inputs of the uncompressed model and attends to its compressed cache.
     """
-    from manifoldkv.cli import measuring
 
-    given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
-    show(measuring.diagnose(given, known, GivenText(text, sequences, length)), as_json)
+    plan: Plan
 
 
-@app.command()
-def report(
-    model: ModelArgument,
-    plan: PlanOption,
-    out: Annotated[Path, typer.Option(**FILE, help="HTML file to write.")] = Path("report.html"),
-    text: TextOption = None,
-    sequences: SequencesOption = 8,
-    length: LengthOption = None,
+@command(app, "measuring.report")
+class Report(TextOptions, ModelOptions):
+    """Write an HTML report of a plan, measured on held-out text."""
+
+    plan: Plan
+    out: Annotated[Path, typer.Option(**FILE, help="HTML file to write.")] = Path("report.html")
     self_contained: Annotated[
         bool,
         typer.Option(
             "--self-contained/--no-self-contained",
             help="Embed plotly in the report (one file of 2 MB), or write plotly.min.js beside it.",
         ),
-    ] = True,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-    offload: OffloadOption = False,
-    other_weights: OtherWeightsOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write an HTML report of a plan, measured on held-out text."""
-    from manifoldkv.cli import measuring
-
-    given, known = GivenModel(model, dtype, device, offload), GivenPlan(plan, other_weights)
-    source = GivenText(text, sequences, length)
-    show(measuring.report(given, known, source, out, self_contained=self_contained), as_json)
+    ] = True
 
 
-@app.command("list")
-def list_registered(as_json: JsonOption = False) -> None:
+@command(app, "listing.listed")
+class List:
     """List recipes, objectives, solvers and rank rules."""
-    from manifoldkv.cli import listing
-
-    show(listing.listed(), as_json)

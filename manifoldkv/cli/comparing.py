@@ -2,102 +2,71 @@
 
 from __future__ import annotations
 
-import logging
 import textwrap
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.inputs import held_out_tokens, load, plan_for, text_to_measure
-from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.continuation import beginning, continuation
+from manifoldkv.cli.app import Compare
+from manifoldkv.cli.generating import new_tokens_after
+from manifoldkv.cli.inputs import Inputs, open_inputs
+from manifoldkv.evaluation.continuation import beginning
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.text.tokens import positions
+from manifoldkv.reports.texts import Continuations, continuations
 
-LOG = logging.getLogger(__name__)
-
-SHOWN = 300
-"""Characters of the prompt that are shown, its last ones."""
 COLUMN = 26
 
 
-def compare(
-    model: GivenModel,
-    plans: list[GivenPlan],
-    text: GivenText,
-    prompt: str | None,
-    new_tokens: int,
-) -> Answer:
-    """Measure plans on the same held-out text, and let each continue the same text."""
-    source = text_to_measure(text.name, model.name)
-    loaded, tokenizer = load(model)
-    known = [plan_for(plan, loaded) for plan in plans]
-    tokens = held_out_tokens(source, text, loaded, tokenizer)
-    asked = _prompt(loaded, tokenizer, tokens, prompt, new_tokens)
-    stock = perplexity(loaded, tokens)
-    facts = [
-        {"plan": str(given.folder)} | _measured(loaded, plan, tokens, stock)
-        for given, plan in zip(plans, known, strict=True)
-    ]
-    LOG.info("continuing a text of %d tokens", asked.shape[1])
-    texts = [
-        tokenizer.decode(
-            continuation(loaded, asked, plan, new_tokens=new_tokens), skip_special_tokens=True
-        )
-        for plan in (None, *known)
-    ]
-    begun = tokenizer.decode(asked[0], skip_special_tokens=True)
-    found = {
+def compare(options: Compare) -> Answer:
+    """Measure two plans on the same held-out text, and let each continue the same text."""
+    folders = (options.first, options.second)
+    inputs = open_inputs(options, *folders)
+    tokens = inputs.held_out_tokens(options)
+    prompt = _prompt(inputs, tokens, options)
+    stock = perplexity(inputs.model, tokens)
+    measured = [_measured(inputs.model, plan, tokens, stock) for plan in inputs.plans]
+    texts = continuations(
+        inputs.model, inputs.tokenizer, prompt, inputs.plans, options.max_new_tokens
+    )
+    uncompressed, *continued = texts.continued
+    facts: dict[str, Any] = {
         "length": tokens.shape[1],
         "sequences": len(tokens),
         "uncompressed_perplexity": stock.perplexity,
-        "plans": facts,
-        "prompt": begun,
-        "uncompressed_text": texts[0],
+        "plans": [
+            {"plan": str(folder)} | of_plan | {"text": written}
+            for folder, of_plan, written in zip(folders, measured, continued, strict=True)
+        ],
+        "prompt": texts.prompt,
+        "uncompressed_text": uncompressed,
     }
-    for fact, written in zip(facts, texts[1:], strict=True):
-        fact["text"] = written
-    return Answer(found, [*_table(found), "", *_texts(found)])
+    return Answer(facts, [*_table(facts), "", *_text_lines(facts["plans"], texts)])
 
 
-def _prompt(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: Tensor,
-    given: str | None,
-    new_tokens: int,
-) -> Tensor:
-    """Return the text to continue, (1, length): what is given, or held-out text with room after it.
+def _prompt(inputs: Inputs, tokens: Tensor, options: Compare) -> Tensor:
+    """Return token ids, (1, length), of a prompt, or of held-out text with room after it.
 
     Raises
     ------
     ArgumentError
-        If it is empty, or leaves no room for new tokens.
+        If the prompt is empty, or leaves no room for new tokens.
     """
-    if given is None:
-        return beginning(model, tokens, new_tokens)
-    asked: Tensor = tokenizer(given, return_tensors="pt")["input_ids"]
-    if not asked.numel():
-        raise ArgumentError("the prompt has no token: write something after --prompt")
-    room = positions(model) - new_tokens
-    if asked.shape[1] > room:
-        raise ArgumentError(
-            f"{new_tokens} new tokens after a prompt of {asked.shape[1]} are more than the "
-            f"{positions(model)} positions of the model"
-        )
-    return asked
+    if options.prompt is None:
+        return beginning(inputs.model, tokens, options.max_new_tokens)
+    ids: Tensor = inputs.tokenizer(options.prompt, return_tensors="pt")["input_ids"]
+    new_tokens_after(inputs.model, ids, options.max_new_tokens)
+    return ids
 
 
 def _measured(
     model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor, stock: Perplexity
 ) -> dict[str, Any]:
     length = tokens.shape[1]
-    found = Comparison(stock, perplexity(model, tokens, plan))
+    comparison = Comparison(stock, perplexity(model, tokens, plan))
     # The ratio of mixed widths is one to a cache in 16 bits, whatever the model runs in.
     dtype = torch.bfloat16 if plan.variable_width else model.dtype
     return {
@@ -105,43 +74,41 @@ def _measured(
         "cache_bytes": plan.nbytes(length, dtype=dtype),
         "cache_dtype": str(dtype).removeprefix("torch."),
         "basis_bytes": plan.basis_nbytes(),
-        "perplexity": found.compressed.perplexity,
-        "added_nll": found.added_nll,
-        "standard_error": found.standard_error,
+        "perplexity": comparison.compressed.perplexity,
+        "added_nll": comparison.added_nll,
+        "standard_error": comparison.standard_error,
     }
 
 
-def _table(found: dict[str, Any]) -> list[str]:
-    plans, length = found["plans"], found["length"]
-
-    def row(name: str, *cells: str) -> str:
-        return f"{name:24}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)
-
+def _table(facts: dict[str, Any]) -> list[str]:
+    rows: dict[str, list[str]] = {
+        "": ["uncompressed"],
+        f"ratio at {facts['length']} tokens": ["1"],
+        "  bytes": [""],
+        "bytes of bases, once": [""],
+        "perplexity": [f"{facts['uncompressed_perplexity']:.3f}"],
+        "added nats per token": [""],
+    }
+    for plan in facts["plans"]:
+        cells = [
+            plan["plan"][1 - COLUMN :],
+            f"{plan['ratio']:.4g}",
+            f"{size(plan['cache_bytes'])} ({plan['cache_dtype']})",
+            size(plan["basis_bytes"]),
+            f"{plan['perplexity']:.3f}",
+            with_error(plan["added_nll"], plan["standard_error"]),
+        ]
+        for row, cell in zip(rows.values(), cells, strict=True):
+            row.append(cell)
     return [
-        row("", "uncompressed", *(plan["plan"][1 - COLUMN :] for plan in plans)),
-        row(f"ratio at {length} tokens", "1", *(f"{plan['ratio']:.4g}" for plan in plans)),
-        row("  bytes", "", *(f"{size(p['cache_bytes'])} ({p['cache_dtype']})" for p in plans)),
-        row("bytes of bases, once", "", *(size(plan["basis_bytes"]) for plan in plans)),
-        row(
-            "perplexity",
-            f"{found['uncompressed_perplexity']:.3f}",
-            *(f"{plan['perplexity']:.3f}" for plan in plans),
-        ),
-        row(
-            "added nats per token",
-            "",
-            *(with_error(plan["added_nll"], plan["standard_error"]) for plan in plans),
-        ),
-        f"on {found['sequences']} × {length} held-out tokens",
+        *(f"{name:24}" + "".join(f"{c:>{COLUMN}}" for c in row) for name, row in rows.items()),
+        f"on {facts['sequences']} × {facts['length']} held-out tokens",
     ]
 
 
-def _texts(found: dict[str, Any]) -> list[str]:
-    begun = found["prompt"]
-    begun = f"…{begun[-SHOWN:]}" if len(begun) > SHOWN else begun
-    texts = [("a text", begun), ("continued by the uncompressed model", found["uncompressed_text"])]
-    texts += [(f"continued by {plan['plan']}", plan["text"]) for plan in found["plans"]]
-    lines = []
-    for name, written in texts:
-        lines += [f"{name}:", textwrap.indent(written, "  "), ""]
-    return lines[:-1]
+def _text_lines(plans: list[dict[str, Any]], texts: Continuations) -> list[str]:
+    writers = ["the uncompressed model", *(plan["plan"] for plan in plans)]
+    lines = ["a text:", textwrap.indent(texts.shown, "  ")]
+    for writer, written in zip(writers, texts.continued, strict=True):
+        lines += ["", f"continued by {writer}:", textwrap.indent(written, "  ")]
+    return lines

@@ -1,17 +1,18 @@
-"""Models, plans and texts as commands are given them, read and checked."""
+"""Models, plans and texts that commands name, read and checked."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from manifoldkv.cli.options import GivenModel, GivenPlan, GivenText
+from manifoldkv.cli.options import ModelInMemory, TextOptions
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.loading import load_model
 from manifoldkv.plan.plan import CompressionPlan
@@ -24,64 +25,76 @@ REFERENCE_TEXT = "docstrings"
 LOG = logging.getLogger(__name__)
 
 
-def load(given: GivenModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, with progress bars where somebody sees them."""
+class Inputs(NamedTuple):
+    """A model, plans for it, and a text to measure them on."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    plans: list[CompressionPlan]
+    source: TextSource
+
+    def held_out_tokens(self, options: TextOptions) -> Tensor:
+        """Return windows of the held-out part, refused if the model cannot read them."""
+        count, length = options.sequences, options.length
+        if length is None:
+            length = min(LENGTH, positions(self.model))
+        check_length(self.model, length)
+        LOG.info("reading %d × %d held-out tokens of %s", count, length, self.source.name)
+        tokens = sample_tokens(
+            self.source, self.tokenizer, sequences=count, length=length, split="held-out"
+        )
+        return checked_tokens(self.model, tokens)
+
+
+def open_inputs(options: TextOptions, *plans: Path, attended: bool = True) -> Inputs:
+    """Open a text, then load a model and plans of it; `attended` as in `load_plan`."""
+    source = _text_to_measure(options.text, options.model)
+    model, tokenizer = load(options)
+    other = options.other_weights
+    loaded = [load_plan(p, model, other_weights=other, attended=attended) for p in plans]
+    return Inputs(model, tokenizer, loaded, source)
+
+
+def load(options: ModelInMemory) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, with progress bars on a terminal."""
     if not sys.stderr.isatty():
         disable_progress_bar()
-    dtype = getattr(torch, given.dtype)
-    return load_model(given.name, dtype=dtype, device=_device(given.device), offload=given.offload)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, options.dtype)
+    return load_model(options.model, dtype=dtype, device=device, offload=options.offload)
 
 
-def _device(name: str) -> str:
-    """Return the device of a name, which for ``auto`` is the GPU that torch computes on."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def plan_for(given: GivenPlan, model: PreTrainedModel, *, attended: bool = True) -> CompressionPlan:
-    """Load a plan, which must be made for a model unless another one's is asked for.
+def load_plan(
+    folder: Path, model: PreTrainedModel, *, other_weights: bool, attended: bool = True
+) -> CompressionPlan:
+    """Load a plan made for a model, or with `other_weights` for another of its shape.
 
     Where caches of it are `attended` to, it must be for such caches.
     """
-    plan = CompressionPlan.load(given.folder)
+    plan = CompressionPlan.load(folder)
     if attended:
         plan.check_attended()
-    if given.other_weights:
+    if other_weights:
         return plan.transferred_to(model)
     plan.check_model(model)
     return plan
 
 
-def text_to_measure(name: str | None, model: str) -> TextSource:
-    """Open a text that has a held-out part; docstrings for a reference model if none is named.
+def is_reference(model: str) -> bool:
+    """Return whether a model is one of this repository, trained on nothing but docstrings."""
+    return Path(model).name in REFERENCES
+
+
+def _text_to_measure(name: str | None, model: str) -> TextSource:
+    """Open a text that has a held-out part; docstrings by default for a reference model.
 
     Raises
     ------
     ArgumentError
-        If none is named for another model, or it is no such text.
+        If another model has no text, or the name is not that of a text with a held-out part.
     """
     if name is None and not is_reference(model):
         raise ArgumentError(f"name a text to measure {model} on with --text: {HELP}")
     return open_text(REFERENCE_TEXT if name is None else name)
-
-
-def is_reference(model: str) -> bool:
-    """Return whether a model is one of this repository, which know nothing but docstrings."""
-    return Path(model).name in REFERENCES
-
-
-def held_out_tokens(
-    source: TextSource,
-    given: GivenText,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Tensor:
-    """Return windows of the held-out part of a text, refused if the model cannot read them."""
-    length = min(LENGTH, positions(model)) if given.length is None else given.length
-    check_length(model, length)
-    LOG.info("reading %d × %d held-out tokens of %s", given.sequences, length, source.name)
-    tokens = sample_tokens(
-        source, tokenizer, sequences=given.sequences, length=length, split="held-out"
-    )
-    return checked_tokens(model, tokens)

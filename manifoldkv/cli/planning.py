@@ -1,25 +1,23 @@
-"""Commands about plans: compress, inspect."""
+"""The command that makes plans."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.cli.answers import Answer, duration, size
+from manifoldkv.cli.app import Compress
+from manifoldkv.cli.describing import describe
 from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
-from manifoldkv.cli.options import GivenModel, Interrupted
+from manifoldkv.cli.process import Interrupted
 from manifoldkv.cli.settings import configured
 from manifoldkv.errors import ArgumentError, RunError
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.compress import check as check_before_text
 from manifoldkv.recipes.compress import compress as find_plan
@@ -37,101 +35,72 @@ from manifoldkv.text.tokens import LENGTH, positions
 LOG = logging.getLogger(__name__)
 
 REHEARSED_TOKENS = 8
-"""Of its own text that a model writes to estimate what all of it takes."""
+"""Number of tokens that a model samples to estimate the time of its calibration text."""
 LONG_SECONDS = 600.0
 """A run that takes longer says so before it begins."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What ``manifoldkv compress`` is asked for by its arguments."""
-
-    model: GivenModel
-    text: str | None
-    ratio: float | None
-    nbytes: int | None
-    context: int | None
-    recipe: str
-    settings: tuple[str, ...]
-    sequences: int | None
-    length: int | None
-
-    @property
-    def named_text(self) -> str:
-        """Return the name of the text: docstrings or the model's own if none is given."""
-        if self.text is not None:
-            return self.text
-        return REFERENCE_TEXT if is_reference(self.model.name) else OWN
-
-    def config(self) -> CompressionConfig:
-        """Return the settings of the run, of which a budget in bytes is not yet one."""
-        config = replace(
-            configured(self.recipe, self.settings),
-            sequences=self.sequences,
-            length=self.length,
-            context=self.context,
-        )
-        return config if self.ratio is None else replace(config, ratio=self.ratio)
-
-    def within_bytes(self, config: CompressionConfig, model: PreTrainedModel) -> CompressionConfig:
-        """Return the settings with the ratio that a budget in bytes comes to, if there is one."""
-        if self.nbytes is None or self.context is None:
-            return config
-        ratio = ratio_from_bytes(model, self.nbytes, context=self.context, recipe=config.recipe)
-        return replace(config, ratio=ratio)
-
-    def check(self) -> None:
-        """Refuse a budget that contradicts itself."""
-        if self.nbytes is not None and self.ratio is not None:
-            raise ArgumentError("--ratio and --bytes both say how much the cache takes: give one")
-        if self.nbytes is not None and self.context is None:
-            raise ArgumentError(
-                "--bytes are those of a text: say with --context how many tokens it has"
-            )
-
-
-def estimate(request: Request) -> Answer:
-    """Estimate what a run would take."""
-    request.check()
-    name = request.named_text
-    config, source = request.config(), None if name == OWN else open_text(name)
-    model, _ = load(request.model)
-    config = request.within_bytes(config, model)
-    found = _estimated(model, source, request, config)
-    return Answer(asdict(found), _estimate_lines(found))
-
-
-def compress(request: Request, out: Path, work: Path | None, *, force: bool) -> Answer:
-    """Find a plan and save it."""
-    request.check()
-    config = request.config()
-    _check_overwrites(out, work, force)
-    name = request.named_text
-    source = None if name == OWN else open_text(name)
-    model, _ = load(request.model)
-    config = request.within_bytes(config, model)
+def compress(options: Compress) -> Answer:
+    """Find a plan and save it, or estimate its time and memory."""
+    out, work = options.out, options.work
+    if not options.dry_run:
+        _check_overwrites(out, work, options.force)
+    model, source, config = _opened(options)
+    if options.dry_run:
+        estimated = _estimated(model, source, options, config)
+        return Answer(asdict(estimated), _estimate_lines(estimated))
     check_writable(out)
-    if source is None:  # the text is written before `find_plan` checks the rest
-        check_before_text(model, name, config)
+    if source is None:  # the text is sampled before `find_plan` checks the rest
+        check_before_text(model, OWN, config)
     if config.recipe != RECIPES[DEFAULT_RECIPE]:
-        _warn_of_long_work(_estimated(model, source, request, config), request.recipe)
-    with resumable(work):
-        tokens = _own_text(model, request, work) if source is None else source
+        _warn_of_long_work(_estimated(model, source, options, config), options.recipe)
+    try:
+        tokens = _own_text(model, options) if source is None else source
         plan = find_plan(model, tokens, config, folder=work)
+    except KeyboardInterrupt as interruption:
+        saved = "nothing is saved; with --work FOLDER the same command resumes"
+        if work is not None:
+            saved = f"finished parts are in {work}; the same command resumes there"
+        raise Interrupted(f"interrupted: {saved}") from interruption
     if source is None:
         plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
     plan.save(out)
-    return Answer(_plan_facts(plan) | {"plan": str(out)}, [*_plan_lines(plan), f"plan: {out}"])
+    facts, lines = describe(plan)
+    return Answer(facts | {"plan": str(out)}, [*lines, f"plan: {out}"])
 
 
-def inspect(folder: Path) -> Answer:
-    """Return what a plan stores, and where it comes from."""
-    plan = CompressionPlan.load(folder)
-    return Answer(_plan_facts(plan), _plan_lines(plan))
+def _opened(
+    options: Compress,
+) -> tuple[PreTrainedModel, TextSource | None, CompressionConfig]:
+    """Check the options, and return model, text (None for the model's own) and settings.
+
+    Raises
+    ------
+    ArgumentError
+        If the budget contradicts itself, or a name or a setting is unknown.
+    """
+    nbytes, context = options.nbytes, options.context
+    if nbytes is not None and options.ratio is not None:
+        raise ArgumentError("--ratio and --bytes exclude each other: give one")
+    if nbytes is not None and context is None:
+        raise ArgumentError("--bytes needs --context, the number of tokens that they hold")
+    config = configured(options.recipe, options.settings or ())
+    ratio = config.ratio if options.ratio is None else options.ratio
+    config = replace(config, ratio=ratio, context=context)
+    config = replace(config, sequences=options.sequences, length=options.length)
+    text = options.text
+    if text is None:
+        text = REFERENCE_TEXT if is_reference(options.model) else OWN
+    source = None if text == OWN else open_text(text)
+    model, _ = load(options)
+    if nbytes is not None and context is not None:
+        ratio = ratio_from_bytes(model, nbytes, context=context, recipe=config.recipe)
+        config = replace(config, ratio=ratio)
+    return model, source, config
 
 
 def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
-    """Refuse to overwrite a plan, unless it is told to or the folder is the run's own."""
+    """Refuse to overwrite a plan, unless it is the run's own or --force is set."""
     own = work is not None and work.resolve() == out.resolve()
     if not force and not own and any((out / name).exists() for name in CompressionPlan.FILES):
         raise RunError(
@@ -139,132 +108,61 @@ def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
         )
 
 
-def _own_text(model: PreTrainedModel, request: Request, work: Path | None) -> Tensor:
-    """Return the calibration text that a model writes, or has written in an interrupted run."""
-    count = request.sequences or OWN_SEQUENCES
+def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
+    """Return the calibration text that a model samples, resumed from checkpoints if it is there."""
+    count = options.sequences or OWN_SEQUENCES
 
     def write() -> Tensor:
         LOG.info("writing %d texts to calibrate on", count)
-        return own_text(model, count, request.length)
+        return own_text(model, count, options.length)
 
-    if work is None:
+    if options.work is None:
         return write()
-    settings = {"model": digest_of_model(model), "shape": [count, request.length]}
-    stored = Checkpoints(work, settings).made_by(own_text)
-    return stored.tensors("own-text", lambda: {"tokens": write()})["tokens"]
+    settings = {"model": digest_of_model(model), "shape": [count, options.length]}
+    checkpoints = Checkpoints(options.work, settings).made_by(own_text)
+    return checkpoints.tensors("own-text", lambda: {"tokens": write()})["tokens"]
 
 
 def _estimated(
-    model: PreTrainedModel, source: TextSource | None, request: Request, config: CompressionConfig
+    model: PreTrainedModel, source: TextSource | None, options: Compress, config: CompressionConfig
 ) -> Estimate:
-    """Estimate a run, with random tokens in the place of a text that is not written yet.
+    """Estimate a run, on random tokens where the model is yet to sample its text.
 
-    What writing it takes is a part of its own.
+    The time of sampling is a part of its own.
     """
     if source is not None:
         return estimate_run(model, source, config)
-    length = min(LENGTH, positions(model)) if request.length is None else request.length
-    count, few = request.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
+    length = min(LENGTH, positions(model)) if options.length is None else options.length
+    count, few = options.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
     start = time.perf_counter()
     own_text(model, count, few)
     writing = (time.perf_counter() - start) * length / few
     tokens = torch.randint(model.get_input_embeddings().num_embeddings, (count, length))
-    found = estimate_run(model, tokens, config)
-    return replace(found, seconds={"text": writing} | found.seconds)
+    estimated = estimate_run(model, tokens, config)
+    return replace(estimated, seconds={"text": writing} | estimated.seconds)
 
 
 def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:
-    """Say before the work begins that another recipe is quicker, if it takes too long."""
+    """Log before a long run that another recipe is quicker."""
     seconds = sum(estimated.seconds.values())
     if seconds > LONG_SECONDS:
         LOG.warning(
-            "recipe %s takes about %s here if nothing of it is done yet, by an estimate; "
-            "recipe %s is quicker",
+            "recipe %s takes about %s here without checkpoints, by an estimate; recipe %s is "
+            "quicker",
             recipe,
             duration(seconds),
             DEFAULT_RECIPE,
         )
 
 
-@contextmanager
-def resumable(work: Path | None) -> Iterator[None]:
-    """Say which work is saved if Ctrl-C ends the block."""
-    try:
-        yield
-    except KeyboardInterrupt as interruption:
-        left = "nothing is saved; with --work FOLDER the same command resumes"
-        if work is not None:
-            left = f"finished parts are in {work}; the same command resumes there"
-        raise Interrupted(f"interrupted: {left}") from interruption
-
-
-def _estimate_lines(found: Estimate) -> list[str]:
-    parts = ", ".join(f"{part} {duration(s)}" for part, s in found.seconds.items() if s > 0)
+def _estimate_lines(estimated: Estimate) -> list[str]:
+    seconds = estimated.seconds
+    parts = ", ".join(f"{part} {duration(s)}" for part, s in seconds.items() if s > 0)
     return [
-        f"time    about {duration(sum(found.seconds.values()))} ({parts})",
-        f"memory  {size(found.weight_bytes)} of weights, "
-        f"{size(found.activation_bytes)} of activations (in files where they do not fit)",
-        f"cache   at most {size(found.cache_bytes)} per token, "
-        f"{size(found.stock_bytes)} uncompressed",
+        f"time    about {duration(sum(seconds.values()))} ({parts})",
+        f"memory  {size(estimated.weight_bytes)} of weights, "
+        f"{size(estimated.activation_bytes)} of activations (in files where they do not fit)",
+        f"cache   at most {size(estimated.cache_bytes)} per token, "
+        f"{size(estimated.stock_bytes)} uncompressed",
         "Nothing was saved: leave --dry-run out to run it.",
     ]
-
-
-def _plan_facts(plan: CompressionPlan) -> dict[str, Any]:
-    return {
-        "ratio": plan.ratio,
-        "bytes_per_token": plan.bytes_per_token(),
-        "basis_bytes": plan.basis_nbytes(),
-        "rotary": plan.rotary,
-        "sinks": plan.sinks,
-        "formats": plan.formats,
-        "provenance": asdict(plan.provenance),
-        "layers": [
-            {
-                "key_rank": layer.key.rank,
-                "value_rank": layer.value.rank,
-                "head_dim": layer.key.head_dim,
-                "key_grouping": layer.key.grouping.name,
-                "commuting": layer.key.basis.commuting,
-                "value_grouping": layer.value.grouping.name,
-                "window": layer.window,
-                "bits": layer.mean_bits if plan.variable_width else None,
-            }
-            for layer in plan.layers
-        ],
-    }
-
-
-def _plan_lines(plan: CompressionPlan) -> list[str]:
-    provenance, first = plan.provenance, plan.layers[0]
-    exact = f"first {plan.sinks} tokens uncompressed, " if plan.sinks else ""
-    keys = f"{first.key.grouping.name}{' (commuting)' if first.key.basis.commuting else ''}"
-    predicted = []
-    if provenance.predicted_nats is not None:
-        predicted = [
-            f"loss    {provenance.predicted_nats:.4f} nats per token predicted, on "
-            f"{provenance.predicted_tokens:,} held-out tokens of the calibration text"
-        ]
-    return [
-        f"model   {provenance.model}",
-        f"bases   {provenance.origin}, {provenance.threads} threads, "
-        f"{provenance.tuning_steps} steps tuned",
-        f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
-        f"{plan.bytes_per_token():g} bytes per further token in bfloat16",
-        f"        {exact}keys {plan.rotary}-rotation, latents {plan.formats}",
-        *predicted,
-        f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
-        f"{size(plan.basis_nbytes())} once",
-        "layer   key rank  value rank  (of head_dim)"
-        + ("   key bits  value bits" if plan.variable_width else ""),
-        *(
-            f"{index:5}   {layer.key.rank:8}  {layer.value.rank:10}  ({layer.key.head_dim})"
-            + (_bits(layer) if plan.variable_width else "")
-            for index, layer in enumerate(plan.layers)
-        ),
-    ]
-
-
-def _bits(layer: LayerPlan) -> str:
-    """Return the mean bits of keys and values as the end of a layer's line."""
-    return f"{layer.mean_bits['key']:22.2f}{layer.mean_bits['value']:12.2f}"

@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 
 from manifoldkv.cli.app import app
-from manifoldkv.cli.options import Interrupted
 from manifoldkv.errors import ManifoldKVError, RunError
 
 FAILED, INTERRUPTED = 2, 130
 
 
+class Interrupted(Exception):  # noqa: N818 (not an error)
+    """Ends a command after Ctrl-C with a message on the work that is saved."""
+
+
 def main() -> None:
     """Run the command, with every error of ours as one line."""
     results = io.StringIO()
-    # Where standard error is closed nobody reads what is written there.
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(sys.stderr or nowhere):
+    # A closed standard error is None, which nothing can be printed to.
+    with open(os.devnull, "w", encoding="utf-8") as null, redirect_stderr(sys.stderr or null):
         with _phases_printed(), redirect_stdout(results):
             code = _run()
         sys.exit(_delivered(results.getvalue()) or code)
@@ -42,15 +45,15 @@ def _run() -> int:
     return 0
 
 
-def _complain(what: object, code: int) -> int:
-    with suppress(OSError):  # where standard error is full, the code has to do
-        print(f"manifoldkv: {what}", file=sys.stderr, flush=True)
+def _complain(message: object, code: int) -> int:
+    with suppress(OSError):  # where standard error is full, the exit code remains
+        print(f"manifoldkv: {message}", file=sys.stderr, flush=True)
     return code
 
 
 @contextmanager
 def _phases_printed() -> Iterator[None]:
-    """Print what the library logs as it goes on standard error, a line with the time of day each.
+    """Print the library's log on standard error while it runs, each line with the time of day.
 
     Progress bars are for terminals; these lines also tell who reads a log hours later.
     """
@@ -70,7 +73,7 @@ def _phases_printed() -> Iterator[None]:
 def _delivered(results: str) -> int:
     """Print all results at once and return 0, or the exit code if that does not work.
 
-    Whoever stops reading (``| head -1``) has what was wanted: that is no failure.
+    A closed pipe (``| head -1``) is no failure: its reader has enough.
     """
     if not results:
         return 0
@@ -80,7 +83,7 @@ def _delivered(results: str) -> int:
         sys.stdout.write(results)
         sys.stdout.flush()
     except OSError as error:
-        # What is left in the buffer would fail once more when the interpreter ends.
+        # The rest of the buffer would fail once more when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 0

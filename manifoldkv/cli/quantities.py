@@ -6,23 +6,14 @@ import re
 
 import typer
 
-BYTES = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 def parse_bytes(text: str | int) -> int:
     """Return a number of bytes: 500MB, 1.5GiB; a number alone is bytes."""
-    return _parsed(text, BYTES | {"": 1}, "bytes: write 1GiB, 500MB or 1000000")
+    return _parsed(text, DECIMAL | BINARY | {"": 1}, "bytes: write 1GiB, 500MB or 1000000")
 
 
 def parse_tokens(text: str | int) -> int:
@@ -31,10 +22,10 @@ def parse_tokens(text: str | int) -> int:
 
 
 def _parsed(text: str | int, units: dict[str, int], expected: str) -> int:
-    """Return a number above 0 with its unit multiplied in; typer calls it on defaults too."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", str(text).strip())
-    unit = None if found is None else units.get(found[2].lower())
-    number = 0 if found is None or unit is None else int(float(found[1]) * unit)
+    """Return a number above 0 times its unit; typer calls it on defaults too."""
+    parts = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", str(text).strip())
+    unit = 0 if parts is None else units.get(parts[2].lower(), 0)
+    number = 0 if parts is None else int(float(parts[1]) * unit)
     if number < 1:
-        raise typer.BadParameter(f"'{text}' is no number of {expected}")
+        raise typer.BadParameter(f"'{text}' is not a number of {expected}")
     return number

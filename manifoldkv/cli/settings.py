@@ -1,4 +1,4 @@
-"""Fields of a recipe and of its run, as ``--set name=value`` gives them."""
+"""Fields of a recipe and of its run, as ``--set name=value`` writes them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import ArgumentError
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import recipe_named
-from manifoldkv.recipes.recipe import Recipe
 
 RUN = ("rotary", "seed", "bits")
-"""Names of settings that belong to the run, whatever its recipe."""
+"""Settings of the run, whatever its recipe."""
 PLAIN = (int, float, bool, str, type(None))
 
 T = TypeVar("T", bound=Any)
@@ -23,22 +22,14 @@ T = TypeVar("T", bound=Any)
 def configured(recipe: str, settings: Sequence[str]) -> CompressionConfig:
     """Return the configuration of a named recipe with some of its fields changed.
 
-    Parameters
-    ----------
-    recipe : str
-        Name out of `RECIPES`.
-    settings : sequence of str
-        ``name=value`` each. A name is a field of the recipe (``sinks=8``), a field of one of its
-        methods after a dot (``ranks.multiple=8``), or one of `RUN`; a later setting wins. Values
-        are Python literals or plain words: ``4``, ``0.5``, ``none``, ``0,2,4,8``, ``kq-svd``.
+    A setting is ``name=value``: a field of the recipe (``sinks=8``), a field of one of its methods
+    after a dot (``ranks.multiple=8``), or one of `RUN`; the last one wins. Values are Python
+    literals or plain words: ``4``, ``0.5``, ``none``, ``0,2,4,8``, ``kq-svd``.
 
     Raises
     ------
-    ArgumentError
-        If a recipe or a method of a name does not exist.
-        If a setting is not ``name=value``, has an unknown name or a value of another type.
-    PlanError
-        If a setting of the run does not go with the recipe.
+    ArgumentError, PlanError
+        If a name is unknown, a value is of another type, or settings contradict each other.
     """
     chosen, run = recipe_named(recipe), dict[str, Any]()
     for setting in settings:
@@ -48,40 +39,41 @@ def configured(recipe: str, settings: Sequence[str]) -> CompressionConfig:
         if name in RUN:
             run[name] = _value(text)
         else:
-            chosen = _with(chosen, name, text, recipe)
+            chosen = _changed(chosen, name, text, f"recipe {recipe}", RUN)
     bits = run.pop("bits", None)
     quantization = None if bits is None else Quantization(bits)
     return CompressionConfig(recipe=chosen, quantization=quantization, **run)
 
 
-def _with(chosen: Recipe, name: str, text: str, recipe: str) -> Recipe:
-    part, dot, field = name.partition(".")
-    if part not in {known.name for known in fields(chosen)}:
-        known = ", ".join([*(known.name for known in fields(chosen)), *RUN])
-        raise ArgumentError(f"recipe {recipe} has no field {part!r}; known: {known}")
-    if not dot:
-        return _replaced(chosen, part, text)
-    method = getattr(chosen, part)
-    own = {known.name for known in fields(method)} if is_dataclass(method) else set()
-    if field not in own:
-        raise ArgumentError(
-            f"{part} of recipe {recipe} has no field {field!r}; known: {sorted(own)}"
-        )
-    return replace(chosen, **{part: _replaced(method, field, text)})
+def _changed(owner: T, name: str, text: str, title: str, others: Sequence[str] = ()) -> T:
+    """Return a dataclass with a field changed, or with a field of a field (``ranks.multiple``).
+
+    `title` and `others` are the dataclass and further names in the message on an unknown name.
+    """
+    first, _, rest = name.partition(".")
+    names = [field.name for field in fields(owner)] if is_dataclass(owner) else []
+    if first not in names:
+        known = ", ".join([*names, *others])
+        raise ArgumentError(f"{title} has no field {first!r}; known: {known}")
+    if rest:
+        value = _changed(getattr(owner, first), rest, text, f"{first} of {title}")
+    else:
+        value = _checked(owner, first, text)
+    return replace(owner, **{first: value})
 
 
-def _replaced(owner: T, name: str, text: str) -> T:
-    """Return a dataclass with a field changed, whose plain types are checked."""
+def _checked(owner: Any, name: str, text: str) -> Any:
+    """Return the value of a field, refused if the field has plain types and it is of another."""
     value, hint = _value(text), get_type_hints(type(owner))[name]
     accepted = get_args(hint) or (hint,)
     plain = tuple(kind for kind in accepted if kind in PLAIN)
     if plain and len(plain) == len(accepted) and not isinstance(value, plain):
         raise ArgumentError(f"{name}={text} must be {' or '.join(kind.__name__ for kind in plain)}")
-    return replace(owner, **{name: value})
+    return value
 
 
 def _value(text: str) -> Any:
-    """Return a literal, or the text itself where it is none."""
+    """Return a Python literal, or the text itself as a plain word."""
     if text.lower() in ("none", "true", "false"):
         text = text.capitalize()
     try:

@@ -1,4 +1,4 @@
-"""The cache of a prompt in a file, which is read instead of the prompt the next time."""
+"""The stored cache of a prompt, read in place of the prompt by later runs."""
 
 from __future__ import annotations
 
@@ -22,31 +22,17 @@ LOG = logging.getLogger(__name__)
 def cache_of_prompt(
     model: PreTrainedModel, plan: CompressionPlan, prompt: Tensor, path: Path
 ) -> tuple[DynamicCache, int]:
-    """Return the cache of a prompt without its last token, and how many tokens the file had of it.
+    """Return the cache of a prompt, (1, n), without its last token, and its tokens in the file.
 
-    What is returned is what the file holds in the end: the same prompt is gone on with from the
-    same cache, the first time and every other. Tokens that the file lacks are appended to it; the
-    cache of another prompt is replaced.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Which reads the tokens that the file lacks.
-    plan : CompressionPlan
-        Of recipe stored.
-    prompt : Tensor
-        Token ids, (1, n), int64.
-    path : Path
-        A file of `Codec.save`, or one that is not there yet.
+    The cache is decoded from the file in every run, the first included, so that all runs continue a
+    prompt alike. Tokens that the file lacks are appended; the cache of another prompt is replaced.
 
     Raises
     ------
     ArgumentError
         If the prompt has no token before its last.
     CacheError
-        If the file is something else, or of another plan or model: it is left as it is.
-    PlanError
-        As `Codec`.
+        If the file is something else, or of another plan or model; it is not changed.
     RunError
         If the file cannot be written.
     """
@@ -56,27 +42,27 @@ def cache_of_prompt(
             "the cache of a prompt of one token is empty: write more after --prompt"
         )
     blob = _stored(codec, path, wanted)
-    known = 0 if blob is None else min(codec.tokens(blob), wanted.shape[1])
-    if blob is None or known < wanted.shape[1]:
-        LOG.info("reading %d tokens, %d are stored", wanted.shape[1], known)
+    resumed = 0 if blob is None else min(codec.tokens(blob), wanted.shape[1])
+    if blob is None or resumed < wanted.shape[1]:
+        LOG.info("reading %d tokens, %d are stored", wanted.shape[1], resumed)
         cache = DynamicCache(config=model.config) if blob is None else codec.decode(blob)
-        model(input_ids=wanted[:, known:], past_key_values=cache, logits_to_keep=1)
+        model(input_ids=wanted[:, resumed:], past_key_values=cache, logits_to_keep=1)
         blob = codec.encode(cache, wanted) if blob is None else codec.append(blob, cache, wanted)
         write_whole(path, blob)
-    return codec.decode(blob, wanted.shape[1]), known
+    return codec.decode(blob, wanted.shape[1]), resumed
 
 
 def _stored(codec: Codec, path: Path, wanted: Tensor) -> bytes | None:
-    """Return the blob in a file if one of its tokens and those wanted begins with the other."""
+    """Return the blob in a file if its tokens and those wanted agree as far as both reach."""
     if not path.exists():
         return None
     blob = read_blob(path)
     try:
-        held = codec.input_ids(blob)
+        ids = codec.input_ids(blob)
     except CacheError as error:
         raise CacheError(f"{path}: {error}; take another file as --cache") from error
-    if held is None:
+    if ids is None:
         raise CacheError(f"{path} holds no token ids; take another file as --cache")
-    both = min(held.shape[1], wanted.shape[1])
-    same = len(held) == 1 and torch.equal(held[:, :both], wanted[:, :both].cpu())
+    both = min(ids.shape[1], wanted.shape[1])
+    same = len(ids) == 1 and torch.equal(ids[:, :both], wanted[:, :both].cpu())
     return blob if same else None

@@ -1,4 +1,4 @@
-"""The charts of a report, as plotly reads them."""
+"""The charts of a report, in the JSON of plotly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
 
 
 class Drawing:
-    """Charts by plotly, each as the JSON of its data and layout, without a character of HTML."""
+    """Charts by plotly, each as the JSON of its data and layout, safe inside HTML."""
 
     def __init__(self) -> None:
         import plotly.graph_objects
@@ -31,20 +31,17 @@ class Drawing:
         return self._json(figure)
 
     def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
-        figure = self._figure("layer", f"rank per head, of {head_dim}")
-        self._add_sites(figure, layers, "", "rank %{y}")
-        figure.update_yaxes(range=[0, 1.05 * head_dim])
-        return self._json(figure)
+        label = f"rank per head, of {head_dim}"
+        return self._sites(layers, "", label, "rank %{y}", range=[0, 1.05 * head_dim])
 
     def bits(self, layers: pd.DataFrame) -> str:
-        figure = self._figure("layer", "bits per number, mean")
-        self._add_sites(figure, layers, " bits", "%{y:.2f} bits")
-        figure.update_yaxes(rangemode="tozero")
-        return self._json(figure)
+        label = "bits per number, mean"
+        return self._sites(layers, " bits", label, "%{y:.2f} bits", rangemode="tozero")
 
-    def _add_sites(self, figure: Any, layers: pd.DataFrame, column: str, shown: str) -> None:
-        """Add a line for keys and one for values."""
-        # Two kinds of lines: where both sites have the same, both are seen.
+    def _sites(self, layers: pd.DataFrame, column: str, label: str, shown: str, **axis: Any) -> str:
+        """Return a chart with a line for keys and one for values."""
+        figure = self._figure("layer", label)
+        # Solid and dotted, so that equal lines are both visible.
         for site, colour, dash in (("key", KEY_COLOUR, "solid"), ("value", VALUE_COLOUR, "dot")):
             figure.add_scatter(
                 x=layers["layer"],
@@ -55,6 +52,8 @@ class Drawing:
                 hovertemplate=f"layer %{{x}}: {site} {shown}<extra></extra>",
             )
         figure.update_layout(hovermode="x")
+        figure.update_yaxes(**axis)
+        return self._json(figure)
 
     def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
         """Return a heat map per layer, one of them shown, and a list to choose from."""
@@ -87,11 +86,8 @@ class Drawing:
             }
             for shown in range(count)
         ]
-        figure.update_layout(
-            updatemenus=[
-                {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
-            ]
-        )
+        menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
+        figure.update_layout(updatemenus=[menu])
         return self._json(figure)
 
     def _figure(self, x: str, y: str) -> Any:
@@ -108,5 +104,5 @@ class Drawing:
         return figure
 
     def _json(self, figure: Any) -> str:
-        # A closing tag inside a name would end the element that the chart is in.
+        # A closing tag inside a name would end the script element of the chart.
         return str(figure.to_json()).replace("<", "\\u003c")

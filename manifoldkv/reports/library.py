@@ -1,22 +1,20 @@
-"""The library that draws in a report: as it is, or packed into the page."""
+"""plotly.js, which draws the charts of a report: a file, or packed into the page."""
 
 from __future__ import annotations
 
 import base64
 import gzip
+from functools import cache
 from typing import NamedTuple
 
 LIBRARY = "plotly.min.js"
 """Name of the file beside a report that is not self-contained."""
 _FORBIDDEN, _INSTEAD = b"<&`", b",./"
-"""Of the characters of base 85, those that mean something in HTML, and what stands for them."""
+"""The characters of base 85 that mean something in HTML, and their substitutes."""
 
 
 class Packed(NamedTuple):
-    """A text that a page unpacks: gzip in base 85, of characters that mean nothing in HTML.
-
-    In base 64 the page would be beyond 2 MB.
-    """
+    """gzip in base 85, in characters without meaning in HTML; base 64 would exceed 2 MB."""
 
     text: str
     nbytes: int
@@ -30,6 +28,7 @@ def library() -> str:
     return str(plotly.offline.get_plotlyjs())
 
 
+@cache
 def packed_library() -> Packed:
     """Return the source of plotly.js, packed; the same bytes every time."""
     packed = gzip.compress(library().encode(), 9, mtime=0)

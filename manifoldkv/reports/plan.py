@@ -1,4 +1,4 @@
-"""A report of a plan that a person opens: one HTML file that needs no network."""
+"""A report of a plan: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.diagnostics import plan_errors
 from manifoldkv.errors import RunError
-from manifoldkv.evaluation.continuation import beginning, continuation
-from manifoldkv.evaluation.perplexity import compare
+from manifoldkv.evaluation.continuation import beginning
+from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.objectives import EigenAttention
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -25,18 +25,17 @@ from manifoldkv.ranks.budget import candidate_ranks
 from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
 from manifoldkv.reports.charts import Drawing
 from manifoldkv.reports.library import LIBRARY, library, packed_library
+from manifoldkv.reports.texts import Continuations, continuations
 from manifoldkv.runs.files import write_whole
 from manifoldkv.text.tokens import positions
 
 LOG = logging.getLogger(__name__)
 
 LAYER_SEQUENCES = 4
-"""Of the held-out ones, on which layers are measured by themselves."""
+"""Number of held-out sequences for the errors of single layers."""
 NEW_TOKENS = 60
-"""Written after a held-out text, at most; half of what the model takes, where that is less."""
-SHOWN = 400
-"""Characters of that text that are shown, its last ones."""
-TEMPLATES = Path(__file__).parent
+"""Largest number of tokens after a held-out text; at most half the positions of the model."""
+TEMPLATE = Path(__file__).with_name("plan.html")
 
 
 def write_report(
@@ -49,35 +48,37 @@ def write_report(
     tokenizer: PreTrainedTokenizerBase | None = None,
     self_contained: bool = True,
 ) -> None:
-    """Measure a plan and write what came out.
+    """Measure a plan and write the report.
 
     Needs ``pip install -c constraints.txt -e ".[report]"``.
 
     Parameters
     ----------
     path : str or Path
-        Of the HTML file.
+        HTML file to write.
     model : PreTrainedModel
         The model the plan was made for.
     plan : CompressionPlan
         From `compress`.
     tokens : Tensor
-        Held-out token ids, (sequences, length), on which everything is measured.
+        Held-out token ids, (sequences, length), int64, for all measurements.
     folder : str or Path
-        Where the plan is, for the lines that load it.
+        Folder of the plan, for the lines of code that load it.
     tokenizer : PreTrainedTokenizerBase, optional
-        The model's. With it the report also shows how the first sequence goes on, on the stock
-        cache and on the compressed one.
+        The model's. With it the report also shows continuations of the first sequence, on the
+        stock cache and on the compressed one.
     self_contained : bool
-        Whether the library that draws is in the file, compressed, which then takes about 2 MB and
-        a browser of 2023 or later; otherwise it is in ``plotly.min.js`` beside it, of 5 MB.
+        Whether plotly.js is in the file, compressed, which then takes about 2 MB and needs a
+        browser of 2023 or later; otherwise it is in ``plotly.min.js`` beside it, of 5 MB.
 
     Raises
     ------
     RunError
-        If plotly is not installed, or the file cannot be written.
+        If jinja2 or plotly is not installed, or the file cannot be written.
+    PlanError
+        If the plan was made for another model.
     """
-    page = template("plan.html")  # an absent library is found before anything is measured
+    page = template()  # an absent library is named before anything is measured
     drawing = Drawing()
     plan.check_model(model)
     quality = compare(model, tokens, plan)
@@ -92,6 +93,7 @@ def write_report(
         packed=packed_library() if self_contained else None,
         library=LIBRARY,
         texts=None if tokenizer is None else _texts(model, plan, tokens, tokenizer),
+        added=with_error(quality.added_nll, quality.standard_error),
         provenance=plan.provenance,
         plan=plan,
         quality=quality,
@@ -101,8 +103,6 @@ def write_report(
         full_bytes=full * dtype.itemsize,
         dtype=str(dtype).removeprefix("torch."),
         folder=str(folder),
-        predicted=plan.provenance.predicted_nats,
-        predicted_tokens=plan.provenance.predicted_tokens,
         layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),
         charts={
             "errors": drawing.errors(layers),
@@ -117,8 +117,8 @@ def write_report(
     write_whole(path, html.encode())
 
 
-def template(name: str) -> Any:
-    """Return a page to be filled in by Jinja2, which escapes what it is given.
+def template() -> Any:
+    """Return the Jinja2 template of the page, which escapes all values.
 
     Raises
     ------
@@ -127,20 +127,17 @@ def template(name: str) -> Any:
     """
     try:
         import jinja2
-        import markdown_it  # noqa: F401
         import plotly  # noqa: F401
     except ImportError as error:
         raise RunError(
             f'a report needs {error.name}: pip install -c constraints.txt -e ".[report]"'
         ) from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template(name)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def model_name(provenance: Provenance) -> str:
-    """Return the name of a model: its id on the Hub, or of a folder the last part."""
+    """Return the name of a model: its id on the Hub, or the last part of a folder."""
     name = provenance.model
     return name if name.count("/") < 2 and not name.startswith(("/", ".")) else Path(name).name
 
@@ -150,24 +147,10 @@ def _texts(
     plan: CompressionPlan,
     tokens: Tensor,
     tokenizer: PreTrainedTokenizerBase,
-) -> dict[str, Any]:
-    """Return the end of a held-out text, and its continuations before and after compression."""
-    LOG.info("continuing a text for the report")
+) -> Continuations:
     new_tokens = min(NEW_TOKENS, positions(model) // 2)
-    asked = beginning(model, tokens, new_tokens)
-    before, after = (
-        tokenizer.decode(
-            continuation(model, asked, known, new_tokens=new_tokens), skip_special_tokens=True
-        )
-        for known in (None, plan)
-    )
-    begun = tokenizer.decode(asked[0], skip_special_tokens=True)
-    return {
-        "begun": f"…{begun[-SHOWN:]}" if len(begun) > SHOWN else begun,
-        "before": before,
-        "after": after,
-        "tokens": asked.shape[1],
-    }
+    prompt = beginning(model, tokens, new_tokens)
+    return continuations(model, tokenizer, prompt, [plan], new_tokens)
 
 
 def _measure_layers(

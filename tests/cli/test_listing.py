@@ -5,8 +5,10 @@ import pytest
 from manifoldkv import RECIPES
 from manifoldkv.cli import listing
 from manifoldkv.objectives import OBJECTIVES
+from manifoldkv.ranks import RANK_RULES
 from manifoldkv.registry import Registry
 from manifoldkv.solvers import SOLVERS
+from tests.cli.running import facts, lines
 
 
 @pytest.mark.parametrize(("kind", "registry"), [("objectives", OBJECTIVES), ("solvers", SOLVERS)])
@@ -43,6 +45,14 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
         "a-name-that-is-long": "",
     }
     assert "  short                Begins a line below the quotes." in answer.lines
+
+
+def test_the_command_prints_the_list() -> None:
+    listed = facts("list")
+    names = [list(RECIPES), OBJECTIVES.names(), SOLVERS.names(), RANK_RULES.names()]
+    assert [list(of_kind) for of_kind in listed.values()] == names
+    out = lines("list")
+    assert all(f"\n  {name}" in out for of_kind in names for name in of_kind)
 
 
 def test_recipes_stand_with_their_fields() -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed, quantize
 from manifoldkv.basis import HeadGrouping, identity_basis
-from manifoldkv.cli.planning import inspect
+from manifoldkv.cli.describing import describe
 from manifoldkv.errors import PlanError
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.plan.site import SitePlan
@@ -70,7 +70,7 @@ class TestPlan:
         loaded = CompressionPlan.load(tmp_path)
         assert (loaded, loaded.provenance) == (plan, plan.provenance)
         assert_equal(steps(model, loaded, tokens, [LONG]), steps(model, plan, tokens, [LONG]))
-        said = "\n".join(inspect(tmp_path).lines)
+        said = "\n".join(describe(loaded).lines)
         write_report(tmp_path / "report.html", model, plan, tokens)
         page = (tmp_path / "report.html").read_text(encoding="utf-8")
         for text in (repr(plan), said, plan.card("a/b"), page):

@@ -6,9 +6,11 @@ import html
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +70,7 @@ def unpacked_library(page: str) -> str:
 
 def assert_whole(page: str, plan: CompressionPlan, more: Sequence[str] = ()) -> None:
     """Fail unless a report has all its sections, its charts with numbers, and what draws them."""
-    own = ["Bits", "Ranks"] if plan.variable_width else ["Ranks", "What other ranks would cost"]
+    own = ["Bits", "Ranks"] if plan.variable_width else ["Ranks", "Error at other ranks"]
     assert re.findall("<h2>(.*?)</h2>", page) == [QUALITY, *more, ERRORS, *own, USE]
     charts = charts_of(page)
     assert list(charts) == (CODED_CHARTS if plan.variable_width else CHARTS)
@@ -76,46 +78,58 @@ def assert_whole(page: str, plan: CompressionPlan, more: Sequence[str] = ()) -> 
     assert unpacked_library(page) == get_plotlyjs()
 
 
+def written(folder: Path, plan: CompressionPlan, tokens: torch.Tensor, **options: Any) -> str:
+    """Write a report of a plan for the tiny Llama, and read it."""
+    write_report(folder / "report.html", tiny_model("llama"), plan, tokens, **options)
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    model = tiny_model("llama")
-    plan = plan_of(model, key_rank=4, value_rank=6)
-    write_report(path, model, replace(plan, sinks=2), tiny_tokens(3, 12))
-    return path
+def plan() -> CompressionPlan:
+    return replace(plan_of(tiny_model("llama"), key_rank=4, value_rank=6), sinks=2)
 
 
-def test_one_file_that_asks_nobody(report: Path) -> None:
-    text = report.read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def report(plan: CompressionPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report")
+    written(path, plan, tiny_tokens(3, 12))
+    return path / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> str:
+    return report.read_text(encoding="utf-8")
+
+
+def test_one_file_that_asks_nobody(report: Path, page: str) -> None:
     assert list(report.parent.iterdir()) == [report]
-    assert len(text) < 2_000_000
-    assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="(?!data:)', text)
-    body = text[text.index("</head>") :]
+    assert len(page) < 2_000_000
+    assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="(?!data:)', page)
+    body = page[page.index("</head>") :]
     assert "<script>document.title" not in body  # a plan from a stranger cannot write into it
 
 
-def test_every_section_and_chart_is_there(report: Path) -> None:
-    assert_whole(report.read_text(encoding="utf-8"), plan_of(tiny_model("llama")))
+def test_every_section_and_chart_is_there(page: str, plan: CompressionPlan) -> None:
+    assert_whole(page, plan)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_errors_of_layers_are_those_of_a_diagnosis(rounded: bool, tmp_path: Path) -> None:
+def test_errors_of_layers_are_those_of_a_diagnosis(
+    rounded: bool, plan: CompressionPlan, tmp_path: Path
+) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
-    plan = replace(plan_of(model, key_rank=4, value_rank=6), sinks=2)
     if rounded:
         plan = quantize(plan, model, tokens, Quantization(2))
-    write_report(tmp_path / "r.html", model, plan, tokens)
-    [bars] = charts_of((tmp_path / "r.html").read_text(encoding="utf-8"))["errors"]["data"]
+    text = written(tmp_path, plan, tokens)
+    assert ("2-bit integers in calibrated ranges" in text) == rounded
+    [bars] = charts_of(text)["errors"]["data"]
     drawn = np.frombuffer(base64.b64decode(bars["y"]["bdata"]), dtype=bars["y"]["dtype"])
     expected = diagnose_plan(model, plan, tokens)["layer_output_error"]
     np.testing.assert_array_equal(drawn, expected)
 
 
-def test_the_library_may_lie_beside_it(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    plan = plan_of(model)
-    write_report(tmp_path / "r.html", model, plan, tiny_tokens(2, 12), self_contained=False)
-    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+def test_the_library_may_lie_beside_it(plan: CompressionPlan, tmp_path: Path) -> None:
+    text = written(tmp_path, plan, tiny_tokens(2, 12), self_contained=False)
     assert '<script src="plotly.min.js"></script>' in text
     assert (tmp_path / "plotly.min.js").read_text(encoding="utf-8") == get_plotlyjs()
     assert len(text) < 100_000
@@ -132,8 +146,9 @@ def test_the_library_may_lie_beside_it(tmp_path: Path) -> None:
         ("studies/models/mine", "mine"),
     ],
 )
-def test_its_title_is_the_name_of_the_model(known_as: str, title: str) -> None:
-    plan = plan_of(tiny_model("llama"))
+def test_its_title_is_the_name_of_the_model(
+    known_as: str, title: str, plan: CompressionPlan
+) -> None:
     assert model_name(replace(plan.provenance, model=known_as)) == title
 
 
@@ -144,11 +159,11 @@ class Letters:
         return "".join(chr(97 + int(token) % 26) for token in ids)
 
 
-def test_a_text_goes_on_before_compression_and_after(tmp_path: Path) -> None:
+def test_a_text_is_continued_before_compression_and_after(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 12)
     plan = plan_of(model, key_rank=2, value_rank=2)
-    write_report(tmp_path / "r.html", model, plan, tokens, tokenizer=Letters())
-    shown = re.findall(r'<p class="text">(.*?)</p>', (tmp_path / "r.html").read_text("utf-8"))
+    text = written(tmp_path, plan, tokens, tokenizer=Letters())
+    shown = re.findall(r'<p class="text">(.*?)</p>', text)
     count = min(60, model.config.max_position_embeddings // 2)
     read = tokens[:1, : model.config.max_position_embeddings - count]
     ids = [read[0], *(continuation(model, read, p, new_tokens=count) for p in (None, plan))]
@@ -156,46 +171,39 @@ def test_a_text_goes_on_before_compression_and_after(tmp_path: Path) -> None:
     assert shown[1] != shown[2]
 
 
-def test_what_it_says_is_what_the_plan_says(report: Path) -> None:
-    text = report.read_text(encoding="utf-8")
-    model = tiny_model("llama")
-    plan = replace(plan_of(model, key_rank=4, value_rank=6), sinks=2)
-    stored = plan.nbytes(12, dtype=model.dtype)
-    assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in text
-    assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in text
-    assert "the first 2 of every sequence, uncompressed" in text
+def test_bytes_and_sinks_are_those_of_the_plan(page: str, plan: CompressionPlan) -> None:
+    stored = plan.nbytes(12, dtype=torch.float64)
+    assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in page
+    assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in page
+    assert "the first 2 of every sequence, uncompressed" in page
 
 
-def test_a_rounded_plan_says_so(tmp_path: Path) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(3, 12)
-    plan = quantize(plan_of(model, key_rank=4, value_rank=6), model, tokens, Quantization(4))
-    write_report(tmp_path / "r.html", model, plan, tokens)
-    page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "4-bit integers in calibrated ranges" in page
-
-
-def test_coded_latents_show_their_bits_and_what_was_predicted(tmp_path: Path) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(8, 12)
-    plan = bits_plan(model, tokens, ratio=0.4, sinks=1)
-    write_report(tmp_path / "r.html", model, plan, tokens)
-    page = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert f"{plan.provenance.predicted_nats:.4f} nats per token, on" in page
+def test_coded_latents_show_their_bits_and_the_predicted_loss(tmp_path: Path) -> None:
+    tokens = tiny_tokens(8, 12)
+    plan = bits_plan(tiny_model("llama"), tokens, ratio=0.4, sinks=1)
+    text = written(tmp_path, plan, tokens)
+    assert f"{plan.provenance.predicted_nats:.4f} nats per token, on" in text
     full = 3 * 2 * 2 * 8 * 2 * 12
     stored = plan.nbytes(12)
-    assert f"{100 * stored / full:.1f} % of the uncompressed one: {stored:,} of {full:,}" in page
-    assert list(charts_of(page)) == CODED_CHARTS
+    assert f"{100 * stored / full:.1f} % of the uncompressed one: {stored:,} of {full:,}" in text
+    assert list(charts_of(text)) == CODED_CHARTS
 
 
-def test_one_sequence_has_no_standard_error(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    write_report(tmp_path / "r.html", model, plan_of(model), tiny_tokens(1, 12))
-    added = re.search(r"Added loss</th><td>(.*)</td>", (tmp_path / "r.html").read_text("utf-8"))
+@pytest.mark.parametrize("sequences", [1, 3, 4])
+def test_fewer_than_four_sequences_have_no_standard_error(
+    sequences: int, plan: CompressionPlan, tmp_path: Path
+) -> None:
+    text = written(tmp_path, plan, tiny_tokens(sequences, 12), self_contained=False)
+    added = re.search(r"Added loss</th><td>(.*)</td>", text)
     assert added is not None
-    assert re.fullmatch(r"-?\d\.\d{4} nats per token", added[1])
+    error = (
+        r" ± \d\.\d{4} nats per token \(standard error\)" if sequences == 4 else " nats per token"
+    )
+    assert re.fullmatch(rf"-?\d\.\d{{4}}{error}", added[1])
 
 
 def test_an_absent_library_is_named_before_anything_is_measured(monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(RunError, match=r'needs plotly: pip install .* -e "\.\[report\]"'):
         write_report(tmp_path / "r.html", None, None, None)
 
@@ -274,11 +282,8 @@ def test_a_phone_scrolls_in_one_direction(opened) -> None:
 
 
 @pytest.mark.slow
-def test_the_library_beside_it_draws_too(browser, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    write_report(
-        tmp_path / "r.html", model, plan_of(model), tiny_tokens(2, 12), self_contained=False
-    )
-    browser.get((tmp_path / "r.html").as_uri())
+def test_the_library_beside_it_draws_too(browser, plan: CompressionPlan, tmp_path: Path) -> None:
+    written(tmp_path, plan, tiny_tokens(2, 12), self_contained=False)
+    browser.get((tmp_path / "report.html").as_uri())
     wait_for(browser, "return document.querySelectorAll('.main-svg').length >= 6")
     assert browser.get_log("browser") == []

@@ -12,15 +12,15 @@ from matplotlib.ticker import MaxNLocator
 from manifoldkv.diagnostics.figures.palette import mark_of
 from manifoldkv.diagnostics.figures.style import (
     ERROR_LABELS,
+    finished,
     label_axes,
-    legend_below,
     logarithmic,
+    panels,
     reference,
-    title_above,
 )
 
 FILLS = {"closed-form": "full", "riemannian-adam": "left", "predictor": "none"}
-"""How the marker of an objective is filled, by the solver."""
+"""Fill of an objective's marker, by solver."""
 SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
 BASELINE = "eigen-attention"
 COMPARED = ("layer_output_error", "attention_output_error")
@@ -28,24 +28,24 @@ ERROR = "layer_output_error"
 
 
 def errors_per_layer(results: pd.DataFrame) -> Figure:
-    """Draw how far every objective is from EigenAttention in every layer, by site and error.
+    """Draw the errors of every objective relative to EigenAttention's, by layer, site and error.
 
     Parameters
     ----------
     results : DataFrame
         ``results.csv`` of compare_objectives. Each objective is drawn at the smallest rank, with
         the solver that has its lowest mean layer-output error; the band spans the seeds. Without
-        EigenAttention, the first objective is what others are compared with.
+        EigenAttention the first objective is the baseline.
     """
     held_out = _at_smallest_rank(results)
     sites = _in_order(held_out["site"])
     figure = Figure(figsize=(3.1 * len(sites), 5.6), layout="constrained")
-    panels = figure.subplots(len(COMPARED), len(sites), squeeze=False, sharex=True, sharey="row")
+    grid = figure.subplots(len(COMPARED), len(sites), squeeze=False, sharex=True, sharey="row")
     for column, site in enumerate(sites):
         series = _series(held_out[held_out["site"] == site])
         baseline = next((s for s in series if s[0] == BASELINE), series[0])
         level = _best_solver(baseline[2]).groupby("layer")[list(COMPARED)].mean()
-        for axes, error in zip(panels[:, column], COMPARED, strict=True):
+        for axes, error in zip(grid[:, column], COMPARED, strict=True):
             reference(axes, 0, f"{baseline[0]} (0)")
             for name, style, frame in series:
                 if name != baseline[0]:
@@ -56,73 +56,62 @@ def errors_per_layer(results: pd.DataFrame) -> Figure:
             label = f"{ERROR_LABELS[error]},\n% above {baseline[0]}'s" if column == 0 else ""
             label_axes(axes, "layer" if error == COMPARED[-1] else "", label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panels[0][column].set_title(SITE_TITLES[site], fontsize=9)
-    legend_below(figure)
-    title_above(
-        figure,
-        f"{_model(results)}, rank {int(held_out['rank'].iloc[0])}, held-out text: "
-        f"{_lowest(held_out, sites[-1])}",
-    )
-    return figure
+        grid[0][column].set_title(SITE_TITLES[site], fontsize=9)
+    rank, lowest = int(held_out["rank"].iloc[0]), _lowest(held_out, sites[-1])
+    return finished(figure, f"{_model(results)}, rank {rank}, held-out text: {lowest}")
 
 
 def error_against_rank(results: pd.DataFrame) -> Figure:
     """Draw held-out layer-output error, mean over layers, against rank ratio."""
     held_out = results[results["split"] == "held-out"]
     sites = _in_order(held_out["site"])
-    figure = Figure(figsize=(3.2 * len(sites), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(sites), squeeze=False)[0]
-    for axes, site in zip(panels, sites, strict=True):
+    figure, row = panels(len(sites), 3.2, 3.4)
+    for axes, site in zip(row, sites, strict=True):
         for name, style, frame in _series(held_out[held_out["site"] == site]):
             best = pd.concat(_best_solver(part) for _, part in frame.groupby("rank"))
             means = best.groupby(["rank_ratio", "seed"])[ERROR].mean().reset_index()
             _line(axes, means, "rank_ratio", ERROR, name, style)
-        y = "layer-output error, held out" if axes is panels[0] else ""
+        y = "layer-output error, held out" if axes is row[0] else ""
         label_axes(axes, "rank r / head_dim", y, SITE_TITLES[site])
         axes.set_ylim(bottom=0)
-    legend_below(figure)
     ranks = held_out.groupby("rank_ratio")
-    found = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
-    title_above(figure, f"{_model(results)}, means over layers: {found}")
-    return figure
+    lowest = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
+    return finished(figure, f"{_model(results)}, means over layers: {lowest}")
 
 
 def error_against_seconds(results: pd.DataFrame) -> Figure:
-    """Draw held-out layer-output error against solving time, both from their own marks.
+    """Draw held-out layer-output error against solving time.
 
-    Colour and marker are those of the objective; how the marker is filled tells the solver.
+    Colour and marker are those of the objective, the fill of the marker is that of the solver.
     """
     held_out = _at_smallest_rank(results)
     held_out = held_out[held_out["site"] != "both"]
     sites = _in_order(held_out["site"])
-    figure = Figure(figsize=(4.4 * len(sites), 4.0), layout="constrained")
-    panels = figure.subplots(1, len(sites), squeeze=False)[0]
-    for axes, site in zip(panels, sites, strict=True):
+    figure, row = panels(len(sites), 4.4, 4.0)
+    for axes, site in zip(row, sites, strict=True):
         at_site = held_out[held_out["site"] == site]
         means = []
         for name, style, rows in _series(at_site):
             for solver, group in rows.groupby("solver"):
-                place = group["seconds"].mean(), group[ERROR].mean()
-                fill = {"fillstyle": FILLS.get(str(solver), "full"), "markersize": 8}
-                axes.plot(*place, **style | fill | {"linestyle": "none"})
-                means.append((place[1], f"{name},\nby {solver},"))
+                seconds, error = group["seconds"].mean(), group[ERROR].mean()
+                fill: dict[str, Any] = {
+                    "fillstyle": FILLS.get(str(solver), "full"),
+                    "linestyle": "none",
+                }
+                axes.plot(seconds, error, **style | fill | {"markersize": 8})
+                means.append((error, f"{name},\nby {solver},"))
             axes.plot([], [], label=name, **style | {"linestyle": "none"})
         for solver in dict.fromkeys(at_site["solver"]):
             fill = {"fillstyle": FILLS.get(solver, "full"), "linestyle": "none"}
             axes.plot([], [], marker="o", color="#444444", label=solver, **fill)
         (low, best), (high, _) = min(means), max(means)
         title = f"{SITE_TITLES[site]}: {best} is {1 - low / high:.0%} below the highest"
-        y = "layer-output error, held out" if axes is panels[0] else ""
+        y = "layer-output error, held out" if axes is row[0] else ""
         label_axes(axes, "seconds per layer", y, title)
         logarithmic(axes, x=True)
         axes.set_ylim(0, 1.1 * high)
-    legend_below(figure)
-    title_above(
-        figure,
-        f"{_model(results)}: error against solving time, means over layers, rank "
-        f"{int(held_out['rank'].iloc[0])}",
-    )
-    return figure
+    title = f"{_model(results)}: error against solving time, means over layers, rank "
+    return finished(figure, title + str(held_out["rank"].iloc[0]))
 
 
 def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:
@@ -133,7 +122,7 @@ def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:
 def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
     """Return name, style and rows of every line: one per objective and grouping of its keys.
 
-    The name does not tell the grouping that most rows have.
+    The name leaves out the grouping of most rows.
     """
     usual = at_site["key_grouping"].mode()[0]
     groups = at_site.groupby(["objective", "key_grouping"], sort=False)
@@ -169,12 +158,12 @@ def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _lowest(held_out: pd.DataFrame, site: str) -> str:
-    """Return which objective has the lowest mean error at a site, and which the highest."""
+    """Return the objectives with the lowest and the highest mean error at a site, as a clause."""
     series = _series(held_out[held_out["site"] == site])
     means = sorted((_best_solver(rows)[ERROR].mean(), name) for name, _, rows in series)
     (low, best), (high, worst) = means[0], means[-1]
-    found = f"of {SITE_TITLES[site]}, {best} has the lowest layer-output error ({low:.3f}"
-    return found + (")" if len(means) == 1 else f"; {worst} the highest, {high:.3f})")
+    clause = f"of {SITE_TITLES[site]}, {best} has the lowest layer-output error ({low:.3f}"
+    return clause + (")" if len(means) == 1 else f"; {worst} the highest, {high:.3f})")
 
 
 def _in_order(column: pd.Series) -> list[str]:

@@ -1,4 +1,4 @@
-"""One mark, a colour and a marker, for everything that figures compare, wherever it appears.
+"""Marks, a colour and a marker, of everything that figures compare: the same in all figures.
 
 Colours are Okabe and Ito's (Color Universal Design, 2008), told apart with every kind of colour
 vision, and five of Paul Tol's "muted" ones (SRON/EPS/TN/09-002) where a figure has more lines.
@@ -19,16 +19,16 @@ INDIGO, WINE, TEAL, OLIVE, ROSE = "#332288", "#882255", "#44AA99", "#999933", "#
 
 @dataclass(frozen=True)
 class Mark:
-    """How a line of a figure looks.
+    """Colour, marker and line style of a line.
 
     Parameters
     ----------
     colour : str
-        Hexadecimal.
+        Hexadecimal code.
     marker : str
-        As matplotlib names it; the empty one of a reference line.
+        Marker of matplotlib; empty for a reference line.
     line : str
-        Solid for what this package makes, broken for what is used instead of it.
+        Line style of matplotlib: solid for methods of this package, broken for others.
     """
 
     colour: str
@@ -37,7 +37,7 @@ class Mark:
 
     @property
     def style(self) -> dict[str, Any]:
-        """Return what matplotlib's ``plot`` takes."""
+        """Return the keywords of matplotlib's ``plot``."""
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line}
 
 
@@ -74,7 +74,7 @@ METHODS = {
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
 }
-"""Objectives, recipes, and the compositions of studies; what is one method has one mark."""
+"""Marks of objectives, recipes and the compositions of studies; one method has one mark."""
 SOLVERS = {
     "closed-form": Mark(INDIGO, "o"),
     "predictor": Mark(VERMILLION, "s"),
@@ -93,26 +93,20 @@ ROTATIONS = {
 }
 SITES = {"key": Mark(BLUE, "^"), "value": Mark(VERMILLION, "o")}
 MARKS = METHODS | SOLVERS | RULES | ROTATIONS | SITES
-"""By the names that results have."""
-SPARE = (
-    Mark(WINE, "X"),
-    Mark(OLIVE, "s"),
-    Mark(INDIGO, "v"),
-    Mark(YELLOW, "o"),
-    Mark(BLACK, "^"),
-)
-"""Of what others have written."""
+"""Marks by the names in tables of results."""
+SPARE = tuple(map(Mark, (WINE, OLIVE, INDIGO, YELLOW, BLACK), "Xsvo^"))
+"""Marks of methods of other packages."""
 
 
 def mark_of(name: str, among: Sequence[str] = ()) -> Mark:
-    """Return the mark of a name: its own if it is known here, else a spare one.
+    """Return the mark of a name out of `MARKS`, or a spare one.
 
     Parameters
     ----------
     name : str
-        Of a method, a solver, a rank rule, a rotation or a site.
+        Name of a method, a solver, a rank rule, a rotation or a site.
     among : sequence of str
-        All names of a figure: unknown ones take spare marks in their order.
+        All names of a figure; those not in `MARKS` take spare marks in this order.
     """
     if name in MARKS:
         return MARKS[name]
@@ -120,7 +114,7 @@ def mark_of(name: str, among: Sequence[str] = ()) -> Mark:
     return SPARE[others.index(name) % len(SPARE)] if name in others else SPARE[0]
 
 
-def colour_at(place: int) -> str:
-    """Return a colour for what has no name of its own: texts, shapes, bars of one kind."""
+def colour_at(index: int) -> str:
+    """Return a colour for something without a mark: texts, shapes, bars of one kind."""
     colours = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-    return colours[place % len(colours)]
+    return colours[index % len(colours)]

@@ -5,10 +5,10 @@ An evaluation is one value measured on one model under one plan:
 ``model, method, policy, requested_ratio, point, ratio, bits, bytes_ratio, measure, of, value,
 standard_error, seed``
 
-``point`` tells the points of a line apart over seeds (the requested ratio, or an error budget);
-``method`` is "uncompressed", "eigen-attention", "layer-output" or any other; ``policy`` how ranks
-were chosen; ``measure`` "perplexity" or "accuracy"; ``of`` the corpus or task; ``bits`` those of
-integer latents, 16 for exact ones.
+``point`` is the same for one point of a line over seeds (the requested ratio, or an error budget);
+``method`` is "uncompressed", "eigen-attention", "layer-output" or any other; ``policy`` the rank
+rule; ``measure`` "perplexity" or "accuracy"; ``of`` the corpus or task; ``bits`` the width of
+integer latents, 16 if they are not rounded.
 """
 
 from __future__ import annotations
@@ -23,83 +23,64 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from manifoldkv.diagnostics.figures.palette import mark_of
 from manifoldkv.diagnostics.figures.style import (
     ERROR_LABELS,
+    finished,
     label_axes,
-    legend_below,
     logarithmic,
+    panels,
     reference,
-    title_above,
 )
 
 LABELS = {"eigen-attention": "EigenAttention", "layer-output": "StiefAttention"}
 STOCK = "uncompressed"
-EXACT_BITS = 16
+UNROUNDED_BITS = 16
 CHANCE = {"hellaswag": 0.25, "mmlu": 0.25, "docstring-continuation": 0.25, "piqa": 0.5}
-"""Accuracies of guessing: one of four answers, or of two."""
+"""Accuracies of guessing among four answers, or two."""
 RATIO = "achieved cache ratio"
 
 
 def accuracy(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw zero-shot accuracy against the achieved cache ratio, a panel per task."""
-    part = _exact(evaluations, "accuracy")
-    figure = _tradeoff(part, "accuracy")
+    part = _unrounded(evaluations, "accuracy")
+    figure = _tradeoff(part, "accuracy", "method")
     for axes, task in zip(figure.axes, dict.fromkeys(part["of"]), strict=True):
         if task in CHANCE:
             reference(axes, CHANCE[task], "chance", "-.")
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    legend_below(figure)
-    title_above(figure, f"{title}\n{_at_smallest(part, 'method')}")
-    return figure
+    return finished(figure, f"{title}\n{_at_smallest(part, 'method')}")
 
 
-def perplexities(evaluations: pd.DataFrame, *, title: str) -> Figure:
-    """Draw perplexity against the achieved cache ratio, a panel per corpus, logarithmic."""
-    part = _exact(evaluations, "perplexity")
-    figure = _tradeoff(part, "perplexity")
+def perplexities(evaluations: pd.DataFrame, *, title: str, by: str = "method") -> Figure:
+    """Draw perplexity against the achieved cache ratio, a panel per corpus, a line per method."""
+    part = _unrounded(evaluations, "perplexity")
+    figure = _tradeoff(part, "perplexity", by)
     for axes in figure.axes:
         logarithmic(axes)
-    legend_below(figure)
-    title_above(figure, f"{title}\n{_at_smallest(part, 'method')}")
-    return figure
+    return finished(figure, f"{title}\n{_at_smallest(part, by)}")
 
 
 def policies(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw perplexity of one method against the achieved ratio, a line per rank rule."""
-    part = _exact(evaluations, "perplexity")
-    corpora = list(dict.fromkeys(part["of"]))
-    names = [str(name) for name in dict.fromkeys(part["policy"])]
-    figure, panels = _panels(len(corpora))
-    for axes, corpus in zip(panels, corpora, strict=True):
-        of_corpus = part[part["of"] == corpus]
-        for policy, line in _compressed(of_corpus).groupby("policy", sort=False):
-            style = mark_of(str(policy), names).style
-            _line(axes, line, "ratio", "point", str(policy), style)
-        _level(axes, of_corpus)
-        label_axes(axes, RATIO, "perplexity", corpus)
-        logarithmic(axes)
-    legend_below(figure)
-    title_above(figure, f"{title}\n{_at_smallest(part, 'policy')}")
-    return figure
+    return perplexities(evaluations, title=title, by="policy")
 
 
 def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
     """Draw perplexity against bytes: a line per method, a point per number of bits.
 
-    Exact latents have a point too. Bytes are those of the cache with its scales over those of an
-    uncompressed 16-bit one. Where latents are rotated before they are rounded, which the paper
-    does not do, lines are dashed and markers open.
+    Latents that are not rounded have a point too. Bytes are those of the cache with its scales
+    over those of an uncompressed 16-bit one. Where latents are rotated before they are rounded,
+    which the paper does not do, lines are dashed and markers open.
     """
     part = evaluations[evaluations["measure"] == "perplexity"]
-    corpora = list(dict.fromkeys(part["of"]))
-    figure, panels = _panels(len(corpora))
+    figure, row, corpora = _panel_each(part)
     names = list(dict.fromkeys(part["method"]))
-    for axes, corpus in zip(panels, corpora, strict=True):
+    for axes, corpus in zip(row, corpora, strict=True):
         of_corpus = part[part["of"] == corpus]
-        exact = of_corpus[of_corpus["bits"] == EXACT_BITS]
+        unrounded = of_corpus[of_corpus["bits"] == UNROUNDED_BITS]
         for (method, rotation), line in of_corpus.groupby(["method", "rotation"], sort=False):
             name, label = str(method), LABELS.get(str(method), str(method))
             style = mark_of(name, names).style
             if rotation != "none":
-                line = pd.concat([exact[exact["method"] == method], line])
+                line = pd.concat([unrounded[unrounded["method"] == method], line])
                 label = f"{label}, {rotation}"
                 style |= {"linestyle": "--", "fillstyle": "none"}
             _line(axes, line, "bytes_ratio", "bits", label, style)
@@ -107,27 +88,25 @@ def quantization(evaluations: pd.DataFrame, *, title: str) -> Figure:
         logarithmic(axes)
         logarithmic(axes, x=True)
         bits_above(axes, of_corpus)
-    legend_below(figure)
-    title_above(figure, f"{title}\n{_at_fewest_bits(part)}")
-    return figure
+    return finished(figure, f"{title}\n{_at_fewest_bits(part)}")
 
 
 def bits_above(axes: Axes, points: pd.DataFrame) -> None:
-    """Write the widths of latents above a panel, each over its bytes, where no line strikes it.
+    """Write the widths of latents above a panel, each over its bytes, clear of all lines.
 
     Parameters
     ----------
     axes : Axes
-        Whose horizontal axis has ``bytes_ratio``.
+        Axes with ``bytes_ratio`` as horizontal axis.
     points : DataFrame
-        ``bits, bytes_ratio``.
+        Columns ``bits, bytes_ratio``.
     """
-    places = points.groupby("bits")["bytes_ratio"].mean()
-    labels = ["exact" if bits == EXACT_BITS else str(bits) for bits in places.index]
+    ratios = points.groupby("bits")["bytes_ratio"].mean()
+    labels = ["exact" if bits == UNROUNDED_BITS else str(bits) for bits in ratios.index]
     above = axes.secondary_xaxis("top")
-    above.xaxis.set_major_locator(FixedLocator(list(places)))
+    above.xaxis.set_major_locator(FixedLocator(list(ratios)))
     above.xaxis.set_minor_locator(NullLocator())
-    above.set_xticks(list(places), labels)
+    above.set_xticks(list(ratios), labels)
     above.tick_params(labelsize=8)
     above.set_xlabel("bits of a latent", fontsize=8)
 
@@ -138,13 +117,13 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
     Parameters
     ----------
     diagnostics : DataFrame
-        As `diagnose` returns it, with a column ``method`` and one ``seed``.
+        Table of `diagnose`, with a column ``method`` and one ``seed``.
     title : str
-        Over the panels.
+        Title over the panels.
     """
     names = list(dict.fromkeys(diagnostics["method"]))
-    figure, panels = _panels(len(ERROR_LABELS))
-    for axes, (column, label) in zip(panels, ERROR_LABELS.items(), strict=True):
+    figure, row = panels(len(ERROR_LABELS))
+    for axes, (column, label) in zip(row, ERROR_LABELS.items(), strict=True):
         for method, line in diagnostics.groupby("method", sort=False):
             name = str(method)
             numbers = line.assign(value=line[column])
@@ -156,11 +135,9 @@ def bases_comparison(diagnostics: pd.DataFrame, *, title: str) -> Figure:
             axes.set_ylabel(f"{label} (axis begins at {axes.get_ylim()[0]:.3f})", fontsize=8)
         else:
             axes.set_ylim(bottom=0)
-    legend_below(figure)
     means = diagnostics.groupby("method", sort=False)["layer_output_error"].mean().sort_values()
-    found = ", ".join(f"{LABELS.get(str(name), name)} {mean:.3f}" for name, mean in means.items())
-    title_above(figure, f"{title}\nMean layer-output error: {found}")
-    return figure
+    errors = ", ".join(f"{LABELS.get(str(name), name)} {mean:.3f}" for name, mean in means.items())
+    return finished(figure, f"{title}\nMean layer-output error: {errors}")
 
 
 def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
@@ -169,27 +146,20 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
     Parameters
     ----------
     ranks : DataFrame
-        ``layer, site, rank_ratio`` and whatever tells budgets apart.
+        Columns ``layer, site, rank_ratio``, a row per budget.
     title : str
-        Over the panel.
+        Title over the panel.
     """
-    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, height=3.4)
     for site in ("key", "value"):
-        by_layer = ranks[ranks["site"] == site].groupby("layer")["rank_ratio"]
-        mean, mark = by_layer.mean(), mark_of(site)
-        axes.plot(mean.index, mean, ms=4.5, label=f"{site}s", **mark.style)
-        axes.fill_between(
-            mean.index, by_layer.min(), by_layer.max(), color=mark.colour, alpha=0.15, linewidth=0
-        )
+        of_site = ranks[ranks["site"] == site].assign(value=ranks["rank_ratio"])
+        _line(axes, of_site, "layer", "layer", f"{site}s", mark_of(site).style)
     label_axes(axes, "layer", "retained rank r / head_dim")
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(figure)
     means = ranks.groupby("site")["rank_ratio"].mean()
-    found = f"On average keys keep {means['key']:.2f} of head_dim, values {means['value']:.2f}"
-    title_above(figure, f"{title}\n{found}")
-    return figure
+    kept = f"On average keys keep {means['key']:.2f} of head_dim, values {means['value']:.2f}"
+    return finished(figure, f"{title}\n{kept}")
 
 
 def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
@@ -198,7 +168,7 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
     Every corpus or task has two columns, means over seeds: of its values and, with " SE" after its
     name, of their standard errors. The uncompressed model has no requested ratio.
     """
-    part = evaluations[evaluations["bits"] == EXACT_BITS]
+    part = evaluations[evaluations["bits"] == UNROUNDED_BITS]
     points = part.groupby(["model", "method", "point"], sort=False)
     ratios = points.agg(requested_ratio=("requested_ratio", "first"), ratio=("ratio", "mean"))
     index = ["model", "method", "point"]
@@ -208,14 +178,14 @@ def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
     return ratios.join(values.join(errors)[columns]).reset_index().drop(columns="point")
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels in a row, each legible in a column of text."""
-    figure = Figure(figsize=(max(4.8, 3.3 * count), 3.6), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+def _panel_each(part: pd.DataFrame) -> tuple[Figure, list[Axes], list[str]]:
+    """Return a figure with a panel per corpus or task, and their names."""
+    names = list(dict.fromkeys(part["of"]))
+    return *panels(len(names)), names
 
 
-def _exact(evaluations: pd.DataFrame, measure: str) -> pd.DataFrame:
-    chosen = (evaluations["measure"] == measure) & (evaluations["bits"] == EXACT_BITS)
+def _unrounded(evaluations: pd.DataFrame, measure: str) -> pd.DataFrame:
+    chosen = (evaluations["measure"] == measure) & (evaluations["bits"] == UNROUNDED_BITS)
     return evaluations[chosen]
 
 
@@ -223,26 +193,20 @@ def _compressed(part: pd.DataFrame) -> pd.DataFrame:
     return part[part["method"] != STOCK]
 
 
-def _tradeoff(part: pd.DataFrame, label: str) -> Figure:
-    """Draw a panel per corpus or task: a line per method, the uncompressed model as a level."""
-    titles = list(dict.fromkeys(part["of"]))
-    names = list(dict.fromkeys(part["method"]))
-    figure, panels = _panels(len(titles))
-    for axes, panel in zip(panels, titles, strict=True):
+def _tradeoff(part: pd.DataFrame, label: str, by: str) -> Figure:
+    """Draw a panel per corpus or task: a line per method or rule, the uncompressed as a level."""
+    figure, row, titles = _panel_each(part)
+    names = list(dict.fromkeys(part[by]))
+    for axes, panel in zip(row, titles, strict=True):
         of_panel = part[part["of"] == panel]
-        for method, line in _compressed(of_panel).groupby("method", sort=False):
-            name = str(method)
-            style = mark_of(name, names).style
-            _line(axes, line, "ratio", "point", LABELS.get(name, name), style)
-        _level(axes, of_panel)
+        for name, line in _compressed(of_panel).groupby(by, sort=False):
+            style = mark_of(str(name), names).style
+            _line(axes, line, "ratio", "point", LABELS.get(str(name), str(name)), style)
+        stock = of_panel[of_panel["method"] == STOCK]["value"]
+        if len(stock):
+            reference(axes, float(stock.mean()), STOCK)
         label_axes(axes, RATIO, label, panel)
     return figure
-
-
-def _level(axes: Axes, part: pd.DataFrame) -> None:
-    stock = part[part["method"] == STOCK]["value"]
-    if len(stock):
-        reference(axes, float(stock.mean()), STOCK)
 
 
 def _at_smallest(part: pd.DataFrame, column: str) -> str:
@@ -256,10 +220,10 @@ def _at_smallest(part: pd.DataFrame, column: str) -> str:
         smallest = line[line["point"] == line.groupby("point")["ratio"].mean().idxmin()]
         values[str(name)] = smallest["value"].mean()
         ratios.add(f"{smallest['ratio'].mean():.2f}")
-    said = [f"{LABELS.get(name, name)} {value:{digits}}" for name, value in values.items()]
+    parts = [f"{LABELS.get(name, name)} {value:{digits}}" for name, value in values.items()]
     if len(stock):
-        said.append(f"{STOCK} {stock.mean():{digits}}")
-    return f"{of}, ratio {' to '.join(sorted({min(ratios), max(ratios)}))}: {', '.join(said)}"
+        parts.append(f"{STOCK} {stock.mean():{digits}}")
+    return f"{of}, ratio {' to '.join(sorted({min(ratios), max(ratios)}))}: {', '.join(parts)}"
 
 
 def _at_fewest_bits(part: pd.DataFrame) -> str:
@@ -267,27 +231,23 @@ def _at_fewest_bits(part: pd.DataFrame) -> str:
     first = part[part["of"] == part["of"].iloc[0]]
     bits = first["bits"].min()
     rows = first[first["bits"] == bits].groupby(["method", "rotation"])["value"].mean()
-    found = [
+    parts = [
         f"{LABELS.get(method, method)}{'' if rotation == 'none' else f', {rotation},'} {value:.1f}"
         for (method, rotation), value in rows.sort_values().items()
     ]
-    return f"{bits} bits: {', '.join(found)}"
+    return f"{bits} bits: {', '.join(parts)}"
 
 
 def _line(
     axes: Axes, frame: pd.DataFrame, x: str, by: str, label: str, style: dict[str, Any]
 ) -> None:
-    """Draw a point for each value of `by`: means over seeds, with their spread.
+    """Draw a point for each value of `by`: the mean, in a band over seeds or budgets.
 
     With a single seed the band is the standard error.
     """
-    points = frame.groupby(by).agg(
-        x=(x, "mean"),
-        mean=("value", "mean"),
-        low=("value", "min"),
-        high=("value", "max"),
-    )
-    if len(set(frame["seed"])) == 1 and "standard_error" in frame:
+    columns = {"mean": "mean", "low": "min", "high": "max"}
+    points = frame.groupby(by).agg(x=(x, "mean"), **{k: ("value", f) for k, f in columns.items()})
+    if "standard_error" in frame and len(set(frame["seed"])) == 1:
         error = frame.groupby(by)["standard_error"].mean()
         points = points.assign(low=points["mean"] - error, high=points["mean"] + error)
     points = points.sort_values("x")

@@ -1,4 +1,4 @@
-"""How all figures are written: titles, legends, axes whose scale is told, and files."""
+"""Style of all figures: panels, titles, legends, axes with their scale in the label, and files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,27 @@ ERROR_LABELS = {
 }
 TITLE_SIZE, CHARACTERS_PER_INCH = 9, 14
 HANDLE_CHARACTERS = 7
-"""The room that the line of a legend's entry takes, in characters."""
+"""Width of the line in a legend's entry, in characters."""
 LINEAR_BELOW = 0.01
-"""Nats per token, where the axis of losses is linear, so that it can show none, and less."""
+"""Nats per token below which the axis of losses is linear, to include zero and less."""
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
     """Write ``stem.png`` without a date: equal data give equal files."""
     figure.savefig(stem.with_suffix(".png"), dpi=160, metadata={"Software": None})
+
+
+def panels(count: int, width: float = 3.3, height: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels in a row, each legible in a column of text; sizes in inches."""
+    figure = Figure(figsize=(max(4.8, width * count), height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def finished(figure: Figure, title: str) -> Figure:
+    """Return a figure with a legend below it and a title above it."""
+    legend_below(figure)
+    title_above(figure, title)
+    return figure
 
 
 def title_above(figure: Figure, title: str) -> None:
@@ -37,24 +50,24 @@ def title_above(figure: Figure, title: str) -> None:
 
 
 def legend_below(figure: Figure) -> None:
-    """Draw one legend of all panels below them, in as many columns as there is room for."""
-    found: dict[str, Artist] = {}
+    """Draw one legend of all panels below them, in as many columns as fit."""
+    entries: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    column_width = (max(map(len, found), default=0) + HANDLE_CHARACTERS) / CHARACTERS_PER_INCH
+            entries.setdefault(label, handle)
+    column_width = (max(map(len, entries), default=0) + HANDLE_CHARACTERS) / CHARACTERS_PER_INCH
     figure.legend(
-        list(found.values()),
-        list(found),
+        list(entries.values()),
+        list(entries),
         loc="outside lower center",
-        ncols=max(1, min(len(found), int(figure.get_figwidth() / column_width))),
+        ncols=max(1, min(len(entries), int(figure.get_figwidth() / column_width))),
         fontsize=8,
         frameon=False,
     )
 
 
 def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
-    """Write what axes show, in the size of all figures, over a faint grid."""
+    """Write the labels and the title of axes, over a faint grid."""
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
@@ -65,7 +78,7 @@ def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
 def logarithmic(axes: Axes, *, x: bool = False) -> None:
     """Make the vertical axis (or `x`, the horizontal one) logarithmic, once its lines are drawn.
 
-    Its label says so, and the numbers beside it are plain ones.
+    Its label says so; tick labels are plain numbers.
     """
     axis = axes.xaxis if x else axes.yaxis
     (axes.set_xscale if x else axes.set_yscale)("log")
@@ -80,14 +93,14 @@ def logarithmic(axes: Axes, *, x: bool = False) -> None:
 
 
 def linear_near_zero(axes: Axes, lowest: float, highest: float) -> None:
-    """Make the axis of losses logarithmic above `LINEAR_BELOW`, and show where it is not.
+    """Make the axis of losses logarithmic above `LINEAR_BELOW`, with the linear part in grey.
 
     Parameters
     ----------
     axes : Axes
-        With its label.
+        Axes whose vertical label is written.
     lowest, highest : float
-        Of the losses that it has room for.
+        Range of the losses, nats per token.
     """
     axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.6)
     axes.set_ylim(min(-0.3 * LINEAR_BELOW, 1.3 * lowest), 1.8 * max(LINEAR_BELOW, highest))
@@ -100,5 +113,5 @@ def linear_near_zero(axes: Axes, lowest: float, highest: float) -> None:
 
 
 def reference(axes: Axes, level: float, name: str, line: str = ":") -> None:
-    """Draw a level that lines are compared with; the legend names it."""
+    """Draw a reference level, named in the legend."""
     axes.axhline(level, color=BLACK, linestyle=line, linewidth=1, label=name)
