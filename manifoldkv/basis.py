@@ -12,7 +12,8 @@ from torch import Tensor
 from manifoldkv.errors import ArgumentError, PlanError
 
 Site = Literal["key", "value"]
-"""What a basis projects."""
+"""Keys or values, which a basis projects."""
+SITES: tuple[Site, Site] = ("key", "value")
 Rotary = Literal["pre", "post"]
 """Whether keys are projected before rotation or after it."""
 

@@ -3,9 +3,9 @@
 from manifoldkv.ranks.base import (
     RANK_RULES,
     LayerBases,
+    ProbeRun,
     RankProblem,
     RankRule,
-    Rehearsal,
     register_rank_rule,
 )
 from manifoldkv.ranks.budget import CANDIDATES, PAPER_CANDIDATES, Budget, Ranks, candidate_ranks
@@ -23,10 +23,10 @@ __all__ = [
     "GivenRanks",
     "LayerBases",
     "Optimal",
+    "ProbeRun",
     "RankProblem",
     "RankRule",
     "Ranks",
-    "Rehearsal",
     "Sequential",
     "Threshold",
     "Uniform",

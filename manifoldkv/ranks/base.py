@@ -70,7 +70,7 @@ class RankProblem:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ProbeRun:
     """A small part of a run, from which the time of all of it is estimated.
 
     Parameters
@@ -135,7 +135,7 @@ class RankRule(ABC):
             If the budget cannot be met.
         """
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
+    def estimated_seconds(self, probe: ProbeRun) -> float:
         """Return an estimate of the seconds that `choose` will take."""
         return 0.0
 

@@ -11,7 +11,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.decoder import compressed_output
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.errors import ArgumentError
-from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.base import ProbeRun, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
@@ -55,10 +55,10 @@ class Sequential(RankRule):
     def choose(self, problem: RankProblem) -> list[Ranks]:
         return sequential_ranks(problem, self.sequences, self.rows)[0]
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        of_one = seconds_of_an_error(rehearsal.activations, self.rows)
-        sequences = min(self.sequences or rehearsal.sequences, rehearsal.sequences)
-        return rehearsal.layers * sequences * rehearsal.candidates**2 * of_one
+    def estimated_seconds(self, probe: ProbeRun) -> float:
+        of_one = seconds_of_an_error(probe.activations, self.rows)
+        sequences = min(self.sequences or probe.sequences, probe.sequences)
+        return probe.layers * sequences * probe.candidates**2 * of_one
 
 
 def sequential_ranks(

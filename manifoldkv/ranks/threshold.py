@@ -14,7 +14,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Rotary
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.ranks.base import LayerBases, RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.base import LayerBases, ProbeRun, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
@@ -69,10 +69,10 @@ class Threshold(RankRule):
         )
         return chosen([*errors, math.inf][smallest])
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        of_one = seconds_of_an_error(rehearsal.activations, self.rows)
-        sequences = min(self.sequences or rehearsal.sequences, rehearsal.sequences)
-        return rehearsal.layers * sequences * rehearsal.candidates**2 * of_one
+    def estimated_seconds(self, probe: ProbeRun) -> float:
+        of_one = seconds_of_an_error(probe.activations, self.rows)
+        sequences = min(self.sequences or probe.sequences, probe.sequences)
+        return probe.layers * sequences * probe.candidates**2 * of_one
 
 
 def threshold_rank(spectra: Tensor, threshold: float) -> int:

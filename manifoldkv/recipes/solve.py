@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, detached, identity_basis
+from manifoldkv.basis import SITES, Basis, HeadGrouping, Rotary, Site, detached, identity_basis
 from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from manifoldkv.recipes.low_rank import RankRecipe
 
 LOG = logging.getLogger(__name__)
-
-SITES: tuple[Site, Site] = ("key", "value")
 
 Place = tuple[int, Site]
 """Layer and site."""

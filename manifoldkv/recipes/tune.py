@@ -10,31 +10,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import geoopt
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import PlanError, RunError
+from manifoldkv.errors import PlanError
 from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import projected
 from manifoldkv.models.support import decoder_layers, unwrapped
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.recipes.moving import MovingBases
+from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
 from manifoldkv.seeds import check_seed
-from manifoldkv.solvers.base import random_sequences
+from manifoldkv.solvers.driver import descend
+from manifoldkv.solvers.riemannian_adam import random_sequences, riemannian_adam
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 
-BETAS = (0.9, 0.95)
-STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
 RATE = 0.1
 """Learning rate."""
@@ -96,87 +94,31 @@ def tune(
     plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
-    bases = MovingBases(plan, model.device)
+    bases = TrainableBases(plan, model.device)
     if not bases.parameters() or steps < 1:
         return plan
     generator = torch.Generator().manual_seed(seed)
     batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
-    optimizer = _optimizer(bases, learning_rate)
-    checkpoints = (
+    optimizer = riemannian_adam(bases.parameters(), learning_rate)
+    schedule = LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * (step / steps))) / 2)
+    keyed = (
         (checkpoints or Checkpoints())
         .made_by(tune)
-        .keyed(
-            plan=plan.digest(),
-            tuning=[steps, learning_rate, sequences_per_step, seed],
-        )
+        .keyed(plan=plan.digest(), tuning=[steps, learning_rate, sequences_per_step, seed])
     )
-    done = _restore(optimizer, checkpoints.read_tensors("tuning"))
-    LOG.info("tuning from step %d to %d", done, steps)
-    with (
-        _frozen(model),
-        on_threads(torch.get_num_threads()),
-        tqdm(range(done, steps), "tuning", steps, initial=done, disable=None) as bar,
-    ):
-        for step in bar:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * cosine(step / steps)
-            chosen = batches[step]
-            optimizer.zero_grad(set_to_none=True)
-            loss = differentiate(model, tokens[chosen.to(tokens.device)], plan, bases)
-            if not math.isfinite(loss):
-                raise RunError(
-                    f"the divergence of the predictions is {loss} at step {step} of tuning; "
-                    "try a smaller learning rate"
-                )
-            optimizer.step()
-            bar.set_postfix_str(f"{loss:.4f} nats")
-            due = (step + 1) % STEPS_BETWEEN_WRITES == 0 or step + 1 == steps
-            if due:
-                checkpoints.write_tensors("tuning", _state(optimizer))
+
+    def closure(step: int) -> float:
+        return differentiate(model, tokens[batches[step].to(tokens.device)], plan, bases)
+
+    LOG.info("tuning for %d steps", steps)
+    with _frozen(model), on_threads(torch.get_num_threads()):
+        descend(closure, optimizer, schedule, steps, label="tuning", checkpoints=keyed)
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 
 
-def _optimizer(bases: MovingBases, learning_rate: float) -> geoopt.optim.RiemannianAdam:
-    group = {"params": bases.parameters(), "peak": learning_rate}
-    return geoopt.optim.RiemannianAdam([group], betas=BETAS, stabilize=10)
-
-
-def cosine(share: float) -> float:
-    """Return a factor that falls from 1 to 0 as the share of the steps goes from 0 to 1."""
-    return (1 + math.cos(math.pi * share)) / 2
-
-
-def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
-    """Return the points, and all that the optimiser knows of them."""
-    found = {}
-    for index, point in enumerate(_moved(optimizer)):
-        for name, value in ({"point": point.detach()} | optimizer.state[point]).items():
-            found[f"{index}.{name}"] = torch.as_tensor(value).cpu().contiguous()
-    return found
-
-
-def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | None) -> int:
-    """Restore what `_state` returned, and return how many steps are done."""
-    if known is None:
-        return 0
-    for index, point in enumerate(_moved(optimizer)):
-        point.data.copy_(known[f"{index}.point"])
-        # Strides like those of the point, as before: products may depend on them in the last bit.
-        averages = {
-            name: torch.zeros_like(point.data).copy_(known[f"{index}.{name}"])
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-        optimizer.state[point] = averages | {"step": int(known[f"{index}.step"])}
-    return int(known["0.step"])
-
-
-def _moved(optimizer: geoopt.optim.RiemannianAdam) -> list[nn.Parameter]:
-    return [point for group in optimizer.param_groups for point in group["params"]]
-
-
 def differentiate(
-    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: MovingBases
+    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: TrainableBases
 ) -> float:
     """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
     with torch.no_grad():

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import RunError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
+from manifoldkv.solvers.driver import check_loss
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Solver(ABC):
         """Return whether this solver can solve the problems of an objective, and why not."""
         return True, ""
 
-    def rehearsal(self, share: float) -> tuple[Solver, float]:
+    def probe_run(self, share: float) -> tuple[Solver, float]:
         """Return a solver that does a part of the work, and how many times longer all of it takes.
 
         The time of a run is estimated from it. It is proportional to the data if not overridden.
@@ -98,31 +93,9 @@ def checked(loss: Tensor, problem: Problem, step: int) -> float:
     RunError
         If it is not finite.
     """
-    value = loss.item()
-    if not math.isfinite(value):
-        raise RunError(
-            f"the loss is {value} at step {step} of layer {problem.activations.layer}, "
-            f"{problem.site}s; try a smaller learning rate"
-        )
-    return value
+    return check_loss(loss.item(), step, label_of(problem))
 
 
-def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
-    """Yield steps with a progress bar where a person is watching."""
-    label = f"layer {problem.activations.layer} {problem.site}s"
-    yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
-
-
-def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Return a random position of each of `count` equal parts, (count,), or None if that is all."""
-    if count >= length:
-        return None
-    edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
-    within = torch.rand(count, generator=generator, dtype=torch.float64)
-    rows = (edges[:-1] + within * edges.diff()).floor()
-    return rows.clamp(max=length - 1).long()
-
-
-def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return indices of `count` different sequences, (count,); all of them if there are fewer."""
-    return torch.randperm(total, generator=generator)[:count]
+def label_of(problem: Problem) -> str:
+    """Return layer and site of a problem, as progress bars and messages name it."""
+    return f"layer {problem.activations.layer}, {problem.site}s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,19 +15,19 @@ from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import leading_eigenvectors
-from manifoldkv.solvers.base import (
-    Solution,
-    Solver,
-    checked,
-    progress,
-    random_sequences,
-    register_solver,
-    stratified_rows,
-)
+from manifoldkv.solvers.base import Solution, Solver, label_of, register_solver
+from manifoldkv.solvers.driver import descend
 
 BETAS = (0.9, 0.95)
 """Decay of the mean gradient and of its mean square. The usual 0.999 would remember the steep
 first steps to the end and shorten all later ones."""
+
+
+def riemannian_adam(
+    points: Sequence[geoopt.ManifoldParameter], learning_rate: float
+) -> geoopt.optim.RiemannianAdam:
+    """Return the optimiser of points on manifolds, by which solvers and tuning move them."""
+    return geoopt.optim.RiemannianAdam(points, lr=learning_rate, betas=BETAS, stabilize=10)
 
 
 @register_solver("riemannian-adam")
@@ -68,7 +69,7 @@ class RiemannianAdam(Solver):
     rows: int = 64
     start: Literal["initial", "random"] = "initial"
 
-    def rehearsal(self, share: float) -> tuple[Solver, float]:
+    def probe_run(self, share: float) -> tuple[Solver, float]:
         """Return this solver with a few steps, which do not take longer on more data."""
         few = max(1, self.steps // 30)
         return replace(self, steps=few), self.steps / few
@@ -79,31 +80,67 @@ class RiemannianAdam(Solver):
         manifold = geoopt.Stiefel(canonical=self.metric == "canonical")
         start = self._start(problem, rank, generator)
         columns = geoopt.ManifoldParameter(start, manifold=manifold)
-        optimizer = geoopt.optim.RiemannianAdam(
-            [columns], lr=self.learning_rate, betas=BETAS, stabilize=10
-        )
-        steps = self.steps_on(problem)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-        history: list[float] = []
         averaged = not problem.objective.full_batch_is_cheap
-        late_projectors = torch.zeros((), dtype=torch.float64, device=start.device)
-        for step in progress(range(steps), problem):
-            loss = problem.loss(
-                Basis(columns, columns, problem.grouping), self.batch(problem, generator)
-            )
-            history.append(checked(loss, problem, step))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward(inputs=[columns])
-            optimizer.step()
-            schedule.step()
-            if averaged and 2 * (step + 1) > steps:
+        steps = self.steps_on(problem)
+        size = start.shape[-2]
+        projectors = start.new_zeros(len(start), size, size, dtype=torch.float64)
+
+        def add_projector(history: list[float]) -> bool:
+            if averaged and 2 * len(history) > steps:
                 late = columns.detach()
-                late_projectors = late_projectors + (late @ late.mT).double()
+                projectors.add_((late @ late.mT).double())
+            return False
+
+        def basis() -> Basis:
+            return Basis(columns, columns, problem.grouping)
+
+        history = self.train(problem, basis, [columns], generator, add_projector)
         if averaged:
-            final = leading_eigenvectors(late_projectors, columns.shape[-1]).to(columns)
+            final = leading_eigenvectors(projectors, columns.shape[-1]).to(columns)
         else:
             final = manifold.projx(columns.detach())
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
+
+    def train(
+        self,
+        problem: Problem,
+        basis: Callable[[], Basis],
+        points: Sequence[geoopt.ManifoldParameter],
+        generator: torch.Generator,
+        callback: Callable[[list[float]], bool] | None = None,
+    ) -> list[float]:
+        """Train points of any manifolds in place and return the loss of each step.
+
+        Parameters
+        ----------
+        problem : Problem
+            Loss and data.
+        basis : callable
+            Returns the basis at the current points, differentiable in them.
+        points : sequence of geoopt.ManifoldParameter
+            Trained points; the manifold of each is its own, not `metric`.
+        generator : torch.Generator
+            Source of the samples.
+        callback : callable, optional
+            As in `descend`.
+
+        Raises
+        ------
+        RunError
+            If a loss is not finite.
+        """
+        steps = self.steps_on(problem)
+        optimizer = riemannian_adam(points, self.learning_rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+        def closure(step: int) -> float:
+            loss = problem.loss(basis(), self.batch(problem, generator))
+            loss.backward(inputs=points)
+            return loss.item()
+
+        return descend(
+            closure, optimizer, schedule, steps, label=label_of(problem), callback=callback
+        )
 
     def steps_on(self, problem: Problem) -> int:
         """Return the steps taken, fewer where there are few sequences."""
@@ -130,3 +167,18 @@ class RiemannianAdam(Solver):
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
         rows = stratified_rows(activations.length, self.rows, generator)
         return Batch(sequences, rows)
+
+
+def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
+    """Return a random position of each of `count` equal parts, (count,), or None if that is all."""
+    if count >= length:
+        return None
+    edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
+    within = torch.rand(count, generator=generator, dtype=torch.float64)
+    rows = (edges[:-1] + within * edges.diff()).floor()
+    return rows.clamp(max=length - 1).long()
+
+
+def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return indices of `count` different sequences, (count,); all of them if there are fewer."""
+    return torch.randperm(total, generator=generator)[:count]

@@ -19,9 +19,11 @@ from manifoldkv.models.projected import divergence
 from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_directions
 from manifoldkv.recipes import tune as tuning
-from manifoldkv.recipes.commuting import CommutingRecipe, _latents, closed_form
+from manifoldkv.recipes.commuting import CommutingRecipe, _latents
+from manifoldkv.recipes.commuting_bases import closed_form
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate
+from manifoldkv.solvers import driver
 from tests.families import tiny_model, tiny_tokens
 
 HALF, HEADS = 4, 3
@@ -175,7 +177,7 @@ def test_frequencies_that_are_whole_or_gone_do_not_move() -> None:
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "STEPS_BETWEEN_WRITES", 2)
+    monkeypatch.setattr(driver, "STEPS_BETWEEN_WRITES", 2)
     model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
     recipe = CommutingRecipe(tuning_steps=5)
     whole = compress(model, tokens, recipe=recipe)

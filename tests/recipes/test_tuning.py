@@ -18,7 +18,7 @@ from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.plan import config_hash
 from manifoldkv.recipes import tune as tuning
-from manifoldkv.recipes.moving import MovingBases
+from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.plans import bits_plan, random_plan
@@ -76,7 +76,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_the_loss_is_that_of_the_cache(exact: dict[str, int]) -> None:
     model, tokens = tiny_model("gemma3"), tiny_tokens()
     plan = random_plan(model, **exact)
-    found = tuning.differentiate(model, tokens, plan, MovingBases(plan, torch.device("cpu")))
+    found = tuning.differentiate(model, tokens, plan, TrainableBases(plan, torch.device("cpu")))
     assert found == pytest.approx(lost(model, plan, tokens), rel=1e-4)
 
 
@@ -124,7 +124,7 @@ def test_an_interrupted_tuning_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(calls) == 54
 
 
-@pytest.mark.parametrize("name", ["tune.py", "moving.py", "projected.py"])
+@pytest.mark.parametrize("name", ["tune.py", "trainable.py", "projected.py"])
 def test_a_state_that_other_code_left_is_not_taken(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +179,7 @@ def test_held_out_predictions_of_a_trained_model_come_closer() -> None:
 def test_running_layers_again_changes_no_gradient(family: str, sinks: int) -> None:
     model, tokens = tiny_model(family).requires_grad_(False), tiny_tokens()
     plan = random_plan(model, sinks=sinks)
-    bases = MovingBases(plan, model.device)
+    bases = TrainableBases(plan, model.device)
     lost = tuning.differentiate(model, tokens, plan, bases)
     found = [p.grad.clone() for p in bases.parameters()]
     exact = log_probabilities(model, tokens)
