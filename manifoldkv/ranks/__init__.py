@@ -1,4 +1,4 @@
-"""Which ranks every layer gets: what measures rank sensitivity, and the rules that choose."""
+"""Rank rules, which choose the ranks of every layer, and measures of rank sensitivity."""
 
 from manifoldkv.ranks.base import (
     RANK_RULES,

@@ -1,4 +1,4 @@
-"""Ranks of one's own."""
+"""Ranks that are chosen in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifoldkv.ranks.budget import Budget, Ranks
 
 @dataclass(frozen=True)
 class GivenRanks(RankRule):
-    """Ranks that are known already: another plan's, say, to compare bases at equal ranks.
+    """Ranks that are chosen in advance: another plan's, say, to compare bases at equal ranks.
 
     Parameters
     ----------
@@ -24,7 +24,9 @@ class GivenRanks(RankRule):
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
         if len(self.ranks) != budget.layers:
-            raise ArgumentError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
+            raise ArgumentError(
+                f"ranks must be of {budget.layers} layers, got {len(self.ranks)} pairs"
+            )
         for pair in self.ranks:
             for rank in pair:
                 check_rank(rank, budget.head_dim)

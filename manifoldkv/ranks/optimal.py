@@ -1,4 +1,4 @@
-"""Ranks over all layers at once, by the rank sensitivity of the model's predictions."""
+"""Ranks over all layers at once, by the rank sensitivity of the model's logits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from manifoldkv.ranks.surfaces import ErrorSurface
 class Optimal(RankRule):
     """The allocation with the smallest sum of divergences over layers and sites.
 
-    The divergence of the model's predictions is measured for every layer, site and candidate rank
-    by itself (`divergences`); the allocation under the budget is exact (`allocate`).
+    The divergence of the model's logits is measured for every layer, site and candidate rank alone
+    (`divergences`); the allocation under the budget is exact (`allocate`).
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int
-        Calibration sequences that predictions are compared on, the first ones.
+        Number of calibration sequences that the divergence is measured on, the first ones.
     """
 
     sequences: int = 8
@@ -50,10 +50,9 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
     Parameters
     ----------
     costs : sequence of ErrorSurface
-        Cost of each pair of each layer in quality: its rank sensitivity, say. The sum should
-        predict the damage to the model.
+        Cost of each pair of each layer: its rank sensitivity, say.
     budget : Budget
-        For all layers.
+        Budget of all layers.
 
     Raises
     ------
@@ -84,9 +83,9 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
 def _undominated(
     elements: NDArray[np.int64], sums: NDArray[np.float64], most: int
 ) -> NDArray[np.int64]:
-    """Return the indices of allocations that none with as few elements beats, by rising elements.
+    """Return the indices of allocations that no cheaper one beats, by rising elements.
 
-    Allocations of more than `most` elements are left out.
+    Allocations of more than `most` elements are omitted.
     """
     order = np.lexsort((sums, elements))
     order = order[elements[order] <= most]

@@ -1,4 +1,4 @@
-"""The paper's rule: layer by layer, on what the compressed layers below leave of the inputs."""
+"""The paper's rule: layer by layer, on inputs from the compressed layers below."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from manifoldkv.ranks.surfaces import (
     SEQUENCES,
     ErrorSurface,
     layer_surface,
-    seconds_of_an_error,
-    surface_from_tensors,
-    surface_to_tensors,
+    surface_seconds,
 )
 from manifoldkv.runs.progress import follow
 
@@ -33,20 +31,19 @@ class Sequential(RankRule):
     """The paper's greedy rule (Alg. error_surface), one layer after the other.
 
     A layer takes the pair with the lowest layer-output error among those that cost at most the
-    average of the remaining budget, τ = B / (tokens left to cache); what it does not spend is left
-    to later layers. Errors are measured on inputs that have passed the compressed layers below.
-    Surfaces on which a larger rank has a larger error, as every rank is a solution of its own, are
-    reported by a warning.
+    average of the remaining budget, τ = B / (tokens of the remaining layers); the rest remains for
+    later layers. Errors are measured on inputs that have passed the compressed layers below. A
+    warning reports surfaces on which a larger rank has a larger error.
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int or None
-        Calibration sequences that errors are measured on, the first ones; None for all of them
-        (the paper).
+        Number of calibration sequences that errors are measured on, the first ones; None for all
+        of them (the paper).
     rows : int or None
-        Query rows of each, spread evenly; None for all of them (the paper).
+        Number of query rows of each, spread evenly; None for all of them (the paper).
     """
 
     sequences: int | None = SEQUENCES
@@ -56,9 +53,7 @@ class Sequential(RankRule):
         return sequential_ranks(problem, self.sequences, self.rows)[0]
 
     def estimated_seconds(self, probe: ProbeRun) -> float:
-        of_one = seconds_of_an_error(probe.activations, self.rows)
-        sequences = min(self.sequences or probe.sequences, probe.sequences)
-        return probe.layers * sequences * probe.candidates**2 * of_one
+        return surface_seconds(probe, self.sequences, self.rows)
 
 
 def sequential_ranks(
@@ -69,7 +64,7 @@ def sequential_ranks(
     Parameters
     ----------
     problem : RankProblem
-        What the rule chooses from.
+        Bases, data and budget.
     sequences, rows : int or None
         As in `Sequential`.
     """
@@ -88,11 +83,11 @@ def sequential_ranks(
         surfaces.append(surface)
         selection.select(surface)
 
-    known = [checkpoints.read_tensors(f"surface-{i}") for i in range(len(problem.bases))]
-    if None not in known:
-        for tensors in known:
-            assert tensors is not None
-            take(surface_from_tensors(tensors))
+    stored = [checkpoints.read_tensors(f"surface-{i}") for i in range(len(problem.bases))]
+    complete = [tensors for tensors in stored if tensors is not None]
+    if len(complete) == len(stored):
+        for of_layer in complete:
+            take(ErrorSurface.restored(of_layer))
         return selection.ranks, surfaces
 
     def propagate(activations: LayerActivations) -> Tensor:
@@ -104,12 +99,12 @@ def sequential_ranks(
     layers = capture(problem.model, tokens, propagate=propagate)
     for activations in follow(layers, len(problem.bases)):
         index = activations.layer
-        tensors = known[index]
+        tensors = stored[index]
         if tensors is None:
             surface = layer_surface(activations, problem.bases[index], problem.rotary, rows)
-            checkpoints.write_tensors(f"surface-{index}", surface_to_tensors(surface))
+            checkpoints.write_tensors(f"surface-{index}", surface.tensors())
         else:
-            surface = surface_from_tensors(tensors)
+            surface = ErrorSurface.restored(tensors)
         take(surface)
     return selection.ranks, surfaces
 

@@ -68,6 +68,11 @@ class BasisFinder:
             down = detached(basis.down)
             yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)
 
+    def restored(self, tensors: dict[str, Tensor], site: Site, heads: int) -> Basis:
+        """Return the stored basis of a site with `heads` KV heads."""
+        grouping = HeadGrouping(self._recipe.grouping(site), heads)
+        return Basis(tensors["down"], tensors.get("up", tensors["down"]), grouping)
+
     def checkpoints(self, checkpoints: Checkpoints, site: Site) -> Checkpoints:
         """Return checkpoints keyed by all that the bases of a site depend on."""
         recipe, description = self._recipe, self._recipe.describe()
@@ -116,11 +121,11 @@ def find_bases(
     for layer, of_layer in enumerate(candidates):
         for site, ranks in zip(SITES, of_layer, strict=True):
             for rank in ranks:
-                basis = stored[site].read_basis(_name(layer, site, rank), heads)
-                if basis is None:
+                tensors = stored[site].read_tensors(_name(layer, site, rank))
+                if tensors is None:
                     missing[layer, site].append(rank)
                 else:
-                    bases[layer].of(site)[rank] = basis
+                    bases[layer].of(site)[rank] = finder.restored(tensors, site, heads)
 
     def tasks() -> Iterator[Task[tuple[int, Site]]]:
         layers = sorted({layer for layer, _ in missing})
@@ -136,7 +141,8 @@ def find_bases(
     with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
         running = executor.run(finder, tasks() if missing else (), threads)
         for (layer, site), (rank, basis) in running:
-            stored[site].write_basis(_name(layer, site, rank), basis)
+            tensors = {"down": basis.down} | ({} if basis.orthonormal else {"up": basis.up})
+            stored[site].write_tensors(_name(layer, site, rank), tensors)
             bases[layer].of(site)[rank] = basis
             bar.update()
     return [LayerBases(dict(sorted(b.keys.items())), dict(sorted(b.values.items()))) for b in bases]

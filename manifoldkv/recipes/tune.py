@@ -1,4 +1,4 @@
-"""End-to-end tuning: all bases of a plan moved together, so that predictions change least."""
+"""End-to-end tuning: all bases of a plan trained together on the divergence of the model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from manifoldkv.text.tokens import calibration_tokens
 LOG = logging.getLogger(__name__)
 
 SEQUENCES_PER_STEP = 4
-RATE = 0.1
-"""Learning rate."""
+LEARNING_RATE = 0.1
 
 
 def tune(
@@ -44,16 +43,15 @@ def tune(
     tokens: Tensor | TextSource | str,
     *,
     steps: int = 200,
-    learning_rate: float = RATE,
+    learning_rate: float = LEARNING_RATE,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> CompressionPlan:
-    """Return the plan with bases tuned so that predictions diverge least from the model's own.
+    """Return the plan with bases trained for the least divergence from the uncompressed model.
 
-    A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
-    as the two subspaces that make its projector, each a point of one; one that commutes with the
-    rotation of keys as such subspaces of ℂ^g for every frequency, so that it commutes still.
+    An orthonormal basis is a point of a Stiefel manifold, an oblique one the two subspaces of its
+    projector, each a point of one; a commuting one has such subspaces of ℂ^g for every frequency.
     Ranks, grouping and bytes do not change. The weights of the model get no gradient.
 
     Parameters
@@ -61,20 +59,18 @@ def tune(
     model, tokens
         As in `compress`.
     plan : CompressionPlan
-        The start, without quantisation.
+        Start, without quantisation.
     steps : int
-        Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
+        Number of steps of Riemannian Adam under a cosine schedule; with 0 the plan is returned.
     learning_rate : float
-        At the start; nearly the length of a step on each manifold.
+        Learning rate at the start; nearly the length of a step on each manifold.
     sequences_per_step : int
-        Calibration sequences in a step. Of every layer only its inputs are held; what is between
-        is computed again for the gradient.
+        Calibration sequences of a step. Layers are recomputed for the gradient from their inputs.
     seed : int
-        Of the order of the sequences.
+        Seed of the order of the sequences.
     checkpoints : Checkpoints, optional
-        Where the state is stored every `STEPS_BETWEEN_WRITES` steps, keyed by all that the
-        result depends on beside these arguments. Tuning resumes from it, to the same
-        plan.
+        Store of the state, keyed by all that the result depends on beside these arguments. Tuning
+        resumes from it, to the same plan.
 
     Raises
     ------
@@ -83,7 +79,7 @@ def tune(
     ArgumentError
         As in `compress`.
     RunError
-        If the divergence is not finite.
+        If a divergence is not finite.
     """
     if plan.quantization is not None:
         raise PlanError("a quantised plan cannot be tuned: tune first, then quantise")
@@ -120,17 +116,17 @@ def tune(
 def differentiate(
     model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: TrainableBases
 ) -> float:
-    """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
+    """Return the divergence on tokens (b, n), in nats, and leave its gradient in the bases."""
     with torch.no_grad():
         exact = last_outputs(model, tokens)
-    seen = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
-    with recomputed(model), seen:  # until gradients are there: layers are run again for them
+    compressed = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
+    with recomputed(model), compressed:  # backward too: it runs layers again
         return differentiate_divergence(model, model, tokens, exact)
 
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Let layers store only inputs, and run again when a gradient passes, inside the block."""
+    """Checkpoint activations inside the block: layers hold inputs only and run again backward."""
     with ExitStack() as stack:
         for layer in decoder_layers(model):
             run = partial(_run_resident, layer, layer.forward)

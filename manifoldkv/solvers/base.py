@@ -1,4 +1,4 @@
-"""What a solver promises a study."""
+"""The contract of solvers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Status = Literal["exact", "converged", "stopped early", "all steps taken"]
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
     Parameters
     ----------
     basis : Basis
-        In the dtype of the calibration data.
+        Basis in the dtype of the calibration data.
     history : list of float
-        Training loss, per step or per epoch as the solver says; empty for a closed form.
+        Training losses, per step or per epoch as the solver documents; empty for a closed form.
     status : str
         ``"exact"`` (closed form), ``"converged"`` (no further descent), ``"stopped early"``
         (patience ran out) or ``"all steps taken"``.
@@ -47,37 +47,34 @@ class Solver(ABC):
         return True, ""
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return a solver that does a part of the work, and how many times longer all of it takes.
-
-        The time of a run is estimated from it. It is proportional to the data if not overridden.
+        """Return a solver for a probe run, and the ratio of the time of a whole run to its time.
 
         Parameters
         ----------
         share : float
-            Of the calibration sequences, on which the other solver will work.
+            Share of the calibration sequences that the probe run is on.
         """
         return self, 1 / share
 
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
-        """Return a basis with a small loss, and how it was found.
+        """Return a basis with a small loss.
 
         Parameters
         ----------
         problem : Problem
-            From an objective.
+            Problem of an objective.
         rank : int
-            Per KV head, 1 to head_dim.
+            Rank per KV head, 1 to head_dim.
         seed : int
-            Of everything random. Same seed, same machine, same thread count: same basis.
+            Seed of everything random. Same seed, machine and thread count: same basis.
 
         Raises
         ------
         ArgumentError
-            If the rank does not fit.
-            If the solver cannot solve this problem.
+            If the rank is impossible, or the problem is one that the solver does not accept.
         RunError
-            If a loss is not finite; no basis is returned then.
+            If a loss is not finite.
         """
 
 

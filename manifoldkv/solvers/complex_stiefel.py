@@ -1,8 +1,8 @@
 """Complex Stiefel and Grassmann manifolds with geoopt's interface, which has real ones only.
 
-A product of them over frequencies is a batch: leading dimensions are points of their own. Points,
-tangent vectors and gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and
-Smith 1998, arXiv:physics/9806030, with transposes conjugated).
+A product of them over frequencies is a batch in the leading dimensions. Points, tangent vectors and
+gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and Smith 1998,
+arXiv:physics/9806030, with transposes conjugated).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ Checked = tuple[bool, str | None]
 class ComplexStiefel(Manifold):
     """Matrices X, (…, n, p), with Xᴴ X = I, in the metric of ℝ^2np.
 
-    Retraction is the polar factor of X + U, and a vector is carried along by projecting it onto the
-    tangent space of the new point.
+    Retraction is the polar factor of X + U; transport is projection onto the new tangent space.
     """
 
     name = "ComplexStiefel"
@@ -58,7 +57,7 @@ class ComplexStiefel(Manifold):
         return u - x @ (product + product.mH) / 2
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the Riemannian gradient of what torch gives for a complex parameter."""
+        """Return the Riemannian gradient of torch's gradient of a complex parameter."""
         return self.proju(x, u)
 
     def inner(
@@ -69,21 +68,20 @@ class ComplexStiefel(Manifold):
         return product.real.sum(dim=(-1, -2), keepdim=keepdim)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the point that a step along a tangent vector leads to."""
+        """Return the retraction of a tangent vector."""
         return self.projx(x + u)
 
     expmap = retr
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Return a tangent vector of x as one of y."""
+        """Return a tangent vector at x transported to y."""
         return self.proju(y, v)
 
 
 class ComplexGrassmann(ComplexStiefel):
-    """Subspaces, of which orthonormal columns X, (…, n, p), stand for their span.
+    """Subspaces, represented by orthonormal columns X, (…, n, p).
 
-    Tangent vectors are horizontal, Xᴴ U = 0: what turns columns within their span is no direction.
-    For losses that depend on X Xᴴ alone.
+    Tangent vectors are horizontal, Xᴴ U = 0. For losses that depend on X Xᴴ alone.
     """
 
     name = "ComplexGrassmann"

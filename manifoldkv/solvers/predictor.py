@@ -25,8 +25,8 @@ class BasisPredictor(nn.Module):
     hidden : int
         Width of the hidden layers.
     columns : int
-        Columns of the p×columns matrix that is predicted. The paper predicts p×p and uses the
-        leading columns; the others get no gradient through QR, so they are not predicted.
+        Columns of the output. The paper has p and uses the leading ones; the others get no gradient
+        through QR.
     """
 
     def __init__(self, features: int, hidden: int, columns: int) -> None:
@@ -48,19 +48,19 @@ class BasisPredictor(nn.Module):
 class Predictor(Solver):
     """Trains one `BasisPredictor` per basis with AdamW under a cosine schedule.
 
-    The defaults are the paper's. The history is the mean training loss of each epoch; it is what
-    patience watches, and the basis at the end of the epoch with the lowest one is the solution.
+    The defaults are the paper's. The history is the mean training loss of each epoch. The solution
+    is the basis at the end of the epoch with the lowest one.
 
     Parameters
     ----------
     epochs : int
-        At most this many passes over the calibration sequences.
+        Largest number of passes over the calibration sequences.
     patience : int
-        Stop after this many epochs in a row without an improvement of `delta`.
+        Number of epochs in a row without an improvement after which training stops.
     delta : float
-        Smallest improvement of an epoch's mean loss that counts.
+        Smallest decrease of the mean loss that counts as an improvement.
     learning_rate, weight_decay : float
-        Of AdamW.
+        Settings of AdamW.
     key_batch, value_batch : int
         Sequences per step.
     hidden_per_head_dim : int
@@ -77,7 +77,7 @@ class Predictor(Solver):
     hidden_per_head_dim: int = 4
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return this solver with one epoch; patience may end the run sooner."""
+        """Return this solver with one epoch; the whole run may stop early."""
         return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -139,7 +139,7 @@ class Predictor(Solver):
         return nn.ModuleList(predictors).to(statistics)
 
     def _without_improvement(self, history: list[float]) -> int:
-        """Return the epochs since the mean loss last fell by `delta` below the best one before."""
+        """Return the number of epochs since the last improvement."""
         best, since = float("inf"), 0
         for value in history:
             since = 0 if value < best - self.delta else since + 1

@@ -19,8 +19,8 @@ from manifoldkv.solvers.base import Solution, Solver, label_of, register_solver
 from manifoldkv.solvers.driver import descend
 
 BETAS = (0.9, 0.95)
-"""Decay of the mean gradient and of its mean square. The usual 0.999 would remember the steep
-first steps to the end and shorten all later ones."""
+"""Decay of the mean gradient and of its mean square. With the usual 0.999 the steep first steps
+shorten all later ones."""
 
 
 def riemannian_adam(
@@ -33,30 +33,29 @@ def riemannian_adam(
 @register_solver("riemannian-adam")
 @dataclass(frozen=True)
 class RiemannianAdam(Solver):
-    """Moves the basis itself along the manifold, from a closed form or a random point.
+    """Trains the basis on the manifold, from a closed form or a random point.
 
-    Every step draws new sequences and new query rows, so that the rows that are looked at never
-    become the rows that are fitted. Steps are long, and the noise they leave is averaged away: the
-    solution is the subspace nearest to those of the second half of the steps (the leading
-    eigenvectors of the mean of their projectors), while the learning rate falls to zero along a
-    cosine. Where the whole loss is cheap (`Objective.full_batch_is_cheap`), all data are taken:
-    there is no noise, and the last point counts. The history is the loss of each step.
+    Every step draws new sequences and query rows, so that none are overfitted. Steps are long and
+    their noise is averaged: the solution is the subspace nearest to those of the second half of the
+    steps (the leading eigenvectors of the mean of their projectors), while the learning rate falls
+    to zero along a cosine. Where the whole loss is cheap (`Objective.full_batch_is_cheap`), a step
+    is on all data, and the solution is the last point. The history is the loss of each step.
 
     Parameters
     ----------
     steps : int
-        Steps taken, if there is data enough for them.
+        Largest number of steps.
     learning_rate : float
-        At the start. geoopt's Adam normalises a step by the norm of the gradient over a whole
-        matrix, so this is nearly the length of a step on the manifold.
+        Learning rate at the start. geoopt's Adam normalises a step by the norm of the gradient over
+        a whole matrix, so this is nearly the length of a step on the manifold.
     metric : {"canonical", "euclidean"}
         Metric of the Stiefel manifold.
     sequences_per_step : int
-        Sequences in a sample.
+        Sequences of a step.
     visits : int
-        A sequence is drawn this often at most, on average: few sequences are not fitted for ever.
+        Largest mean number of times that a sequence is drawn, which limits the steps.
     rows : int
-        Query rows of each of them: the cost of a step hardly depends on their length.
+        Query rows of each sequence of a step.
     start : {"initial", "random"}
         `Problem.initial`, or a random point.
     """
@@ -70,7 +69,7 @@ class RiemannianAdam(Solver):
     start: Literal["initial", "random"] = "initial"
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return this solver with a few steps, which do not take longer on more data."""
+        """Return this solver with a few steps, whose time does not depend on the data."""
         few = max(1, self.steps // 30)
         return replace(self, steps=few), self.steps / few
 
@@ -143,7 +142,7 @@ class RiemannianAdam(Solver):
         )
 
     def steps_on(self, problem: Problem) -> int:
-        """Return the steps taken, fewer where there are few sequences."""
+        """Return the number of steps, smaller where there are few sequences."""
         if problem.objective.full_batch_is_cheap:
             return self.steps
         enough = self.visits * problem.activations.sequences / self.sequences_per_step
@@ -170,7 +169,7 @@ class RiemannianAdam(Solver):
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Return a random position of each of `count` equal parts, (count,), or None if that is all."""
+    """Return a random position of each of `count` equal parts, (count,), or None for all rows."""
     if count >= length:
         return None
     edges = torch.linspace(0, length, count + 1, dtype=torch.float64)

@@ -22,7 +22,7 @@ from manifoldkv.testing.tiny import tiny_llama, tiny_tokens
 
 
 class RecipeConformance:
-    """Inherit and set `recipe`; narrow `ratios` to what it can meet on a tiny model.
+    """Inherit and set `recipe`; narrow `ratios` to feasible ones on a tiny model.
 
     Plans are made once for all laws.
     """

@@ -30,7 +30,7 @@ class _Solved(NamedTuple):
 
 
 class SolverConformance:
-    """Inherit and set `solver`; `objective` is what it is tried on.
+    """Inherit and set `solver`, and `objective`, the loss of the problems.
 
     Every problem is solved once, and once more where two solutions are compared.
     """
@@ -59,7 +59,7 @@ class SolverConformance:
         return _Solved(found.basis, found.history, torch.equal(before, torch.get_rng_state()))
 
     def test_some_problem_is_accepted(self) -> None:
-        assert list(self.problems()), "nothing that this solver can solve is tried on it"
+        assert list(self.problems()), "the solver accepts no problem of the objective"
 
     def test_basis_has_the_rank_and_dtype_asked_for(self) -> None:
         for dtype in (torch.float32, torch.float64):

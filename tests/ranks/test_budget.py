@@ -58,7 +58,7 @@ class TestBudget:
     def test_what_is_no_ratio(self, ratio: float) -> None:
         with pytest.raises(ArgumentError, match="not in"):
             Budget(ratio, 32, (None,), 10)
-        with pytest.raises(ArgumentError, match="context of 0 tokens"):
+        with pytest.raises(ArgumentError, match="context must be >= 1 token, got 0"):
             Budget(0.5, 32, (None,), 0)
 
     def test_the_smallest_feasible_ratio_is_named(self) -> None:
