@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manifoldkv.basis import Basis, detached
 from manifoldkv.commuting import commuting_basis, complex_columns
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.solvers.complex_stiefel import ComplexGrassmann
+from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
 
 
 class TrainableBases:

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from manifoldkv.errors import RunError
 from manifoldkv.runs.checkpoints import Checkpoints
-from manifoldkv.solvers.complex_stiefel import ComplexGrassmann
+from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
 from manifoldkv.solvers.driver import descend
 from manifoldkv.solvers.riemannian_adam import riemannian_adam
 
