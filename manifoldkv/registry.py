@@ -1,4 +1,4 @@
-"""Names for pluggable methods: a decorator for one's own code, entry points for other packages."""
+"""Registries of pluggable methods by name: a decorator, and entry points of other packages."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Registry(Generic[T]):
                 if entry_point.name == name:
                     self._classes[name] = entry_point.load()
         if name not in self._classes:
-            known = ", ".join(self.names())
-            raise ArgumentError(f"unknown {self._kind} {name!r}; known: {known}")
+            names = ", ".join(self.names())
+            raise ArgumentError(f"unknown {self._kind} {name!r}; known: {names}")
         return self._classes[name]
 
     def resolve(self, method: str | T) -> T:

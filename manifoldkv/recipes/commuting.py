@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
 Weights = Literal["fisher", "kq-svd", "layer-output"]
-"""What an error in keys and values costs."""
+"""Costs of errors in keys and values."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class CommutingRecipe(Recipe):
     Parameters
     ----------
     objective : {"fisher", "kq-svd", "layer-output"}
-        What an error costs: nats to second order (`fisher_moments`); its share of the scores and of
-        the output that the queries and W_O of a layer read; or the error at the output of the
-        decoder layer, to which Riemannian Adam moves the bases of ``"kq-svd"``, of their ranks.
+        Cost of an error: nats to second order (`fisher_moments`); its relative size in scores and
+        in V W_O (`KQSVD`); or the error at the output of the decoder layer (`LayerOutput`), for
+        which Riemannian Adam refines the bases of ``"kq-svd"`` at their ranks.
     grouping : str or int
-        Which heads have a basis together, ``"all"`` or a number: each group becomes one KV head.
+        Heads that share a basis, ``"all"`` or a number: each group becomes one KV head.
     tuning_steps : int
-        Of `tune`, at the end; 0 leaves bases in closed form.
+        Steps of `tune`, at the end.
 
     Raises
     ------
@@ -77,11 +77,11 @@ class CommutingRecipe(Recipe):
     tuning_steps: int = 0
 
     def __post_init__(self) -> None:
-        known = get_args(Weights)
-        if self.objective not in known:
+        names = get_args(Weights)
+        if self.objective not in names:
             raise ArgumentError(
                 f"unknown objective {self.objective!r} of commuting bases; known: "
-                f"{', '.join(known)}"
+                f"{', '.join(names)}"
             )
         object.__setattr__(self, "grouping", parse_grouping(self.grouping))
         if self.grouping == "shared":
@@ -90,7 +90,7 @@ class CommutingRecipe(Recipe):
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields and what they stand for, as `RankRecipe.describe` does."""
+        """Return all fields under the names that `RankRecipe.describe` has."""
         return {
             "objective": {"name": self.objective},
             "solver": {

@@ -2,8 +2,8 @@
 
 With second moments C_j = E[z zᴴ] and weights W_j of one frequency, errors cost
 tr((I - A Bᴴ) C_j (I - A Bᴴ)ᴴ W_j) when all phases are alike. The least cost is that of the leading
-eigenvectors U of W_j^½ C_j W_j^½, with B = W_j^½ U and A = W_j^-½ U, and an eigenvalue is what its
-direction saves.
+eigenvectors U of W_j^½ C_j W_j^½, with B = W_j^½ U and A = W_j^-½ U, and an eigenvalue is the
+gain of its direction.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REFINEMENT = RiemannianAdam(learning_rate=0.3)
 def closed_form(forms: Sequence[Forms], pairs: int, grouping: HeadGrouping) -> list[Basis]:
     """Return commuting bases of the keys of all layers, of the same frequencies.
 
-    The ranks r_j of frequencies are those that save most in all layers and groups together.
+    The ranks r_j of frequencies are those of the largest gains in all layers and groups together.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
 Tasks are the bases of a site of a layer, computed on clean activations, and rank sensitivities
-under the threshold and the optimal rule. Results do not depend on the executor. What depends on
-the layers below (the sequential rule, tuning) always runs in this process.
+under the threshold and the optimal rule. Results do not depend on the executor. The sequential
+rule and tuning, in which layers depend on each other, always run in this process.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ def executor_named(executor: str | Executor) -> Executor:
     """
     if isinstance(executor, Executor):
         return executor
-    known: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
-    if executor not in known:
-        raise ArgumentError(f"unknown executor {executor!r}; known: {', '.join(known)}")
-    return known[executor]()
+    by_name: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
+    if executor not in by_name:
+        raise ArgumentError(f"unknown executor {executor!r}; known: {', '.join(by_name)}")
+    return by_name[executor]()
 
 
 MOST_THREADS = 1024
-"""No machine needs more; far above it threads cannot be made, which ends the process."""
+"""Above the cores of any machine; torch ends the process where it cannot start threads."""
 
 
 def set_threads(count: int) -> None:

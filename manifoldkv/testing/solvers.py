@@ -55,8 +55,8 @@ class SolverConformance:
 
     def _solve(self, problem: Problem, rank: int) -> _Solved:
         before = torch.get_rng_state()
-        found = self.solver.solve(problem, rank, seed=7)
-        return _Solved(found.basis, found.history, torch.equal(before, torch.get_rng_state()))
+        solution = self.solver.solve(problem, rank, seed=7)
+        return _Solved(solution.basis, solution.history, torch.equal(before, torch.get_rng_state()))
 
     def test_some_problem_is_accepted(self) -> None:
         assert list(self.problems()), "the solver accepts no problem of the objective"
@@ -84,9 +84,9 @@ class SolverConformance:
 
     def test_solution_beats_random_bases(self) -> None:
         for problem in self.problems():
-            found = problem.loss(self._solved(problem).basis).item()
+            loss = problem.loss(self._solved(problem).basis).item()
             for seed in range(5):
-                assert found < problem.loss(random_basis(3, problem.grouping, seed)).item()
+                assert loss < problem.loss(random_basis(3, problem.grouping, seed)).item()
 
     def test_same_seed_gives_the_same_bytes(self) -> None:
         for problem in self.problems():

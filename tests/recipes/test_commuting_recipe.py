@@ -218,7 +218,7 @@ def test_a_recipe_describes_itself() -> None:
 
 
 def test_layer_output_is_reached_from_query_weights() -> None:
-    """Same ranks and frequencies; less error of each layer; nothing but the bases has moved."""
+    """Same ranks and frequencies; less error of each layer; all else is the same."""
     model, tokens = tiny_model("qwen3"), tiny_tokens(4, 24)
     start, refined = [
         compress(model, tokens, recipe=CommutingRecipe(objective), ratio=0.5)
@@ -226,12 +226,12 @@ def test_layer_output_is_reached_from_query_weights() -> None:
     ]
     assert refined.provenance.recipe["solver"] == {"name": "riemannian-adam"}
     for activations in capture(model, tokens):
-        before, after = (plan.layers[activations.layer] for plan in (start, refined))
+        before, after = start.layers[activations.layer], refined.layers[activations.layer]
         assert after.key.frequencies == before.key.frequencies
         assert (after.key.rank, after.value.rank) == (before.key.rank, before.value.rank)
         for site, rotary in (("key", "post"), ("value", "pre")):
             problem = LayerOutput().problem(activations, site, before.key.grouping, rotary)
-            first, last = (
+            losses = [
                 problem.loss(getattr(plan, site).like(activations.cos)) for plan in (before, after)
-            )
-            assert last < first
+            ]
+            assert losses[1] < losses[0]
