@@ -24,9 +24,7 @@ class GivenRanks(RankRule):
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
         if len(self.ranks) != budget.layers:
-            raise ArgumentError(
-                f"ranks must be of {budget.layers} layers, got {len(self.ranks)} pairs"
-            )
+            raise ArgumentError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
         for pair in self.ranks:
             for rank in pair:
                 check_rank(rank, budget.head_dim)
