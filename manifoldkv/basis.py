@@ -1,4 +1,4 @@
-"""Low-rank bases of keys or values, and which heads share one."""
+"""Low-rank bases of keys or values, and head groupings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from manifoldkv.errors import ArgumentError, PlanError
 
 Site = Literal["key", "value"]
-"""What a basis projects."""
+"""Keys or values, which a basis projects."""
+SITES: tuple[Site, Site] = ("key", "value")
 Rotary = Literal["pre", "post"]
 """Whether keys are projected before rotation or after it."""
 
@@ -22,11 +23,11 @@ ORTHONORMAL_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class HeadGrouping:
-    """Which KV heads share a basis.
+    """Groups of KV heads that share a basis.
 
-    ``"shared"``: one d×r basis used by every head (the paper's keys). An integer g: g
-    heads each are concatenated and share a (g·d)×(g·r) basis; 1 is a basis per head (the paper's
-    values), ``"all"`` is one group of all heads. The cached bytes are the same for every grouping.
+    ``"shared"``: one d×r basis for every head (the paper's keys). An integer g: g heads are
+    concatenated and share a (g·d)×(g·r) basis; 1 is a basis per head (the paper's values),
+    ``"all"`` is one group of all heads. The cached bytes are the same for every grouping.
 
     Parameters
     ----------
@@ -103,21 +104,20 @@ def parse_grouping(value: str | int) -> str | int:
 class Basis:
     """A low-rank basis for the keys or values of one layer.
 
-    Two bases are equal if all their elements are; `projector_distance` compares what they span.
+    Two bases are equal if all their elements are; `projector_distance` compares spans.
 
     Parameters
     ----------
     down : Tensor
         Down-projection into the cache, (groups, width·d, width·r), float32 or float64.
     up : Tensor
-        Up-projection out of it, same shape. The very same tensor for an orthonormal basis; for an
+        Up-projection out of it, same shape. The same tensor for an orthonormal basis; for an
         oblique one ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
-        Which heads use which of the bases.
+        Groups of heads, one for each basis.
     frequencies : tuple of int or None
-        Of a basis of keys that commutes with their rotation: the frequency of RoPE that each pair
-        of latents turns with, (width·r / 2,), in order; pair i is latents i and width·r / 2 + i
-        (see `manifoldkv.commuting`). None if it is not known to commute.
+        RoPE frequency of each pair of latents of a commuting basis, (width·r / 2,), ascending; pair
+        i is latents i and width·r / 2 + i (see `manifoldkv.commuting`). None of other bases.
     """
 
     down: Tensor
@@ -146,12 +146,12 @@ class Basis:
 
     @property
     def orthonormal(self) -> bool:
-        """Return whether `up` is the very tensor `down`."""
+        """Return whether `up` is the tensor `down`."""
         return self.down is self.up
 
     @property
     def commuting(self) -> bool:
-        """Return whether keys may be rotated before they are projected or after it, alike."""
+        """Return whether projection commutes with the rotation of keys."""
         return self.frequencies is not None
 
     @property
@@ -176,13 +176,13 @@ class Basis:
         return Basis(down, up, self.grouping, self.frequencies)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return what attention sees of `x`, projected down and up: (B, H, n, d), same shape."""
+        """Return the reconstruction of `x`, projected down and up: (B, H, n, d), same shape."""
         basis = self.like(x)
         latents = self.grouping.split(x) @ basis.down  # (B, H/width, n, width·r)
         return self.grouping.merge(latents @ basis.up.mT)
 
     def projector(self) -> Tensor:
-        """Return ``down upᵀ``, all that a loss can see of a basis: (groups, width·d, width·d)."""
+        """Return ``down upᵀ``, on which losses depend alone: (groups, width·d, width·d)."""
         return self.down @ self.up.mT
 
 
@@ -210,14 +210,14 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
 
 
 def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
-    """Return the basis of full rank that leaves keys or values as they are, float32."""
+    """Return the basis of full rank, the identity, float32."""
     columns = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
     return Basis(columns, columns, grouping)
 
 
 def orthonormality_error(basis: Basis) -> float:
     """Return the largest entry of ``|upᵀ down - I|``; NaN if an element is not finite."""
-    # In float64, where torch multiplies float32 in fewer bits (set_float32_matmul_precision).
+    # In float64: torch may multiply float32 in fewer bits (set_float32_matmul_precision).
     product = basis.up.mT.double() @ basis.down.double()
     identity = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     return float((product - identity).abs().max())
@@ -245,7 +245,7 @@ def _orthonormal_span(columns: Tensor) -> Tensor:
 
 
 def check_rotary(rotary: Rotary) -> None:
-    """Raise `PlanError` unless keys can be stored so."""
+    """Raise `PlanError` unless it is a known rotary space."""
     if rotary not in get_args(Rotary):
         raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
@@ -264,7 +264,7 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
     ArgumentError
         If that is not between 1 and `head_dim`.
     """
-    # A number that is not finite has no integer next to it.
+    # A number that is not finite cannot be rounded.
     rank = round(ratio * head_dim) if math.isfinite(ratio) else 0
     if not 1 <= rank <= head_dim:
         raise ArgumentError(
@@ -275,5 +275,5 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor as a plan stores it: without gradient, on the CPU, contiguous."""
+    """Return a tensor as a plan holds it: without gradient, on the CPU, contiguous."""
     return tensor.detach().cpu().contiguous()

@@ -1,10 +1,10 @@
 """Bases of keys that commute with their rotation.
 
-RoPE turns features j and d/2 + j of every head by one angle, the same for all heads. Read as one
-complex number each, the features of frequency j of the g heads of a group are a vector z of C^g,
-which rotation multiplies by a scalar: every map of it that is complex-linear commutes with
-rotation. A commuting basis stores c = Bᴴ z and reads A c, where Bᴴ A = I, and is a real basis over
-the concatenated heads whose latents are the real parts of all c, then their imaginary parts.
+RoPE rotates features j and d/2 + j of every head by one angle, the same for all heads. As complex
+numbers, the features of frequency j of the g heads of a group are a vector z of C^g, which rotation
+multiplies by a scalar: every complex-linear map commutes with rotation. A commuting basis caches
+c = Bᴴ z and reconstructs A c, where Bᴴ A = I, and is a real basis over the concatenated heads whose
+latents are the real parts of all c, then their imaginary parts.
 
 TransMLA (Meng et al. 2025, arXiv:2502.07864) has real orthogonal matrices in place of B.
 """
@@ -32,9 +32,9 @@ def commuting_basis(
     down, up : Tensor
         B and A, (groups, g, pairs), complex; the same tensor for an orthonormal basis.
     frequencies : tuple of int
-        Which frequency each column is of, (pairs,), between 0 and head_dim / 2 - 1.
+        Frequency of each column, (pairs,), between 0 and head_dim / 2 - 1.
     grouping : HeadGrouping
-        Which heads are one group; g is its width.
+        Groups of heads, of width g.
     head_dim : int
         Features of a head, even.
 
@@ -53,16 +53,16 @@ def _real_columns(columns: Tensor, frequencies: tuple[int, ...], head_dim: int) 
     pairs = torch.arange(len(frequencies), device=columns.device)
     at = torch.tensor(frequencies, dtype=torch.long, device=columns.device)
     groups, width, count = columns.shape
-    placed = columns.new_zeros(groups, width, head_dim // 2, count)
-    placed[:, :, at, pairs] = columns
-    # A column b of C^g becomes two: b itself and i·b, real parts above imaginary ones.
-    both = torch.cat([placed, 1j * placed], dim=-1)  # (groups, g, d/2, 2·pairs)
+    by_frequency = columns.new_zeros(groups, width, head_dim // 2, count)
+    by_frequency[:, :, at, pairs] = columns
+    # A column b of C^g becomes two, b and i·b, real parts above imaginary ones.
+    both = torch.cat([by_frequency, 1j * by_frequency], dim=-1)  # (groups, g, d/2, 2·pairs)
     halves = torch.stack([both.real, both.imag], dim=2)  # (groups, g, 2, d/2, 2·pairs)
     return halves.reshape(groups, width * head_dim, 2 * count)
 
 
 def complex_columns(basis: Basis) -> tuple[Tensor, Tensor]:
-    """Return what `commuting_basis` made a commuting basis of: B and A, (groups, g, pairs)."""
+    """Return the arguments B and A of `commuting_basis`, (groups, g, pairs)."""
     down = _complex_columns(basis.down, basis)
     return down, down if basis.orthonormal else _complex_columns(basis.up, basis)
 
@@ -81,8 +81,8 @@ def hermitian_parts(matrix: Tensor, width: int) -> Tensor:
     Parameters
     ----------
     matrix : Tensor
-        Σ x xᵀ of features x of `width` heads side by side, (groups, width·d, width·d), or any other
-        symmetric one; the result is the same before rotation and after it.
+        Σ x xᵀ of features x of `width` concatenated heads, (groups, width·d, width·d), or another
+        symmetric matrix; the result is the same before rotation and after it.
 
     Returns
     -------
@@ -99,13 +99,13 @@ def hermitian_parts(matrix: Tensor, width: int) -> Tensor:
 
 
 def check_commuting(name: str, basis: Basis) -> None:
-    """Raise `PlanError` unless a basis that is said to commute with the rotation does so."""
+    """Raise `PlanError` unless a basis with frequencies commutes with the rotation."""
     frequencies = basis.frequencies
     if frequencies is None:
         return
     half = basis.head_dim // 2
-    known = [j for j in frequencies if type(j) is int and 0 <= j < half]
-    if basis.head_dim % 2 or basis.grouping.name == "shared" or known != sorted(frequencies):
+    possible = [j for j in frequencies if type(j) is int and 0 <= j < half]
+    if basis.head_dim % 2 or basis.grouping.name == "shared" or possible != sorted(frequencies):
         raise PlanError(
             f"{name}: a commuting basis of {basis.head_dim} features a head cannot have "
             f"frequencies {list(frequencies)}"

@@ -1,11 +1,11 @@
-"""Names for pluggable methods: a decorator for one's own code, entry points for other packages."""
+"""Registries of pluggable methods by name: a decorator, and entry points of other packages."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from importlib.metadata import EntryPoints, entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from manifoldkv.errors import ArgumentError
 
@@ -18,9 +18,9 @@ class Registry(Generic[T]):
     Parameters
     ----------
     kind : str
-        What is registered, as error messages call it (``"objective"``).
+        Kind of classes in error messages (``"objective"``).
     entry_point_group : str
-        Other packages add classes by an entry point of this group.
+        Group of the entry points by which other packages add classes.
     """
 
     def __init__(self, kind: str, entry_point_group: str) -> None:
@@ -29,7 +29,7 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Return a class decorator that makes the class known as `name`.
+        """Return a class decorator that registers the class as `name`.
 
         Raises
         ------
@@ -62,12 +62,12 @@ class Registry(Generic[T]):
                 if entry_point.name == name:
                     self._classes[name] = entry_point.load()
         if name not in self._classes:
-            known = ", ".join(self.names())
-            raise ArgumentError(f"unknown {self._kind} {name!r}; known: {known}")
+            names = ", ".join(self.names())
+            raise ArgumentError(f"unknown {self._kind} {name!r}; known: {names}")
         return self._classes[name]
 
     def resolve(self, method: str | T) -> T:
-        """Return a method as it is, or the one called so with its default fields.
+        """Return a method, or the one of this name with its default fields.
 
         Raises
         ------
@@ -78,18 +78,12 @@ class Registry(Generic[T]):
 
     def describe(self, method: T) -> dict[str, Any]:
         """Return the name of a method, or that of its class if it has none, and its fields."""
-        cls = type(method)
-        named = {known: name for name, known in self._classes.items()}
-        name = named.get(cls, f"{cls.__module__}.{cls.__qualname__}")
-        fields = _fields(method)
-        return {"name": name} | fields
+        cls, instance = type(method), cast(object, method)
+        names = {registered: name for name, registered in self._classes.items()}
+        name = names.get(cls, f"{cls.__module__}.{cls.__qualname__}")
+        if dataclasses.is_dataclass(instance) and not isinstance(instance, type):
+            return {"name": name} | dataclasses.asdict(instance)
+        return {"name": name}
 
     def _entry_points(self) -> EntryPoints:
         return entry_points(group=self._group)
-
-
-def _fields(method: object) -> dict[str, Any]:
-    """Return the fields of a dataclass; nothing of any other class."""
-    if dataclasses.is_dataclass(method) and not isinstance(method, type):
-        return dataclasses.asdict(method)
-    return {}

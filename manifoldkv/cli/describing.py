@@ -66,10 +66,7 @@ def _lines(plan: CompressionPlan) -> list[str]:
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"
         + ("   key bits  value bits" if plan.variable_width else ""),
-        *(
-            _layer_line(index, layer, plan.variable_width)
-            for index, layer in enumerate(plan.layers)
-        ),
+        *(_layer_line(index, plan) for index in range(len(plan.layers))),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Objectives: each states what a good basis keeps."""
+"""Objectives: losses over bases."""
 
 from manifoldkv.basis import Site
 from manifoldkv.objectives.base import OBJECTIVES, Objective, Problem, register_objective

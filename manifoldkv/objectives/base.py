@@ -1,4 +1,4 @@
-"""What an objective promises a solver."""
+"""The contract of objectives and the problem that a solver minimises."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """States what a good basis keeps: a loss over the bases of one site of one layer.
+    """A loss over the bases of one site of one layer.
 
     Subclasses write `loss`, and may write `closed_form` (with `has_closed_form`) and `initial`.
-    Hyper-parameters are fields of a subclass that is a frozen dataclass too. What concerns one
-    layer is in the `Problem` that every method is given.
+    Hyper-parameters are fields of a subclass that is a frozen dataclass too; data of a layer are in
+    the `Problem`.
     """
 
     full_batch_is_cheap: ClassVar[bool] = False
-    """Whether the loss over all data costs less than over a sample, because the data enter through
-    sums that are made once (Gram matrices, say). Keys and values are not stored then."""
+    """Whether the loss over all data costs less than over a sample, because it depends on sums that
+    are computed once (Gram matrices, say). Keys and values are not held then."""
 
     @abstractmethod
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
@@ -46,11 +46,11 @@ class Objective(ABC):
         Parameters
         ----------
         problem : Problem
-            The layer, the site, and which heads share a basis.
+            Layer, site and head grouping.
         basis : Basis
-            Where the loss is asked for.
+            Argument of the loss.
         batch : Batch, optional
-            The sequences and query rows that count; all of the data if omitted.
+            Sequences and query rows; all of the data if omitted.
         """
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
@@ -58,17 +58,17 @@ class Objective(ABC):
         return False, f"{type(self).__name__} has no closed form"
 
     def closed_form(self, problem: Problem, rank: int) -> Basis:
-        """Return the exact minimiser, where one is known.
+        """Return the exact minimiser.
 
         Raises
         ------
         ArgumentError
-            If none is.
+            If none is known.
         """
         raise ArgumentError(self.has_closed_form(problem.site, problem.grouping.name)[1])
 
     def initial(self, problem: Problem, rank: int) -> Basis:
-        """Return an orthonormal basis that is cheap and good to start from: here K-SVD's."""
+        """Return an orthonormal start of iterative solvers: here the basis of K-SVD."""
         gram = problem.summed(lambda part: gram_by_group(problem.data(part), problem.grouping))
         return leading_basis(gram, rank, problem.grouping, problem.activations.dtype)
 
@@ -79,23 +79,23 @@ class Objective(ABC):
         grouping: HeadGrouping,
         rotary: Rotary = "pre",
     ) -> Problem:
-        """Return the problem of finding a basis; the parameters are those of `Problem`."""
+        """Return the objective as a `Problem`, which has the same parameters."""
         return Problem(self, activations, site, grouping, rotary)
 
 
 class Problem:
-    """An objective on the calibration data of one site of one layer: what a solver minimises.
+    """An objective on the calibration data of one site of one layer.
 
     Parameters
     ----------
     objective : Objective
-        Whose loss it is.
+        Source of the loss.
     activations : LayerActivations
         Calibration data.
     site : {"key", "value"}
-        What the basis is for.
+        Keys or values.
     grouping : HeadGrouping
-        Which heads share a basis.
+        Heads that share a basis.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation; without effect on values.
     """
@@ -143,20 +143,20 @@ class Problem:
         return self.objective.initial(self, rank)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
-        """Return the keys or values a basis projects, of some sequences or all: (s, H_kv, n, d).
+        """Return keys or values of some sequences or all, (s, H_kv, n, d).
 
-        They are stored for the steps to come, unless the objective needs each element only once.
+        They are held for further steps, unless the objective needs each element only once.
         """
         if self.objective.full_batch_is_cheap:
             batch = None if sequences is None else Batch(sequences)
-            made = self.activations.projections(self.rotary, batch)
-            return made.keys if self.site == "key" else made.values
+            projections = self.activations.projections(self.rotary, batch)
+            return projections.keys if self.site == "key" else projections.values
         if self.site == "key":
             return self.activations.keys_in(self.rotary, sequences)
         return self.activations.values_of(sequences)
 
     def once(self, compute: Callable[[Problem], T]) -> T:
-        """Return what `compute` makes of this problem, computed at the first call only."""
+        """Return a function of this problem, computed at the first call only."""
         name = compute.__qualname__
         if name not in self._computed:
             self._computed[name] = compute(self)
@@ -165,7 +165,7 @@ class Problem:
     def summed(
         self, compute: Callable[[Tensor], Tensor], sequences: Tensor | None = None
     ) -> Tensor:
-        """Return the sum of what is computed from a few sequences at a time, of some or of all."""
+        """Return the sum of a function of a few sequences at a time, over some or all sequences."""
         if sequences is None:
             sequences = torch.arange(self.activations.sequences)
         first, *others = sequences.split(SEQUENCES_AT_A_TIME)
@@ -182,9 +182,9 @@ class Problem:
         Tensor
             (groups, 2·width·d)
         """
-        known, grouping = self.activations, self.grouping
-        heads = grouping.heads // grouping.width // grouping.groups  # of one basis, side by side
-        count = known.sequences * known.length * heads
+        activations, grouping = self.activations, self.grouping
+        heads = grouping.heads // grouping.width // grouping.groups  # that share a basis
+        count = activations.sequences * activations.length * heads
 
         def rows(part: Tensor) -> Tensor:
             by_group = grouping.split(self.data(part)).transpose(0, 1)  # (H/width, s, n, width·d)

@@ -1,4 +1,4 @@
-"""EigenAttention: keep the energy of keys and queries together (Eq. app_eigen)."""
+"""EigenAttention: the reconstruction error of keys and queries together (Eq. app_eigen)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ class EigenAttention(KSVD):
         grouping = problem.grouping
 
         def gram(part: Tensor) -> Tensor:
-            made = problem.activations.projections(problem.rotary, Batch(part))
-            total = gram_by_group(made.keys, grouping)
-            by_share = made.queries.unflatten(1, (grouping.heads, -1))  # (S, H_kv, share, n, d)
+            projections = problem.activations.projections(problem.rotary, Batch(part))
+            total = gram_by_group(projections.keys, grouping)
+            by_share = projections.queries.unflatten(
+                1, (grouping.heads, -1)
+            )  # (S, H_kv, share, n, d)
             for share in by_share.unbind(2):
                 total = total + gram_by_group(share, grouping)
             return total
@@ -43,10 +45,10 @@ class EigenAttention(KSVD):
 def singular_values(
     activations: LayerActivations, site: Site, grouping: HeadGrouping, rotary: Rotary = "pre"
 ) -> Tensor:
-    """Return the singular values of what EigenAttention decomposes, by basis.
+    """Return the singular values of the matrix that EigenAttention decomposes, by basis.
 
-    Where heads are concatenated, an entry is the sum of as many singular values: what one more
-    rank per head adds.
+    Where g heads are concatenated, an entry is the sum of g singular values: the gain of one more
+    rank per head.
 
     Returns
     -------

@@ -19,9 +19,9 @@ from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_
 class GramObjective(Objective):
     """Minimise Σ_g tr(Dᵀ G_g D W_g) / Σ_g tr(G_g W_g) with D = I - down upᵀ.
 
-    G is the Gram matrix of what is projected, the weight W says how much each direction of the
-    residual matters (the identity where it is None). This is the squared Frobenius norm of the
-    residual ``x - x down upᵀ``, seen through W, relative to that of x itself.
+    G is the Gram matrix of keys or values x, W a weight of residuals (the identity where it is
+    None). This is the squared Frobenius norm of the residual ``x - x down upᵀ`` in the metric W,
+    relative to that of x.
     """
 
     full_batch_is_cheap: ClassVar[bool] = True

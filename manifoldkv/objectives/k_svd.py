@@ -1,4 +1,4 @@
-"""K-SVD: keep the energy of keys, or of values (Eq. app_ksvd)."""
+"""K-SVD: the reconstruction error of keys, or of values (Eq. app_ksvd)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KQ-SVD: keep the scores QKᵀ, and the values as W_O reads them (Eqs. app_kqsvd, app_kqsvd_v)."""
+"""KQ-SVD: the error of scores QKᵀ, and of V W_O (Eqs. app_kqsvd, app_kqsvd_v)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class KQSVD(GramObjective):
             lambda part: gram_by_group(problem.data(part), problem.grouping), sequences
         )
         readers = problem.activations.output_weight()  # (H_q, d, hidden)
-        one_by_one = (reader.double() for reader in readers)  # a copy of all would be large
-        by_head = torch.stack([reader @ reader.mT for reader in one_by_one])
+        # One head at a time: a float64 copy of all would be large.
+        by_head = torch.stack([_squared(reader.double()) for reader in readers])
         return gram, _by_group(by_head, problem.grouping)
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
@@ -55,10 +55,15 @@ class KQSVD(GramObjective):
 
 def _key_matrices(problem: Problem, sequences: Tensor) -> Tensor:
     """Return Gram matrices of keys and, shaped likewise, of the queries that read them."""
-    made = problem.activations.projections(problem.rotary, Batch(sequences))
-    queries = gram_by_group(made.queries, HeadGrouping(1, problem.activations.query_heads))
-    keys = gram_by_group(made.keys, problem.grouping)
+    projections = problem.activations.projections(problem.rotary, Batch(sequences))
+    one_head = HeadGrouping(1, problem.activations.query_heads)
+    queries = gram_by_group(projections.queries, one_head)
+    keys = gram_by_group(projections.keys, problem.grouping)
     return torch.stack([keys, _by_group(queries, problem.grouping)])
+
+
+def _squared(matrix: Tensor) -> Tensor:
+    return matrix @ matrix.mT
 
 
 def _by_group(by_head: Tensor, grouping: HeadGrouping) -> Tensor:

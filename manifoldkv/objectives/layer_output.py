@@ -29,24 +29,26 @@ class LayerOutput(Objective):
     """Error at the output of the decoder layer; iterative solvers only.
 
     Minimises Δ: the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F. Keys are solved with
-    values exact and the other way round. On some query rows only, the error of the rows is scaled
-    to the whole sequence and divided by the norm of the whole output. The start is EigenAttention's
-    basis.
+    exact values and the other way round. The error of a sample of query rows is scaled to the
+    sequence and divided by the norm of the whole output. The start is EigenAttention's basis.
     """
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
-        known = problem.activations
-        batch = batch or every_sequence(known)
+        activations = problem.activations
+        batch = batch or every_sequence(activations)
         if problem.site == "key":
-            attention = attention_output(known, key_basis=basis, rotary=problem.rotary, batch=batch)
+            attention = attention_output(
+                activations, key_basis=basis, rotary=problem.rotary, batch=batch
+            )
         else:
-            mixed = select_head_rows(problem.once(_mixed_values), batch).to(known.device)
+            mixed = select_head_rows(problem.once(_mixed_values), batch).to(activations.device)
             attention = project_mixed_values(mixed, basis)
-        output = layer_output(known, attention, batch)
-        exact = known.outputs_of(batch)
+        output = layer_output(activations, attention, batch)
+        exact = activations.outputs_of(batch)
         error = torch.linalg.vector_norm(output - exact, dim=(1, 2))  # (b,)
-        rows = known.length if batch.rows is None else len(batch.rows)
-        scale = (known.length / rows) ** 0.5
+        length = activations.length
+        rows = length if batch.rows is None else len(batch.rows)
+        scale = (length / rows) ** 0.5
         return (scale * error / problem.once(_output_norms)[batch.sequences]).mean()
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
@@ -64,19 +66,20 @@ def _eigen_problem(problem: Problem) -> Problem:
 
 def _output_norms(problem: Problem) -> Tensor:
     """Return the norm of the layer's output by sequence, (S,)."""
-    one_by_one = every_sequence(problem.activations).sequences.split(1)
-    outputs = (problem.activations.outputs_of(Batch(one)) for one in one_by_one)
-    return torch.stack([torch.linalg.vector_norm(x) for x in outputs])
+    activations = problem.activations
+    one_by_one = every_sequence(activations).sequences.split(1)
+    norms = [torch.linalg.vector_norm(activations.outputs_of(Batch(one))) for one in one_by_one]
+    return torch.stack(norms)
 
 
 def _mixed_values(problem: Problem) -> Tensor:
     """Return attention-weighted values, constant while keys are exact: (S, H_q, n, width·d)."""
-    known = problem.activations
-    features = problem.grouping.width * known.head_dim
-    shape = (known.sequences, known.query_heads, known.length, features)
-    nbytes = math.prod(shape) * known.dtype.itemsize
-    mixed = Placement(nbytes, known.device, known.folder).empty(shape, known.dtype)
+    activations, dtype = problem.activations, problem.activations.dtype
+    features = problem.grouping.width * activations.head_dim
+    shape = (activations.sequences, activations.query_heads, activations.length, features)
+    nbytes = math.prod(shape) * dtype.itemsize
+    mixed = Placement(nbytes, activations.device, activations.folder).empty(shape, dtype)
     with torch.no_grad():
-        for sequence in every_sequence(known).sequences.split(1):
-            mixed[sequence] = mixed_values(known, problem.grouping, Batch(sequence)).to(mixed)
+        for sequence in every_sequence(activations).sequences.split(1):
+            mixed[sequence] = mixed_values(activations, problem.grouping, Batch(sequence)).to(mixed)
     return mixed

@@ -10,11 +10,11 @@ from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthono
 RELATIVE_FLOOR = 1e-10
 """Eigenvalues of a weight below this share of the largest count as this share."""
 HELD_TOLERANCE = ORTHONORMAL_TOLERANCE / 2
-"""Of the largest entry of ``upᵀ down - I`` in float32."""
+"""Largest entry of ``upᵀ down - I`` in float32."""
 NEGLIGIBLE = 1e-9
-"""A column that saves less than this share of what the first one does saves nothing."""
+"""A column with less than this share of the gain of the first one counts as useless."""
 LARGEST_NORM = 16.0
-"""Of a column of down and of up, beside which float32 holds the identity."""
+"""Largest norm of a column of down and of up at which float32 holds the identity."""
 
 
 def gram_by_group(x: Tensor, grouping: HeadGrouping) -> Tensor:
@@ -49,9 +49,9 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     By Eckart–Young the best approximation of G^½ W^½ of that rank is its truncated SVD U S Vᵀ =
     G^½ W^½ V Vᵀ, which is attained by down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
 
-    Few tokens leave directions without variance or weight, in which W^-½ is so large that float32
-    does not hold the identity. There, columns that save nothing are replaced by the directions of
-    most variance that the others leave, and all are scaled to equal norms in down and up.
+    With few tokens there are directions without variance or weight, in which W^-½ is so large that
+    float32 does not hold the identity. There, useless columns are replaced by the directions of
+    most variance in the residual, and all are scaled to equal norms in down and up.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tup
     """Return down and up of a group, (p, count), such that float32 holds their identity."""
     down, up = same_size(down, up)
     product = up.mT.float().double() @ down.float().double()
-    if product.is_meta:  # of a trial run without weights: nothing to repair
+    if product.is_meta:  # of a dry run without weights
         return down, up
     if float((product - torch.eye(len(product)).to(product)).abs().max()) <= HELD_TOLERANCE:
         return down, up
@@ -85,34 +85,31 @@ def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tup
     useful = gains[:count] > NEGLIGIBLE * gains[0]
     kept = int((useful & (down.norm(dim=0) <= LARGEST_NORM)).cumprod(dim=0).sum())
     down, up = down[:, :kept], up[:, :kept]
-    left = torch.eye(len(gram)).to(gram) - down @ up.mT  # an oblique projector, (p, p)
-    free = torch.linalg.svd(left).U[:, : len(gram) - kept]
-    free = free @ leading_eigenvectors(free.mT @ gram @ free, count - kept)
-    free, its_up = _balanced(free, left.mT @ free)
-    return torch.cat([down, free], dim=1), torch.cat([up, its_up], dim=1)
+    residual = torch.eye(len(gram)).to(gram) - down @ up.mT  # an oblique projector, (p, p)
+    span = torch.linalg.svd(residual).U[:, : len(gram) - kept]
+    columns = span @ leading_eigenvectors(span.mT @ gram @ span, count - kept)
+    more_down, more_up = _balanced(columns, residual.mT @ columns)
+    return torch.cat([down, more_down], dim=1), torch.cat([up, more_up], dim=1)
 
 
 def same_size(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return down and up (…, p, count) multiplied by a number so that both are equally large.
+    """Return down and up (…, p, count) scaled by one number to equal norms, which 16 bits hold.
 
-    Latents keep their sizes relative to each other, in which errors count alike, and 16-bit numbers
-    hold them.
+    Ratios between latents do not change, so errors in all of them still weigh the same.
     """
-    norms = torch.linalg.vector_norm(up, dim=(-2, -1)) / torch.linalg.vector_norm(
-        down, dim=(-2, -1)
-    )
-    scale = norms.sqrt()[..., None, None]
+    ratio = torch.linalg.matrix_norm(up) / torch.linalg.matrix_norm(down)
+    scale = ratio.sqrt()[..., None, None]
     return down * scale, up / scale
 
 
 def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns of equal norms in down and up."""
+    """Return columns scaled to equal norms in down and up."""
     scale = (up.norm(dim=0) / down.norm(dim=0)).sqrt()
     return down * scale, up / scale
 
 
 def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all columns that `weighted_closed_form` chooses from, and what each of them saves.
+    """Return all columns that `weighted_closed_form` chooses from, and the gain of each.
 
     Parameters
     ----------
@@ -122,11 +119,11 @@ def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, T
     Returns
     -------
     tuple of Tensor
-        The squared error that a column saves, (…, p), falling; down and up, (…, p, p).
+        Gains, the reductions of the squared error, (…, p), descending; down and up, (…, p, p).
     """
     values, vectors = torch.linalg.eigh(weight)
     largest = values[..., -1:]
-    # Where nothing has weight, every direction counts alike.
+    # Without any weight, all directions weigh the same.
     values = torch.where(largest > 0, values.clamp(min=RELATIVE_FLOOR * largest), 1.0)
     root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mH
     inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mH

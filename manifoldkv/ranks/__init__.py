@@ -1,11 +1,11 @@
-"""Which ranks every layer gets: what measures rank sensitivity, and the rules that choose."""
+"""Rank rules, which choose the ranks of every layer, and measures of rank sensitivity."""
 
 from manifoldkv.ranks.base import (
     RANK_RULES,
     LayerBases,
+    ProbeRun,
     RankProblem,
     RankRule,
-    Rehearsal,
     register_rank_rule,
 )
 from manifoldkv.ranks.budget import CANDIDATES, PAPER_CANDIDATES, Budget, Ranks, candidate_ranks
@@ -23,10 +23,10 @@ __all__ = [
     "GivenRanks",
     "LayerBases",
     "Optimal",
+    "ProbeRun",
     "RankProblem",
     "RankRule",
     "Ranks",
-    "Rehearsal",
     "Sequential",
     "Threshold",
     "Uniform",

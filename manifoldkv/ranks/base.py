@@ -1,4 +1,4 @@
-"""What a rank rule is given, and what it promises."""
+"""The contract of rank rules and the problem they solve."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerBases:
 
 @dataclass(frozen=True)
 class RankProblem:
-    """What a rank rule chooses from.
+    """Bases, data and budget that a rank rule chooses ranks by.
 
     Parameters
     ----------
@@ -49,15 +49,15 @@ class RankProblem:
     tokens : Tensor
         Calibration token ids, (sequences, length), int64.
     bases : sequence of LayerBases
-        Of every layer, at the candidate ranks of the rule.
+        Bases of every layer at the candidate ranks of the rule.
     budget : Budget
-        What the cache may take.
+        Largest size of the cache.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     executor : Executor
-        Where independent measurements may run.
+        Executor of independent measurements.
     checkpoints : Checkpoints
-        Where measurements are stored, keyed by all that the bases depend on.
+        Store of measurements, keyed by all that the bases depend on.
     """
 
     model: PreTrainedModel
@@ -70,17 +70,17 @@ class RankProblem:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """A small part of a run, from which the time of all of it is estimated.
+class ProbeRun:
+    """A small part of a run, from which the time of the run is estimated.
 
     Parameters
     ----------
     activations : LayerActivations
-        Of the first layer, on a few sequences.
+        Activations of the first layer on a few sequences.
     forward_seconds : float
-        Of a forward pass of the model on one sequence.
+        Seconds of a forward pass of the model on one sequence.
     sequences, layers, candidates : int
-        Calibration sequences, layers, and candidate ranks of a site.
+        Numbers of calibration sequences, of layers, and of candidate ranks of a site.
     """
 
     activations: LayerActivations
@@ -97,16 +97,16 @@ class RankRule(ABC):
     Parameters
     ----------
     candidates : tuple of float
-        Shares of head_dim that are tried for keys and for values, in (0, 1].
+        Candidate ranks of keys and of values as shares of head_dim, in (0, 1].
     multiple : int
-        Ranks are multiples of this (and head_dim); 16 makes decoding fastest.
+        Divisor of all ranks but head_dim; 16 makes decoding fastest.
     """
 
     candidates: tuple[float, ...] = CANDIDATES
     multiple: int = 1
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
-        """Return, for every layer, the ranks that `choose` wants bases at.
+        """Return the candidate ranks of every layer, at which `choose` needs bases.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class RankRule(ABC):
         Parameters
         ----------
         problem : RankProblem
-            Bases at the candidate ranks, and what to measure them on.
+            Bases at the candidate ranks, data and budget.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class RankRule(ABC):
             If the budget cannot be met.
         """
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
+    def estimated_seconds(self, probe: ProbeRun) -> float:
         """Return an estimate of the seconds that `choose` will take."""
         return 0.0
 

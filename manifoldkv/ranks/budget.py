@@ -1,4 +1,4 @@
-"""How much of the cache the ranks of all layers may take, and which ranks are tried."""
+"""The budget of a cache over all layers, and candidate ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import cached_tokens
 
 CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-"""Shares of head_dim that are tried for keys and for values: of 128, nearly all multiples of 16."""
+"""Candidate ranks as shares of head_dim: of 128, nearly all multiples of 16."""
 PAPER_CANDIDATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The paper's five trained ranks, and the full one."""
 TOLERANCE = 1e-9
@@ -21,7 +21,7 @@ Ranks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """The elements that all layers together may cache of a text of `context` tokens.
+    """The number of elements that all layers together may cache of a text of `context` tokens.
 
     Elements are counted per KV head: all layers have the same number of heads and the same
     head_dim, so that their sum is proportional to the bytes of the cache. Layers with a sliding
@@ -32,11 +32,11 @@ class Budget:
     ratio : float
         Largest share of the elements of the uncompressed cache, in (0, 1].
     head_dim : int
-        d, of every head.
+        Features of a head, d.
     windows : tuple of (int or None)
-        Sliding window of every layer, in tokens.
+        Sliding window of every layer in tokens, None for full attention.
     context : int
-        Tokens of the text that the budget is stated for.
+        Tokens of the text that the ratio holds for.
 
     Raises
     ------
@@ -53,9 +53,7 @@ class Budget:
         if not 0 < self.ratio <= 1:
             raise ArgumentError(f"ratio {self.ratio:g} is not in (0, 1]")
         if self.context < 1:
-            raise ArgumentError(
-                f"a budget for a context of {self.context} tokens: one is the least"
-            )
+            raise ArgumentError(f"context must be >= 1 token, got {self.context}")
 
     @property
     def layers(self) -> int:
@@ -69,16 +67,16 @@ class Budget:
 
     @cached_property
     def latent_tokens(self) -> tuple[int, ...]:
-        """Return how many tokens every layer caches."""
+        """Return the number of tokens that every layer caches."""
         return tuple(cached_tokens(self.context, window) for window in self.windows)
 
     @cached_property
     def latent_elements(self) -> int:
-        """Return the elements that all layers together may cache."""
+        """Return the largest number of elements of all layers."""
         return int(self.ratio * self.full + TOLERANCE)
 
     def cost(self, ranks: Sequence[Ranks]) -> int:
-        """Return the elements of all latents at some ranks of every layer."""
+        """Return the number of elements of all latents at these ranks of every layer."""
         pairs = zip(self.latent_tokens, ranks, strict=True)
         return sum(tokens * (key + value) for tokens, (key, value) in pairs)
 
@@ -101,11 +99,11 @@ def candidate_ranks(
     Parameters
     ----------
     head_dim : int
-        The largest possible rank.
+        Largest possible rank.
     ratios : sequence of float
-        In (0, 1].
+        Shares, in (0, 1].
     multiple : int
-        Ranks are multiples of this (and head_dim); 16 makes decoding fastest.
+        Divisor of all ranks but head_dim.
 
     Raises
     ------

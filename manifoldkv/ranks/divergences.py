@@ -1,9 +1,9 @@
-"""Rank sensitivity: how far the predictions of a model move with the rank of one site."""
+"""Rank sensitivity: divergence of next-token distributions by the rank of one site."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import SITES, Rotary, Site
 from manifoldkv.models.projected import Bases, divergence, log_probabilities, projected
 from manifoldkv.ranks.base import LayerBases, RankProblem
 from manifoldkv.ranks.surfaces import ErrorSurface
@@ -20,27 +20,26 @@ from manifoldkv.runs.executors import Task
 
 @torch.no_grad()
 def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
-    """Return the rank sensitivity of every layer: divergences of predictions by pair of ranks.
+    """Return the rank sensitivity of every layer: divergences of next-token distributions by ranks.
 
-    It is the Kullback-Leibler divergence from the predictions of the uncompressed model, in nats
-    per token, with one site of one layer compressed and all else exact; that of a pair is the sum
-    over its sites. Sums over layers predict the damage to the model better than sums of
-    layer-output errors or of their squares.
+    It is the Kullback-Leibler divergence from the uncompressed model, in nats per token, with one
+    site of one layer compressed and all else exact; that of a pair is the sum over its sites. Sums
+    over layers predict the damage to the model better than sums of layer-output errors or of their
+    squares.
 
     Parameters
     ----------
     problem : RankProblem
-        Bases, and what to measure them on.
+        Bases and data.
     sequences : int
-        Calibration sequences that predictions are compared on, the first ones. What is measured on
-        one is stored as a checkpoint.
+        Number of calibration sequences, the first ones. The divergences on each are stored.
     """
     model = problem.model
     variants = [
         (index, site, rank, (basis, None) if site == "key" else (None, basis))
         for index, bases in enumerate(problem.bases)
-        for site, of_site in (("key", bases.keys), ("value", bases.values))
-        for rank, basis in of_site.items()
+        for site in SITES
+        for rank, basis in bases.of(site).items()
         if rank < basis.head_dim
     ]
     checkpoints = problem.checkpoints.keyed(
@@ -49,55 +48,52 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
     texts = problem.tokens[:sequences].to(model.device).split(1)
     measure = partial(_divergence_of, model, problem.rotary)
     nats: dict[int, Tensor] = {}  # by sequence, of all variants
-    parts: dict[int, dict[int, float]] = defaultdict(dict)  # of sequences that are not finished
+    parts: dict[int, dict[int, float]] = defaultdict(dict)  # of unfinished sequences
 
     with tqdm(total=len(texts) * len(variants), desc="ranks", disable=None, leave=False) as bar:
 
         def tasks() -> Iterator[Task[tuple[int, int]]]:
             for number, text in enumerate(texts):
-                known = checkpoints.read_tensors(f"divergences-{number}")
-                if known is not None:
-                    nats[number] = known["nats"]
+                stored = checkpoints.read_tensors(f"divergences-{number}")
+                if stored is not None:
+                    nats[number] = stored["nats"]
                     bar.update(len(variants))
                     continue
                 data = text, log_probabilities(model, text)
-                for place, (index, _, _, bases) in enumerate(variants):
-                    yield Task((number, place), data, ({index: bases},))
+                for at, (index, _, _, bases) in enumerate(variants):
+                    yield Task((number, at), data, ({index: bases},))
 
         running = problem.executor.run(measure, tasks(), torch.get_num_threads())
-        for (number, place), added in running:
-            parts[number][place] = added
+        for (number, at), value in running:
+            parts[number][at] = value
             bar.update()
             if len(parts[number]) == len(variants):
-                of_one = [added for _, added in sorted(parts.pop(number).items())]
-                nats[number] = torch.tensor(of_one, dtype=torch.float64)
+                of_text = [value for _, value in sorted(parts.pop(number).items())]
+                nats[number] = torch.tensor(of_text, dtype=torch.float64)
                 checkpoints.write_tensors(f"divergences-{number}", {"nats": nats[number]})
-    # In one order, whatever was finished first: sums depend on it.
-    nothing = torch.zeros(len(variants), dtype=torch.float64)
-    mean = (sum((nats[number] for number in sorted(nats)), nothing) / len(texts)).tolist()
-    costs = {variant[:3]: added for variant, added in zip(variants, mean, strict=True)}
-    return [_summed(costs, index, bases) for index, bases in enumerate(problem.bases)]
+    # Summed in the order of sequences, whatever was finished first: the last bits depend on it.
+    zero = torch.zeros(len(variants), dtype=torch.float64)
+    mean = (sum((nats[number] for number in sorted(nats)), zero) / len(texts)).tolist()
+    costs = {variant[:3]: value for variant, value in zip(variants, mean, strict=True)}
+    return [_surface(costs, index, bases) for index, bases in enumerate(problem.bases)]
 
 
 def _divergence_of(
-    model: PreTrainedModel,
-    rotary: Rotary,
-    data: tuple[Tensor, Tensor],
-    bases: Bases,
+    model: PreTrainedModel, rotary: Rotary, data: tuple[Tensor, Tensor], bases: Bases
 ) -> Iterator[float]:
-    """Yield the divergence with some bases; data are token ids and exact predictions."""
+    """Yield the divergence with these bases; data are token ids and exact log-probabilities."""
     tokens, exact = data
     with torch.no_grad(), projected(model, bases, rotary=rotary):
-        added = divergence(exact, log_probabilities(model, tokens))
-    yield float(added)
+        value = divergence(exact, log_probabilities(model, tokens))
+    yield float(value)
 
 
-def _summed(
-    costs: Mapping[tuple[int, str, int], float], index: int, bases: LayerBases
+def _surface(
+    costs: Mapping[tuple[int, Site, int], float], index: int, bases: LayerBases
 ) -> ErrorSurface:
-    keys, values = (tuple(sorted(of_site)) for of_site in (bases.keys, bases.values))
-    key, value = (
-        torch.tensor([costs.get((index, site, rank), 0.0) for rank in ranks], dtype=torch.float64)
-        for site, ranks in (("key", keys), ("value", values))
-    )
-    return ErrorSurface(keys, values, key.unsqueeze(1) + value)
+    def of_site(site: Site, ranks: Sequence[int]) -> Tensor:
+        return torch.tensor([costs.get((index, site, r), 0.0) for r in ranks], dtype=torch.float64)
+
+    keys, values = tuple(sorted(bases.keys)), tuple(sorted(bases.values))
+    errors = of_site("key", keys).unsqueeze(1) + of_site("value", values)
+    return ErrorSurface(keys, values, errors)

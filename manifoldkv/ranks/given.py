@@ -1,4 +1,4 @@
-"""Ranks of one's own."""
+"""Ranks that are chosen in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifoldkv.ranks.budget import Budget, Ranks
 
 @dataclass(frozen=True)
 class GivenRanks(RankRule):
-    """Ranks that are known already: another plan's, say, to compare bases at equal ranks.
+    """Ranks that are chosen in advance: another plan's, say, to compare bases at equal ranks.
 
     Parameters
     ----------

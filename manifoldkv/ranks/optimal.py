@@ -1,4 +1,4 @@
-"""Ranks over all layers at once, by the rank sensitivity of the model's predictions."""
+"""Ranks over all layers at once, by the rank sensitivity of the model's logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.base import ProbeRun, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.divergences import divergences
 from manifoldkv.ranks.surfaces import ErrorSurface
@@ -19,15 +19,15 @@ from manifoldkv.ranks.surfaces import ErrorSurface
 class Optimal(RankRule):
     """The allocation with the smallest sum of divergences over layers and sites.
 
-    The divergence of the model's predictions is measured for every layer, site and candidate rank
-    by itself (`divergences`); the allocation under the budget is exact (`allocate`).
+    The divergence of the model's logits is measured for every layer, site and candidate rank alone
+    (`divergences`); the allocation under the budget is exact (`allocate`).
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int
-        Calibration sequences that predictions are compared on, the first ones.
+        Number of calibration sequences that the divergence is measured on, the first ones.
     """
 
     sequences: int = 8
@@ -35,10 +35,10 @@ class Optimal(RankRule):
     def choose(self, problem: RankProblem) -> list[Ranks]:
         return allocate(divergences(problem, self.sequences), problem.budget)
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        variants = 2 * rehearsal.layers * (rehearsal.candidates - 1)
-        sequences = min(self.sequences, rehearsal.sequences)
-        return sequences * rehearsal.forward_seconds * (1 + variants)
+    def estimated_seconds(self, probe: ProbeRun) -> float:
+        variants = 2 * probe.layers * (probe.candidates - 1)
+        sequences = min(self.sequences, probe.sequences)
+        return sequences * probe.forward_seconds * (1 + variants)
 
 
 def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
@@ -50,10 +50,9 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
     Parameters
     ----------
     costs : sequence of ErrorSurface
-        Cost of each pair of each layer in quality: its rank sensitivity, say. The sum should
-        predict the damage to the model.
+        Cost of each pair of each layer: its rank sensitivity, say.
     budget : Budget
-        For all layers.
+        Budget of all layers.
 
     Raises
     ------
@@ -84,9 +83,9 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
 def _undominated(
     elements: NDArray[np.int64], sums: NDArray[np.float64], most: int
 ) -> NDArray[np.int64]:
-    """Return the indices of allocations that none with as few elements beats, by rising elements.
+    """Return the indices of allocations that no cheaper one beats, by rising elements.
 
-    Allocations of more than `most` elements are left out.
+    Allocations of more than `most` elements are omitted.
     """
     order = np.lexsort((sums, elements))
     order = order[elements[order] <= most]

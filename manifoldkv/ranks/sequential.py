@@ -1,4 +1,4 @@
-"""The paper's rule: layer by layer, on what the compressed layers below leave of the inputs."""
+"""The paper's rule: layer by layer, on inputs from the compressed layers below."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.errors import ArgumentError
-from manifoldkv.ranks.base import RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.base import ProbeRun, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
     SEQUENCES,
     ErrorSurface,
     layer_surface,
-    seconds_of_an_error,
-    surface_from_tensors,
-    surface_to_tensors,
+    surface_seconds,
 )
 from manifoldkv.runs.progress import follow
 
@@ -33,20 +31,19 @@ class Sequential(RankRule):
     """The paper's greedy rule (Alg. error_surface), one layer after the other.
 
     A layer takes the pair with the lowest layer-output error among those that cost at most the
-    average of the remaining budget, τ = B / (tokens left to cache); what it does not spend is left
-    to later layers. Errors are measured on inputs that have passed the compressed layers below.
-    Surfaces on which a larger rank has a larger error, as every rank is a solution of its own, are
-    reported by a warning.
+    average of the remaining budget, τ = B / (tokens of the remaining layers); the rest remains for
+    later layers. Errors are measured on inputs that have passed the compressed layers below. A
+    warning reports surfaces on which a larger rank has a larger error.
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int or None
-        Calibration sequences that errors are measured on, the first ones; None for all of them
-        (the paper).
+        Number of calibration sequences that errors are measured on, the first ones; None for all
+        of them (the paper).
     rows : int or None
-        Query rows of each, spread evenly; None for all of them (the paper).
+        Number of query rows of each, spread evenly; None for all of them (the paper).
     """
 
     sequences: int | None = SEQUENCES
@@ -55,10 +52,8 @@ class Sequential(RankRule):
     def choose(self, problem: RankProblem) -> list[Ranks]:
         return sequential_ranks(problem, self.sequences, self.rows)[0]
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        of_one = seconds_of_an_error(rehearsal.activations, self.rows)
-        sequences = min(self.sequences or rehearsal.sequences, rehearsal.sequences)
-        return rehearsal.layers * sequences * rehearsal.candidates**2 * of_one
+    def estimated_seconds(self, probe: ProbeRun) -> float:
+        return surface_seconds(probe, self.sequences, self.rows)
 
 
 def sequential_ranks(
@@ -69,7 +64,7 @@ def sequential_ranks(
     Parameters
     ----------
     problem : RankProblem
-        What the rule chooses from.
+        Bases, data and budget.
     sequences, rows : int or None
         As in `Sequential`.
     """
@@ -88,11 +83,11 @@ def sequential_ranks(
         surfaces.append(surface)
         selection.select(surface)
 
-    known = [checkpoints.read_tensors(f"surface-{i}") for i in range(len(problem.bases))]
-    if None not in known:
-        for tensors in known:
-            assert tensors is not None
-            take(surface_from_tensors(tensors))
+    stored = [checkpoints.read_tensors(f"surface-{i}") for i in range(len(problem.bases))]
+    complete = [tensors for tensors in stored if tensors is not None]
+    if len(complete) == len(stored):
+        for of_layer in complete:
+            take(ErrorSurface.restored(of_layer))
         return selection.ranks, surfaces
 
     def propagate(activations: LayerActivations) -> Tensor:
@@ -104,12 +99,12 @@ def sequential_ranks(
     layers = capture(problem.model, tokens, propagate=propagate)
     for activations in follow(layers, len(problem.bases)):
         index = activations.layer
-        tensors = known[index]
+        tensors = stored[index]
         if tensors is None:
             surface = layer_surface(activations, problem.bases[index], problem.rotary, rows)
-            checkpoints.write_tensors(f"surface-{index}", surface_to_tensors(surface))
+            checkpoints.write_tensors(f"surface-{index}", surface.tensors())
         else:
-            surface = surface_from_tensors(tensors)
+            surface = ErrorSurface.restored(tensors)
         take(surface)
     return selection.ranks, surfaces
 

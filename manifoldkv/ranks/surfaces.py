@@ -18,12 +18,12 @@ from manifoldkv.activations.outputs import (
 )
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
 from manifoldkv.objectives.layer_output import LayerOutput
-from manifoldkv.ranks.base import LayerBases
+from manifoldkv.ranks.base import LayerBases, ProbeRun
 from manifoldkv.ranks.budget import TOLERANCE, Ranks
 
 SEQUENCES = 16
 ROWS = 64
-"""How much of the calibration data error surfaces are measured on, unless a rule says otherwise."""
+"""Calibration sequences, and query rows of each, that rules measure error surfaces on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,19 @@ class ErrorSurface:
         return min(affordable)[2:] if affordable else None
 
     def rising_steps(self) -> int:
-        """Return how many steps to the next larger rank of a site raise the error."""
+        """Return the number of steps to the next larger rank of a site that raise the error."""
         return sum(int((self.errors.diff(dim=axis) > 0).sum()) for axis in (0, 1))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the surface as checkpoints store it."""
+        keys, values = torch.tensor(self.key_ranks), torch.tensor(self.value_ranks)
+        return {"errors": self.errors, "key_ranks": keys, "value_ranks": values}
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor]) -> ErrorSurface:
+        """Return the surface of which these are the `tensors`."""
+        keys, values = tensors["key_ranks"].tolist(), tensors["value_ranks"].tolist()
+        return cls(tuple(keys), tuple(values), tensors["errors"])
 
 
 @torch.no_grad()
@@ -99,14 +110,13 @@ def error_surface(
     Parameters
     ----------
     activations : LayerActivations
-        Of inputs that have passed the compressed layers below (the paper), or of clean ones.
+        Activations on inputs from compressed layers below (the paper), or on clean ones.
     key_bases, value_bases : mapping
-        Rank to basis; None leaves keys or values exact, at rank head_dim.
+        Rank to basis; None at rank head_dim is for exact keys or values.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     rows : Tensor, optional
-        Query positions to look at, (m,), int64; all if omitted. The norms are those of the same
-        rows.
+        Query positions of outputs and their norms, (m,), int64; all if omitted.
     """
     keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
     shared = HeadGrouping("shared", activations.kv_heads)
@@ -129,34 +139,34 @@ def error_surface(
                 ratio = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(exact)
                 errors[i, j] += float(ratio) / len(batches)
     if key_bases[keys[-1]] is None and value_bases[values[-1]] is None:
-        errors[-1, -1] = 0  # by definition, but for rounding
+        errors[-1, -1] = 0  # up to rounding
     return ErrorSurface(keys, values, errors)
 
 
 def layer_surface(
     activations: LayerActivations, bases: LayerBases, rotary: Rotary, rows: int | None
 ) -> ErrorSurface:
-    """Return the surface of a layer over its candidate bases, of which full rank is exact.
+    """Return the surface of a layer over its candidate bases; full rank is exact.
 
     Parameters
     ----------
     activations, rotary
         As in `error_surface`.
     bases : LayerBases
-        At the candidate ranks.
+        Bases at the candidate ranks.
     rows : int or None
-        How many query rows to look at, spread evenly; None for all.
+        Number of query rows, spread evenly; None for all.
     """
-    keys, values = (
-        {
+
+    def of_site(by_rank: Mapping[int, Basis]) -> dict[int, Basis | None]:
+        return {
             rank: None if rank == basis.head_dim else basis.like(activations.cos)
-            for rank, basis in of_site.items()
+            for rank, basis in by_rank.items()
         }
-        for of_site in (bases.keys, bases.values)
-    )
-    return error_surface(
-        activations, keys, values, rotary=rotary, rows=spread_rows(activations.length, rows)
-    )
+
+    keys, values = of_site(bases.keys), of_site(bases.values)
+    positions = spread_rows(activations.length, rows)
+    return error_surface(activations, keys, values, rotary=rotary, rows=positions)
 
 
 def spread_rows(length: int, count: int | None) -> Tensor | None:
@@ -166,24 +176,15 @@ def spread_rows(length: int, count: int | None) -> Tensor | None:
     return torch.linspace(0, length - 1, count).round().long()
 
 
-def seconds_of_an_error(activations: LayerActivations, rows: int | None) -> float:
-    """Return the seconds that one layer-output error takes on one sequence."""
+def surface_seconds(probe: ProbeRun, sequences: int | None, rows: int | None) -> float:
+    """Return an estimate of the seconds of the surfaces of all layers."""
+    activations = probe.activations
     grouping = HeadGrouping("shared", activations.kv_heads)
     problem = LayerOutput().problem(activations, "key", grouping)
     basis = problem.initial(max(1, activations.head_dim // 2))
     batch = Batch(torch.arange(1), spread_rows(activations.length, rows))
     start = time.perf_counter()
     problem.loss(basis, batch)
-    return time.perf_counter() - start
-
-
-def surface_to_tensors(surface: ErrorSurface) -> dict[str, Tensor]:
-    """Return a surface as checkpoints store it."""
-    ranks = {"key_ranks": surface.key_ranks, "value_ranks": surface.value_ranks}
-    return {"errors": surface.errors} | {name: torch.tensor(r) for name, r in ranks.items()}
-
-
-def surface_from_tensors(tensors: Mapping[str, Tensor]) -> ErrorSurface:
-    """Return the surface that `surface_to_tensors` was given."""
-    keys, values = (tuple(tensors[f"{site}_ranks"].tolist()) for site in ("key", "value"))
-    return ErrorSurface(keys, values, tensors["errors"])
+    seconds = time.perf_counter() - start
+    count = min(sequences or probe.sequences, probe.sequences)
+    return probe.layers * count * probe.candidates**2 * seconds

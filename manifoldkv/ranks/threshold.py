@@ -12,18 +12,16 @@ from torch import Tensor
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Rotary
+from manifoldkv.basis import SITES, Rotary
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.ranks.base import LayerBases, RankProblem, RankRule, Rehearsal, register_rank_rule
+from manifoldkv.ranks.base import LayerBases, ProbeRun, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
     SEQUENCES,
     ErrorSurface,
     layer_surface,
-    seconds_of_an_error,
-    surface_from_tensors,
-    surface_to_tensors,
+    surface_seconds,
 )
 from manifoldkv.runs.executors import Task
 from manifoldkv.runs.progress import follow
@@ -38,9 +36,8 @@ SMALLEST_SHARE = 0.45
 class Threshold(RankRule):
     """EigenAttention's rule, at the smallest error per layer that keeps the budget.
 
-    The threshold of every layer falls until its layer-output error on clean inputs would be above
-    that error (`threshold_search`, without a smallest rank); ranks are rounded up to the
-    candidates.
+    The threshold of every layer is lowered while its layer-output error on clean inputs is below
+    that error (`threshold_search`, without a smallest rank); ranks are rounded up to candidates.
 
     Parameters
     ----------
@@ -63,27 +60,25 @@ class Threshold(RankRule):
 
         budget = problem.budget
         errors = sorted({float(e) for surface, *_ in searches for e in surface.errors.flatten()})
-        budget.check(chosen(math.inf))  # the least it reaches
+        budget.check(chosen(math.inf))  # the smallest ranks that the rule reaches
         smallest = bisect_left(
             errors, True, key=lambda error: budget.cost(chosen(error)) <= budget.latent_elements
         )
         return chosen([*errors, math.inf][smallest])
 
-    def estimated_seconds(self, rehearsal: Rehearsal) -> float:
-        of_one = seconds_of_an_error(rehearsal.activations, self.rows)
-        sequences = min(self.sequences or rehearsal.sequences, rehearsal.sequences)
-        return rehearsal.layers * sequences * rehearsal.candidates**2 * of_one
+    def estimated_seconds(self, probe: ProbeRun) -> float:
+        return surface_seconds(probe, self.sequences, self.rows)
 
 
 def threshold_rank(spectra: Tensor, threshold: float) -> int:
-    """Return how many singular values reach a share of their sum (not of their energy).
+    """Return the number of singular values that reach a share of their sum (not of their energy).
 
     Parameters
     ----------
     spectra : Tensor
         Singular values by head, descending, (heads, d); the largest rank of any head counts.
     threshold : float
-        In [0, 1].
+        Share, in [0, 1].
     """
     shares = spectra.cumsum(dim=-1) / spectra.sum(dim=-1, keepdim=True)
     return max(1, int((shares < threshold).sum(dim=-1).max()))
@@ -100,9 +95,8 @@ def threshold_search(
     """Return EigenAttention's ranks of one layer, as the release for Llama searches them.
 
     One threshold serves keys and values. From 1 it falls in steps of `STEP` while the layer-output
-    error is below its budget and *both* ranks are above `smallest_share` of head_dim; then the
-    threshold is taken back by one step, whichever of the conditions has ended the search. There is
-    no budget for the cache: its ratio is what comes out.
+    error is below its budget and *both* ranks are above `smallest_share` of head_dim; then it is
+    raised by one step, whichever condition has ended the search. The cache has no budget.
 
     Parameters
     ----------
@@ -111,17 +105,17 @@ def threshold_search(
     error : callable
         Layer-output error of (r_K, r_V).
     error_budget : float
-        What it may be; the release uses 0.025.
+        Largest error; 0.025 in the release.
     smallest_share : float
-        0.45 in the release.
+        Smallest share of head_dim; 0.45 in the release.
     """
     head_dim = key_spectra.shape[-1]
     previous = current = (head_dim, head_dim)
-    level, found = 1.0, 0.0
-    while found < error_budget and min(current) > smallest_share * head_dim and level > 0:
+    level, value = 1.0, 0.0
+    while value < error_budget and min(current) > smallest_share * head_dim and level > 0:
         ranks = threshold_rank(key_spectra, level), threshold_rank(value_spectra, level)
         previous, current = current, ranks
-        found = error(*current)
+        value = error(*current)
         level -= STEP
     return previous
 
@@ -129,40 +123,38 @@ def threshold_search(
 def _searches(
     problem: RankProblem, sequences: int | None, rows: int | None
 ) -> list[tuple[ErrorSurface, Tensor, Tensor]]:
-    """Return what the rule looks at in every layer: errors, and singular values of both sites."""
+    """Return the error surface and the singular values of keys and values of every layer."""
     tokens = problem.tokens[:sequences]
     checkpoints = problem.checkpoints.keyed(ranks="threshold", sequences=len(tokens), rows=rows)
-    stored = {i: checkpoints.read_tensors(f"threshold-{i}") for i in range(len(problem.bases))}
-    found = {layer: tensors for layer, tensors in stored.items() if tensors is not None}
-    missing = [layer for layer in stored if layer not in found]
+    layers = range(len(problem.bases))
+    stored = {layer: checkpoints.read_tensors(f"threshold-{layer}") for layer in layers}
+    missing = [layer for layer in layers if stored[layer] is None]
 
     def tasks() -> Iterator[Task[int]]:
         for activations in capture(problem.model, tokens, missing) if missing else ():
             layer = activations.layer
             yield Task(layer, activations, (problem.bases[layer], problem.rotary, rows))
-            del activations  # before those of the next layer come
+            del activations  # before those of the next layer are computed
 
     running = problem.executor.run(_measure, tasks(), torch.get_num_threads())
     for layer, tensors in follow(running, len(missing)):
         checkpoints.write_tensors(f"threshold-{layer}", tensors)
-        found[layer] = tensors
+        stored[layer] = tensors
     return [
-        (surface_from_tensors(tensors), tensors["keys"], tensors["values"])
-        for _, tensors in sorted(found.items())
+        (ErrorSurface.restored(tensors), tensors["keys"], tensors["values"])
+        for tensors in stored.values()
+        if tensors is not None
     ]
 
 
 def _measure(
     activations: LayerActivations, bases: LayerBases, rotary: Rotary, rows: int | None
 ) -> Iterator[dict[str, Tensor]]:
-    key_grouping, value_grouping = (
-        next(iter(of_site.values())).grouping for of_site in (bases.keys, bases.values)
-    )
-    spectra = {
-        "keys": singular_values(activations, "key", key_grouping, rotary),
-        "values": singular_values(activations, "value", value_grouping, rotary),
-    }
-    yield surface_to_tensors(layer_surface(activations, bases, rotary, rows)) | spectra
+    spectra = {}
+    for site in SITES:
+        grouping = next(iter(bases.of(site).values())).grouping
+        spectra[f"{site}s"] = singular_values(activations, site, grouping, rotary)
+    yield layer_surface(activations, bases, rotary, rows).tensors() | spectra
 
 
 def _search_on_candidates(
@@ -170,19 +162,15 @@ def _search_on_candidates(
 ) -> Ranks:
     """Return the rule's choice on a surface, each rank rounded up to a candidate."""
 
-    def rounded(key: int, value: int) -> tuple[int, int]:
-        most = len(surface.key_ranks) - 1, len(surface.value_ranks) - 1
-        return (
-            min(bisect_left(surface.key_ranks, key), most[0]),
-            min(bisect_left(surface.value_ranks, value), most[1]),
-        )
+    def index(rank: int, candidates: tuple[int, ...]) -> int:
+        return min(bisect_left(candidates, rank), len(candidates) - 1)
 
-    pair = threshold_search(
-        keys,
-        values,
-        lambda *ranks: float(surface.errors[rounded(*ranks)]),
-        error_budget,
-        smallest_share=0.0,
-    )
+    def rounded(key: int, value: int) -> tuple[int, int]:
+        return index(key, surface.key_ranks), index(value, surface.value_ranks)
+
+    def error(key: int, value: int) -> float:
+        return float(surface.errors[rounded(key, value)])
+
+    pair = threshold_search(keys, values, error, error_budget, smallest_share=0.0)
     key, value = rounded(*pair)
     return surface.key_ranks[key], surface.value_ranks[value]

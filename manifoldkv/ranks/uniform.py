@@ -14,13 +14,12 @@ from manifoldkv.ranks.budget import Budget, Ranks, candidate_ranks
 class Uniform(RankRule):
     """The same pair of ranks for every layer: the largest one that fits, as even as can be.
 
-    Of two uneven pairs the one with more rank for values is taken: compression raises the error of
-    values more.
+    Of two uneven pairs the one with more rank for values is taken: their error grows more.
 
     Parameters
     ----------
     candidates : tuple of float
-        Empty for all whole ranks.
+        As in `RankRule`; empty for all integers.
     multiple : int
         As in `RankRule`.
     """

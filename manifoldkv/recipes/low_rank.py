@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import HeadGrouping, Site, parse_grouping
+from manifoldkv.basis import SITES, HeadGrouping, Site, parse_grouping
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Rehearsal, Uniform
+from manifoldkv.ranks import RANK_RULES, Budget, ProbeRun, RankProblem, RankRule, Ranks, Uniform
 from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.recipes.probe import Estimate, Probe, timed
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, check_run, context_of
-from manifoldkv.recipes.solve import SITES, BasisFinder, find_bases
+from manifoldkv.recipes.solve import BasisFinder, find_bases
 from manifoldkv.registry import Registry
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, on_threads
@@ -156,14 +156,12 @@ class RankRecipe(Recipe):
         candidates = self.ranks.candidate_ranks(budget)
         probe = Probe.of(model, run.tokens)
         most = max(len(ranks) for of_layer in candidates for ranks in of_layer)
-        rehearsal = Rehearsal(
-            probe.activations, probe.forward, len(run.tokens), budget.layers, most
-        )
+        measured = ProbeRun(probe.activations, probe.forward, len(run.tokens), budget.layers, most)
         return probe.estimate(
             ratio=budget.ratio,
             capture=probe.forward + budget.layers * probe.per_layer,
             bases=self._solving(probe.activations, run, candidates),
-            ranks=self.ranks.estimated_seconds(rehearsal),
+            ranks=self.ranks.estimated_seconds(measured),
             tuning_steps=self.tuning_steps,
             activation_bytes=self._bytes_per_token(probe.activations),
         )
@@ -172,7 +170,7 @@ class RankRecipe(Recipe):
         self, activations: LayerActivations, run: Run, candidates: list[CandidateRanks]
     ) -> float:
         """Return the seconds for the bases of all layers; activations are of a few sequences."""
-        solver, longer = self.solver.rehearsal(activations.sequences / len(run.tokens))
+        solver, longer = self.solver.probe_run(activations.sequences / len(run.tokens))
         total = 0.0
         for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
             grouping = HeadGrouping(self.grouping(site), activations.kv_heads)

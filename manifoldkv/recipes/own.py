@@ -1,6 +1,6 @@
-"""A calibration text that a model writes itself: general, and needed by nobody to be found.
+"""A calibration text sampled from the model itself, where no other text is at hand.
 
-What a language model samples is spread like what it was trained on (Liu et al. 2023, LLM-QAT:
+Samples of a language model are distributed like its training data (Liu et al. 2023, LLM-QAT:
 Data-free quantization aware training for large language models, arXiv 2305.17888).
 """
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.errors import ArgumentError, ModelError
+from manifoldkv.errors import ModelError
 from manifoldkv.models.support import unwrapped
 from manifoldkv.models.weights import check_finite
 from manifoldkv.seeds import check_seed
-from manifoldkv.text.tokens import LENGTH, check_length, positions
+from manifoldkv.text.tokens import LENGTH, check_length, check_size, positions
 
 OWN_SEQUENCES = 16
-SEQUENCES_AT_A_TIME = 16
-"""Written side by side."""
+BATCH_SIZE = 16
+"""Sequences that are sampled together."""
 
 
 @torch.no_grad()
@@ -32,18 +32,18 @@ def own_text(
     *,
     seed: int = 0,
 ) -> Tensor:
-    """Return a text that a model writes from its start token on, drawn by its probabilities.
+    """Return token ids sampled from a model, beginning with its start token.
 
     Parameters
     ----------
     model : PreTrainedModel
         From `load_model`.
     sequences : int
-        How many texts.
+        Number of sequences.
     length : int, optional
-        Tokens in each; 512, or what the model takes, if omitted.
+        Tokens of each; 512, or the positions of the model if it has fewer, if omitted.
     seed : int
-        Of the draws.
+        Seed of the samples.
 
     Returns
     -------
@@ -53,38 +53,32 @@ def own_text(
     Raises
     ------
     ArgumentError
-        If a count is not positive, or a text is longer than the model takes.
-        If the seed is none.
+        If a count is not positive, or the length is above the positions of the model.
+        If the seed is not an integer of 64 bits.
     ModelError
-        If a weight of the model is not finite, or its predictions are not.
+        If a weight of the model is not finite, or its logits are not.
     """
     model = unwrapped(model)
     check_seed(seed)
     if length is None:
         length = min(LENGTH, positions(model))
-    if min(sequences, length) < 1:
-        raise ArgumentError(
-            f"cannot write {sequences} sequences of {length} tokens: both must be at least 1"
-        )
+    check_size(sequences, length)
     check_length(model, length)
     check_finite(model)
     generator = torch.Generator(model.device).manual_seed(seed)
-    counts = [
-        min(SEQUENCES_AT_A_TIME, sequences - done)
-        for done in range(0, sequences, SEQUENCES_AT_A_TIME)
-    ]
+    counts = [len(batch) for batch in torch.arange(sequences).split(BATCH_SIZE)]
     with tqdm(total=length * len(counts), desc="own text", disable=None, leave=False) as bar:
-        return torch.cat([_written(model, count, length, generator, bar) for count in counts])
+        return torch.cat([_sampled(model, count, length, generator, bar) for count in counts])
 
 
-def _written(
+def _sampled(
     model: PreTrainedModel,
     sequences: int,
     length: int,
     generator: torch.Generator,
     bar: tqdm[NoReturn],
 ) -> Tensor:
-    """Write some texts side by side; behind one that has ended the model goes on with another."""
+    """Return a batch of sequences; an end token is followed by another text."""
     ids = [_first_tokens(model, sequences, generator)]
     cache = DynamicCache(config=model.config)
     bar.update()
@@ -102,10 +96,10 @@ def _written(
 
 
 def _first_tokens(model: PreTrainedModel, sequences: int, generator: torch.Generator) -> Tensor:
-    """Return what texts begin with, (sequences, 1): any token where the model names none."""
+    """Return start tokens, (sequences, 1): random ones if the model has no start or end token."""
     config = model.config.get_text_config()
     shape, device = (sequences, 1), model.device
-    for named in (config.bos_token_id, config.eos_token_id):
-        if named is not None:
-            return torch.full(shape, named[0] if isinstance(named, list) else named, device=device)
+    for token in (config.bos_token_id, config.eos_token_id):
+        if token is not None:
+            return torch.full(shape, token[0] if isinstance(token, list) else token, device=device)
     return torch.randint(config.vocab_size, shape, device=device, generator=generator)

@@ -1,8 +1,9 @@
-"""The bases of all layers at all candidate ranks: found by an executor, stored as they come."""
+"""The bases of all layers at all candidate ranks, solved by an executor and stored one by one."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, detached, identity_basis
+from manifoldkv.basis import SITES, Basis, HeadGrouping, Rotary, Site, detached, identity_basis
 from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -24,23 +25,18 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-SITES: tuple[Site, Site] = ("key", "value")
-
-Place = tuple[int, Site]
-"""Layer and site."""
-
 
 class BasisFinder:
-    """Finds the bases of a site of a layer at some ranks, as a plan stores them.
+    """Solves for the bases of a site of a layer at some ranks, as a plan holds them.
 
     Parameters
     ----------
     recipe : RankRecipe
-        Its objective, solver and groupings.
+        Objective, solver and groupings.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     seed : int
-        Of the solver.
+        Seed of the solver.
 
     Raises
     ------
@@ -72,13 +68,18 @@ class BasisFinder:
             down = detached(basis.down)
             yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)
 
+    def restored(self, tensors: dict[str, Tensor], site: Site, heads: int) -> Basis:
+        """Return the stored basis of a site with `heads` KV heads."""
+        grouping = HeadGrouping(self._recipe.grouping(site), heads)
+        return Basis(tensors["down"], tensors.get("up", tensors["down"]), grouping)
+
     def checkpoints(self, checkpoints: Checkpoints, site: Site) -> Checkpoints:
-        """Return the checkpoints for what the bases of a site depend on: all fields, and code."""
-        recipe = self._recipe
-        made = checkpoints.made_by(type(self), type(recipe.objective), type(recipe.solver))
-        return made.keyed(
-            objective=recipe.describe()["objective"],
-            solver=recipe.describe()["solver"],
+        """Return checkpoints keyed by all that the bases of a site depend on."""
+        recipe, description = self._recipe, self._recipe.describe()
+        by_code = checkpoints.made_by(type(self), type(recipe.objective), type(recipe.solver))
+        return by_code.keyed(
+            objective=description["objective"],
+            solver=description["solver"],
             grouping=recipe.grouping(site),
             rotary=self._rotary,
             seed=self._seed,
@@ -94,56 +95,57 @@ def find_bases(
     threads: int,
     checkpoints: Checkpoints,
 ) -> list[LayerBases]:
-    """Return the bases of all layers at their candidate ranks, stored ones and new ones.
+    """Return the bases of all layers at their candidate ranks.
 
-    Every new one is stored before the next is waited for.
+    Stored bases are read; every other one is stored before the next is waited for.
 
     Parameters
     ----------
     model, tokens
         As in `capture`.
     finder : BasisFinder
-        Finds the missing ones.
+        Solves for missing bases.
     candidates : sequence of CandidateRanks
-        Of every layer.
-    executor, threads
-        Where bases are found, and on how many threads each.
+        Candidate ranks of every layer.
+    executor : Executor
+        Runs a task per site of a layer.
+    threads : int
+        Threads of a task.
     checkpoints : Checkpoints
-        For the model, the tokens and the number of threads.
+        Checkpoints for the model, the tokens and the number of threads.
     """
     heads = model.config.get_text_config().num_key_value_heads
     stored = {site: finder.checkpoints(checkpoints, site) for site in SITES}
-    found: list[LayerBases] = []
-    missing: dict[Place, list[int]] = {}
+    bases = [LayerBases({}, {}) for _ in candidates]
+    missing: dict[tuple[int, Site], list[int]] = defaultdict(list)
     for layer, of_layer in enumerate(candidates):
-        found.append(LayerBases({}, {}))
         for site, ranks in zip(SITES, of_layer, strict=True):
             for rank in ranks:
-                known = stored[site].read_basis(_name(layer, site, rank), heads)
-                if known is None:
-                    missing.setdefault((layer, site), []).append(rank)
+                tensors = stored[site].read_tensors(_name(layer, site, rank))
+                if tensors is None:
+                    missing[layer, site].append(rank)
                 else:
-                    found[layer].of(site)[rank] = known
+                    bases[layer].of(site)[rank] = finder.restored(tensors, site, heads)
 
-    def tasks() -> Iterator[Task[Place]]:
+    def tasks() -> Iterator[Task[tuple[int, Site]]]:
         layers = sorted({layer for layer, _ in missing})
-        if not layers:
-            return
         for activations in capture(model, tokens, layers, folder=checkpoints.folder):
             for site in SITES:
-                place = (activations.layer, site)
-                if place in missing:
-                    yield Task(place, activations, (site, missing[place]))
-            del activations  # before those of the next layer come
+                key = (activations.layer, site)
+                if key in missing:
+                    yield Task(key, activations, (site, missing[key]))
+            del activations  # before those of the next layer are computed
 
     total = sum(map(len, missing.values()))
     LOG.info("finding %d bases in %d layers", total, len(candidates))
     with tqdm(total=total, desc="bases", disable=None, leave=False) as bar:
-        for (layer, site), (rank, basis) in executor.run(finder, tasks(), threads):
-            stored[site].write_basis(_name(layer, site, rank), basis)
-            found[layer].of(site)[rank] = basis
+        running = executor.run(finder, tasks() if missing else (), threads)
+        for (layer, site), (rank, basis) in running:
+            tensors = {"down": basis.down} | ({} if basis.orthonormal else {"up": basis.up})
+            stored[site].write_tensors(_name(layer, site, rank), tensors)
+            bases[layer].of(site)[rank] = basis
             bar.update()
-    return [LayerBases(*(dict(sorted(b.of(site).items())) for site in SITES)) for b in found]
+    return [LayerBases(dict(sorted(b.keys.items())), dict(sorted(b.values.items()))) for b in bases]
 
 
 def _name(layer: int, site: Site, rank: int) -> str:

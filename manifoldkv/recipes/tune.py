@@ -1,4 +1,4 @@
-"""End-to-end tuning: all bases of a plan moved together, so that predictions change least."""
+"""End-to-end tuning: all bases of a plan trained together on the divergence of the model."""
 
 from __future__ import annotations
 
@@ -10,34 +10,31 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import geoopt
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import PlanError, RunError
+from manifoldkv.errors import PlanError
 from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import projected
 from manifoldkv.models.support import decoder_layers, unwrapped
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.recipes.moving import MovingBases
+from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
 from manifoldkv.seeds import check_seed
-from manifoldkv.solvers.base import random_sequences
+from manifoldkv.solvers.driver import descend
+from manifoldkv.solvers.riemannian_adam import random_sequences, riemannian_adam
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 
 LOG = logging.getLogger(__name__)
 
-BETAS = (0.9, 0.95)
-STEPS_BETWEEN_WRITES = 10
 SEQUENCES_PER_STEP = 4
-RATE = 0.1
-"""Learning rate."""
+LEARNING_RATE = 0.1
 
 
 def tune(
@@ -46,16 +43,15 @@ def tune(
     tokens: Tensor | TextSource | str,
     *,
     steps: int = 200,
-    learning_rate: float = RATE,
+    learning_rate: float = LEARNING_RATE,
     sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> CompressionPlan:
-    """Return the plan with bases tuned so that predictions diverge least from the model's own.
+    """Return the plan with bases trained for the least divergence from the uncompressed model.
 
-    A basis moves on manifolds: an orthonormal one as a point of a Stiefel manifold, an oblique one
-    as the two subspaces that make its projector, each a point of one; one that commutes with the
-    rotation of keys as such subspaces of ℂ^g for every frequency, so that it commutes still.
+    An orthonormal basis is a point of a Stiefel manifold, an oblique one the two subspaces of its
+    projector, each a point of one; a commuting one has such subspaces of ℂ^g for every frequency.
     Ranks, grouping and bytes do not change. The weights of the model get no gradient.
 
     Parameters
@@ -63,20 +59,18 @@ def tune(
     model, tokens
         As in `compress`.
     plan : CompressionPlan
-        The start, of unquantised latents.
+        Start, of unquantised latents.
     steps : int
-        Of Riemannian Adam under a cosine schedule; no step returns an equal plan.
+        Number of steps of Riemannian Adam under a cosine schedule; with 0 the plan is returned.
     learning_rate : float
-        At the start; nearly the length of a step on each manifold.
+        Learning rate at the start; nearly the length of a step on each manifold.
     sequences_per_step : int
-        Calibration sequences in a step. Of every layer only its inputs are held; what is between
-        is computed again for the gradient.
+        Calibration sequences of a step. Layers are recomputed for the gradient from their inputs.
     seed : int
-        Of the order of the sequences.
+        Seed of the order of the sequences.
     checkpoints : Checkpoints, optional
-        Where the state is stored every `STEPS_BETWEEN_WRITES` steps, keyed by all that the
-        result depends on beside these arguments. Tuning resumes from it, to the same
-        plan.
+        Store of the state, keyed by all that the result depends on beside these arguments. Tuning
+        resumes from it, to the same plan.
 
     Raises
     ------
@@ -85,7 +79,7 @@ def tune(
     ArgumentError
         As in `compress`.
     RunError
-        If the divergence is not finite.
+        If a divergence is not finite.
     """
     if not plan.rank_only:
         raise PlanError(
@@ -97,99 +91,43 @@ def tune(
     plan.check_model(model)
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
-    bases = MovingBases(plan, model.device)
+    bases = TrainableBases(plan, model.device)
     if not bases.parameters() or steps < 1:
         return plan
     generator = torch.Generator().manual_seed(seed)
     batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
-    optimizer = _optimizer(bases, learning_rate)
-    checkpoints = (
+    optimizer = riemannian_adam(bases.parameters(), learning_rate)
+    schedule = LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * (step / steps))) / 2)
+    keyed = (
         (checkpoints or Checkpoints())
         .made_by(tune)
-        .keyed(
-            plan=plan.digest(),
-            tuning=[steps, learning_rate, sequences_per_step, seed],
-        )
+        .keyed(plan=plan.digest(), tuning=[steps, learning_rate, sequences_per_step, seed])
     )
-    done = _restore(optimizer, checkpoints.read_tensors("tuning"))
-    LOG.info("tuning from step %d to %d", done, steps)
-    with (
-        _frozen(model),
-        on_threads(torch.get_num_threads()),
-        tqdm(range(done, steps), "tuning", steps, initial=done, disable=None) as bar,
-    ):
-        for step in bar:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * cosine(step / steps)
-            chosen = batches[step]
-            optimizer.zero_grad(set_to_none=True)
-            loss = differentiate(model, tokens[chosen.to(tokens.device)], plan, bases)
-            if not math.isfinite(loss):
-                raise RunError(
-                    f"the divergence of the predictions is {loss} at step {step} of tuning; "
-                    "try a smaller learning rate"
-                )
-            optimizer.step()
-            bar.set_postfix_str(f"{loss:.4f} nats")
-            due = (step + 1) % STEPS_BETWEEN_WRITES == 0 or step + 1 == steps
-            if due:
-                checkpoints.write_tensors("tuning", _state(optimizer))
+
+    def closure(step: int) -> float:
+        return differentiate(model, tokens[batches[step].to(tokens.device)], plan, bases)
+
+    LOG.info("tuning for %d steps", steps)
+    with _frozen(model), on_threads(torch.get_num_threads()):
+        descend(closure, optimizer, schedule, steps, label="tuning", checkpoints=keyed)
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))
 
 
-def _optimizer(bases: MovingBases, learning_rate: float) -> geoopt.optim.RiemannianAdam:
-    group = {"params": bases.parameters(), "peak": learning_rate}
-    return geoopt.optim.RiemannianAdam([group], betas=BETAS, stabilize=10)
-
-
-def cosine(share: float) -> float:
-    """Return a factor that falls from 1 to 0 as the share of the steps goes from 0 to 1."""
-    return (1 + math.cos(math.pi * share)) / 2
-
-
-def _state(optimizer: geoopt.optim.RiemannianAdam) -> dict[str, Tensor]:
-    """Return the points, and all that the optimiser knows of them."""
-    found = {}
-    for index, point in enumerate(_moved(optimizer)):
-        for name, value in ({"point": point.detach()} | optimizer.state[point]).items():
-            found[f"{index}.{name}"] = torch.as_tensor(value).cpu().contiguous()
-    return found
-
-
-def _restore(optimizer: geoopt.optim.RiemannianAdam, known: dict[str, Tensor] | None) -> int:
-    """Restore what `_state` returned, and return how many steps are done."""
-    if known is None:
-        return 0
-    for index, point in enumerate(_moved(optimizer)):
-        point.data.copy_(known[f"{index}.point"])
-        # Strides like those of the point, as before: products may depend on them in the last bit.
-        averages = {
-            name: torch.zeros_like(point.data).copy_(known[f"{index}.{name}"])
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-        optimizer.state[point] = averages | {"step": int(known[f"{index}.step"])}
-    return int(known["0.step"])
-
-
-def _moved(optimizer: geoopt.optim.RiemannianAdam) -> list[nn.Parameter]:
-    return [point for group in optimizer.param_groups for point in group["params"]]
-
-
 def differentiate(
-    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: MovingBases
+    model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan, bases: TrainableBases
 ) -> float:
-    """Return the divergence of predictions on tokens (b, n); leave the gradient in bases."""
+    """Return the divergence on tokens (b, n), in nats, and leave its gradient in the bases."""
     with torch.no_grad():
         exact = last_outputs(model, tokens)
-    seen = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
-    with recomputed(model), seen:  # until gradients are there: layers are run again for them
+    compressed = projected(model, bases.now(), rotary=plan.rotary, sinks=plan.sinks)
+    with recomputed(model), compressed:  # backward too: it runs layers again
         return differentiate_divergence(model, tokens, exact)
 
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Let layers store only inputs, and run again when a gradient passes, inside the block."""
+    """Checkpoint activations inside the block: layers hold inputs only and run again backward."""
     with ExitStack() as stack:
         for layer in decoder_layers(model):
             run = partial(_run_resident, layer, layer.forward)

@@ -1,1 +1,1 @@
-"""What a long run needs: checkpoints to go on from, and a place to compute."""
+"""Checkpoints, executors and files of long runs."""

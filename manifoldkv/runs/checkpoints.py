@@ -1,4 +1,4 @@
-"""Results of long steps, stored by what they depend on: an interrupted run resumes from them."""
+"""Results of long steps, in files named by all that they depend on, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -17,28 +17,25 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.basis import Basis, HeadGrouping, parse_grouping
-from manifoldkv.errors import ManifoldKVError, RunError
+from manifoldkv.errors import RunError
 from manifoldkv.models.offloading import named_weights
 from manifoldkv.runs.files import write_whole
 from manifoldkv.runs.source import digest_of_code
 
-DESCRIPTION = "manifoldkv"
-
-T = TypeVar("T")
+DIGEST = "sha256"
 
 
 class Checkpoints:
-    """Results of a run's steps, each in a file that is named by what it depends on.
+    """Results of the steps of a run, each in a file that is named by all that it depends on.
 
     Parameters
     ----------
     folder : Path, optional
-        Made if need be; nothing is stored if omitted.
+        Folder of the files, created if missing; nothing is stored if omitted.
     settings : dict, optional
-        What everything that is stored depends on; values as JSON has them.
+        Settings that every result depends on, of JSON's types.
     force : bool
-        Whether results that are there are computed again, once.
+        Whether stored results are computed again, once.
     """
 
     def __init__(
@@ -61,23 +58,23 @@ class Checkpoints:
         return hashlib.sha256(json.dumps(self._settings, sort_keys=True).encode()).hexdigest()
 
     def keyed(self, **settings: Any) -> Checkpoints:
-        """Return the same checkpoints for what depends on further settings."""
-        found = Checkpoints(self.folder, self._settings | settings, force=self._force)
-        found._computed = self._computed
-        return found
+        """Return the checkpoints of results that depend on further settings."""
+        keyed = Checkpoints(self.folder, self._settings | settings, force=self._force)
+        keyed._computed = self._computed
+        return keyed
 
     def made_by(self, *parts: Callable[..., Any]) -> Checkpoints:
-        """Return the same checkpoints for what the code of some classes and functions makes.
+        """Return the checkpoints of results that depend on the code of classes and functions.
 
         Raises
         ------
         RunError
-            If there is a folder, and the source of one cannot be read (`digest_of_code`).
+            If there is a folder, and a source cannot be read (`digest_of_code`).
         """
         return self if self.folder is None else self.keyed(code=digest_of_code(*parts))
 
     def frame(self, name: str, compute: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-        """Return a table: read if it is stored, else computed and stored."""
+        """Return a table, read if it is stored, else computed and stored."""
         path = self._path(name, "csv")
         if path is None:
             return pd.read_csv(BytesIO(compute().to_csv(index=False).encode()))
@@ -92,18 +89,18 @@ class Checkpoints:
         return path is not None and not self._is_missing(path)
 
     def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return named tensors: read if they are stored, else computed and stored.
+        """Return named tensors, read if they are stored, else computed and stored.
 
         Raises
         ------
         RunError
             As in `read_tensors`.
         """
-        known = self.read_tensors(name)
-        if known is None:
-            known = compute()
-            self.write_tensors(name, known)
-        return known
+        tensors = self.read_tensors(name)
+        if tensors is None:
+            tensors = compute()
+            self.write_tensors(name, tensors)
+        return tensors
 
     def read_tensors(self, name: str) -> dict[str, Tensor] | None:
         """Return named tensors, or None if they are not stored.
@@ -111,34 +108,21 @@ class Checkpoints:
         Raises
         ------
         RunError
-            If the file is damaged; it is named, and computed again once it is deleted.
+            If the file, which is named, is damaged.
         """
-        return self._read(name, lambda content: _tensors_from_bytes(content)[0])
+        path = self._path(name, "safetensors")
+        if path is None or self._is_missing(path):
+            return None
+        try:
+            return _tensors_from_bytes(path.read_bytes())
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise RunError(f"{path} is damaged ({error}); delete it to compute it again") from error
 
     def write_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Store named tensors, if there is a folder."""
         path = self._path(name, "safetensors")
         if path is not None:
-            self._write(path, _tensors_to_bytes(tensors, {}))
-
-    def read_basis(self, name: str, heads: int) -> Basis | None:
-        """Return a basis over `heads` KV heads, or None; raises what `read_tensors` does."""
-        return self._read(name, lambda content: _basis_from_bytes(content, heads))
-
-    def write_basis(self, name: str, basis: Basis) -> None:
-        """Store a basis, if there is a folder."""
-        path = self._path(name, "safetensors")
-        if path is not None:
-            self._write(path, _basis_to_bytes(basis))
-
-    def _read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
-        path = self._path(name, "safetensors")
-        if path is None or self._is_missing(path):
-            return None
-        try:
-            return parse(path.read_bytes())
-        except (SafetensorError, KeyError, ValueError, OSError, ManifoldKVError) as error:
-            raise RunError(f"{path} is damaged ({error}); delete it to compute it again") from error
+            self._write(path, _tensors_to_bytes(tensors))
 
     def _write(self, path: Path, content: bytes) -> None:
         write_whole(path, content)
@@ -154,10 +138,7 @@ class Checkpoints:
 
 
 def digest_of_model(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of the configuration and of all weights: of all that a model computes.
-
-    The weights alone say neither how keys are rotated nor where scores are capped.
-    """
+    """Return the SHA-256 of the weights and the configuration (rotation, soft caps) of a model."""
     digest = hashlib.sha256(model.config.to_json_string().encode())
     for name, tensor in named_weights(model):
         digest.update(name.encode())
@@ -172,32 +153,16 @@ def digest_of_tokens(tokens: Tensor) -> str:
     return hashlib.sha256(repr(tuple(tokens.shape)).encode() + content).hexdigest()
 
 
-def _basis_to_bytes(basis: Basis) -> bytes:
-    tensors = {"down": basis.down.contiguous()}
-    if not basis.orthonormal:
-        tensors["up"] = basis.up.contiguous()
-    return _tensors_to_bytes(tensors, {"grouping": str(basis.grouping.name)})
+def _tensors_to_bytes(tensors: dict[str, Tensor]) -> bytes:
+    return save_tensors(tensors, metadata={DIGEST: _digest(tensors)})
 
 
-def _basis_from_bytes(content: bytes, heads: int) -> Basis:
-    tensors, description = _tensors_from_bytes(content)
-    grouping = HeadGrouping(parse_grouping(description["grouping"]), heads)
-    return Basis(tensors["down"], tensors.get("up", tensors["down"]), grouping)
-
-
-def _tensors_to_bytes(tensors: dict[str, Tensor], description: dict[str, Any]) -> bytes:
-    # One entry: with several, their order in the file is another in every process.
-    text = json.dumps(description | {"sha256": _digest(tensors)})
-    return save_tensors(tensors, metadata={DESCRIPTION: text})
-
-
-def _tensors_from_bytes(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _tensors_from_bytes(content: bytes) -> dict[str, Tensor]:
     tensors = load_tensors(content)
     size = int.from_bytes(content[:8], "little")
-    description = json.loads(json.loads(content[8 : 8 + size])["__metadata__"][DESCRIPTION])
-    if description["sha256"] != _digest(tensors):
+    if json.loads(content[8 : 8 + size])["__metadata__"][DIGEST] != _digest(tensors):
         raise ValueError("its numbers have changed")
-    return tensors, description
+    return tensors
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -1,9 +1,8 @@
 """Where independent tasks run: in this process, or on a Ray cluster.
 
-The bases of a site of a layer are independent of all others (they are found on the clean
-activations of that layer), and so are rank sensitivities under the threshold and the optimal rule:
-any executor finds the same. What depends on the layers below (the sequential rule, tuning) is not
-given to an executor.
+Tasks are the bases of a site of a layer, computed on clean activations, and rank sensitivities
+under the threshold and the optimal rule. Results do not depend on the executor. The sequential
+rule and tuning, in which layers depend on each other, always run in this process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Task(NamedTuple, Generic[Key]):
-    """What yields some results, ``function(data, *arguments)``, and a name for it."""
+    """A call ``function(data, *arguments)``, which yields results, and a name for it."""
 
     key: Key
     data: Any
@@ -31,22 +30,22 @@ class Task(NamedTuple, Generic[Key]):
 
 
 class Executor(ABC):
-    """Runs tasks, each on the same number of threads wherever it runs."""
+    """Runs tasks, each on the same number of threads."""
 
     @abstractmethod
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
-        """Yield keys and results as they are finished; tasks are drawn as there is room for them.
+        """Yield keys and results in order of completion; tasks are drawn when a worker is free.
 
         Parameters
         ----------
         function : callable
-            Of the data and the arguments of a task; an iterator over its results.
+            Function of the data and the arguments of a task; an iterator over its results.
         tasks : iterable of Task
-            Consecutive ones that need the same data hold the same object: it travels once.
+            Consecutive tasks on the same data hold the same object: it is transferred once.
         threads : int
-            Of every task: sums differ between thread counts, plans must not.
+            Threads of every task: sums differ between thread counts, plans must not.
 
         Raises
         ------
@@ -56,7 +55,7 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """Runs one task after the other in this process, and yields a result as soon as it is there."""
+    """Runs one task after the other in this process, and yields each result at once."""
 
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
@@ -64,28 +63,26 @@ class LocalExecutor(Executor):
         for task in tasks:
             key = task.key
             with on_threads(threads):
-                for found in function(task.data, *task.arguments):
-                    yield key, found
-            del task  # its data may go before the next come
+                for result in function(task.data, *task.arguments):
+                    yield key, result
+            del task  # frees its data before the next are computed
 
 
 LOCAL = LocalExecutor()
-MOST_THREADS = 1024
-"""No machine needs more; far above it threads cannot be made, which ends the process."""
 
 
 class RayExecutor(Executor):
-    """Tasks on the workers of a Ray cluster; data travel once per node.
+    """Runs tasks on the workers of a Ray cluster; data are transferred once per node.
 
     A task whose worker or node dies is run again elsewhere.
 
     Parameters
     ----------
     address : str, optional
-        Of a running cluster (``"auto"`` finds one on this machine); a cluster of this machine is
-        started and stopped if omitted.
+        Address of a running cluster (``"auto"`` finds one on this machine); a cluster of this
+        machine is started and stopped if omitted.
     retries : int
-        How often a task may be lost before the run ends.
+        Largest number of times that a task may be lost before the run ends.
 
     Raises
     ------
@@ -111,17 +108,19 @@ class RayExecutor(Executor):
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
-        ray = self._ray
+        ray, queue = self._ray, iter(tasks)
         remote = ray.remote(_run_on_threads).options(num_cpus=threads, max_retries=self._retries)
         shared = ray.put(function)
         waiting: dict[Any, Key] = {}
-        held: tuple[Any, Any] = (None, None)
-        for task in self._as_there_is_room(tasks, waiting, threads):
-            if task is not None:
-                if held[0] is not task.data:
-                    held = (task.data, ray.put(task.data))
-                waiting[remote.remote(shared, threads, held[1], *task.arguments)] = task.key
-                continue
+        data, reference = None, None
+        while True:
+            workers = int(ray.cluster_resources().get("CPU", 1) // threads)
+            for task in islice(queue, max(0, max(1, 2 * workers) - len(waiting))):
+                if task.data is not data:
+                    data, reference = task.data, ray.put(task.data)
+                waiting[remote.remote(shared, threads, reference, *task.arguments)] = task.key
+            if not waiting:
+                return
             (done,), _ = ray.wait(list(waiting), num_returns=1)
             key = waiting.pop(done)
             try:
@@ -130,51 +129,8 @@ class RayExecutor(Executor):
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise RunError(f"task {key} was lost {self._retries + 1} times: {error}") from error
-            for found in results:
-                yield key, found
-
-    def _as_there_is_room(
-        self, tasks: Iterable[Task[Key]], waiting: dict[Any, Key], threads: int
-    ) -> Iterator[Task[Key] | None]:
-        """Yield tasks to submit, two per worker at a time, or None where one should be awaited."""
-        iterator = iter(tasks)
-        while True:
-            cpus = self._ray.cluster_resources().get("CPU", 1)
-            room = max(1, 2 * int(cpus // threads)) - len(waiting)
-            drawn = list(islice(iterator, max(0, room)))
-            yield from drawn
-            if not drawn and not waiting:
-                return
-            if waiting:
-                yield None
-
-
-def set_threads(count: int) -> None:
-    """Set the number of threads of torch.
-
-    Raises
-    ------
-    RunError
-        If that is not between 1 and `MOST_THREADS`.
-    """
-    if not 1 <= count <= MOST_THREADS:
-        raise RunError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
-    torch.set_num_threads(count)
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    """Set the number of threads of torch inside the block.
-
-    Until a number is set, though it be the one in use, MKL takes fewer where it likes, and sums in
-    another order: a run that finds everything stored would end in other bytes than the first.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+            for result in results:
+                yield key, result
 
 
 def _run_on_threads(
@@ -196,7 +152,39 @@ def executor_named(executor: str | Executor) -> Executor:
     """
     if isinstance(executor, Executor):
         return executor
-    known: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
-    if executor not in known:
-        raise ArgumentError(f"unknown executor {executor!r}; known: {', '.join(known)}")
-    return known[executor]()
+    by_name: dict[str, type[Executor]] = {"local": LocalExecutor, "ray": RayExecutor}
+    if executor not in by_name:
+        raise ArgumentError(f"unknown executor {executor!r}; known: {', '.join(by_name)}")
+    return by_name[executor]()
+
+
+MOST_THREADS = 1024
+"""Above the cores of any machine; torch ends the process where it cannot start threads."""
+
+
+def set_threads(count: int) -> None:
+    """Set the number of threads of torch.
+
+    Raises
+    ------
+    RunError
+        If that is not between 1 and `MOST_THREADS`.
+    """
+    if not 1 <= count <= MOST_THREADS:
+        raise RunError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Set the number of threads of torch inside the block.
+
+    A call that sets the number already in use counts: before the first one MKL may take fewer
+    threads, and sums in another order, so a run that resumes everything would end in other bytes.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -18,16 +18,16 @@ PROBE_BYTES = 4 << 20
 def check_writable(folder: Path) -> None:
     """Write a few megabytes into a folder and remove them again.
 
-    A folder that does not exist is made for it, with its parents, and removed again: long work
-    that fails afterwards leaves no empty folder.
+    A missing folder is created with its parents and removed again: a run that fails later leaves no
+    empty folder.
 
     Raises
     ------
     RunError
-        If that does not work: a read-only folder, a full disk, a file in the way.
+        If the folder is read-only, the disk full, or a file in the way.
     """
     probe = folder / ".probe"
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(PROBE_BYTES))
@@ -37,19 +37,19 @@ def check_writable(folder: Path) -> None:
         if probe.exists():
             probe.unlink()
         with suppress(OSError):  # another process may write there by now
-            for path in made:
+            for path in missing:
                 path.rmdir()
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing: a reader never sees a part, not even after a crash.
+    """Write a file atomically: a reader never sees a part, not even after a crash.
 
-    Of several writers of one path, the last one counts.
+    Of several writers of one path, the last one wins.
 
     Raises
     ------
     RunError
-        If it cannot be written; what was there before is still there.
+        If it cannot be written; a former file is unchanged.
     """
     write_together({path: content})
 
@@ -62,7 +62,7 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     RunError
         If one cannot be written.
     """
-    # Names of this call alone: another writer of the same path has other ones.
+    # Unique names: another writer of the same path has others.
     partials = {path: path.parent / f".{uuid4().hex}.partial" for path in contents}
     try:
         try:
@@ -72,17 +72,17 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
                 os.replace(partial, path)
         finally:
             for partial in partials.values():
-                with suppress(OSError):  # it was renamed, or never made
+                with suppress(OSError):  # renamed, or never created
                     partial.unlink()
     except OSError as error:
-        named = " and ".join(map(str, contents))
-        raise RunError(f"cannot write {named}: {error.strerror}") from error
+        paths = " and ".join(map(str, contents))
+        raise RunError(f"cannot write {paths}: {error.strerror}") from error
     for folder in {path.parent for path in contents}:
         _sync_folder(folder)
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, and wait until it is on disk."""
+    """Write a new file, and wait until it is on disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -90,7 +90,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder are on disk, on systems that can be asked to."""
+    """Wait until the names of a folder are on disk, on systems that support it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -101,7 +101,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def only_run(folder: Path) -> Iterator[None]:
-    """Make a folder if need be and keep other runs out of it; an end by any signal frees it.
+    """Create a folder if missing and lock it; the lock ends with the process.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a person sees of long work."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ T = TypeVar("T")
 
 
 def follow(items: Iterable[T], total: int, label: str = "layers") -> Iterator[T]:
-    """Yield items with a progress bar where a person is watching."""
+    """Yield items with a progress bar, drawn on terminals only."""
     yield from tqdm(items, total=total, desc=label, disable=None, leave=False)

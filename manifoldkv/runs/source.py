@@ -1,4 +1,4 @@
-"""The code a result depends on: a resumed run must never return what other code made."""
+"""The code that a result depends on: a run never resumes from results of other code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from manifoldkv.errors import RunError
 
 PACKAGES = ("manifoldkv", "torch", "transformers", "geoopt")
-"""What the bases of a plan depend on."""
+"""Packages that the bases of a plan depend on."""
 INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -26,25 +26,24 @@ def versions() -> dict[str, str]:
 
 
 def digest_of_code(*parts: Callable[..., Any]) -> str:
-    """Return the SHA-256 of the code that some classes and functions run.
+    """Return the SHA-256 of the code of classes and functions.
 
-    That is the source of the modules they come from and of all modules these refer to; of an
-    installed package the version stands for its source.
+    It is the source of their modules and of all modules these refer to; of an installed package it
+    is the version.
 
     Parameters
     ----------
     parts : class or function
-        Classes of objectives, solvers and rank rules, and what calls them.
+        Classes of objectives, solvers and rank rules, and their callers.
 
     Raises
     ------
     RunError
-        If the source of one cannot be read: nothing that it computes can be stored.
+        If a source cannot be read: no result of it can be stored.
     """
     described = versions()
-    for part in dict.fromkeys(
-        found for each in parts for found in getattr(each, "__mro__", [each])
-    ):
+    classes = [base for part in parts for base in getattr(part, "__mro__", [part])]
+    for part in dict.fromkeys(classes):
         module = sys.modules[part.__module__]
         if part.__module__ == "__main__" and not hasattr(module, "__file__"):
             raise RunError(
@@ -56,7 +55,7 @@ def digest_of_code(*parts: Callable[..., Any]) -> str:
 
 
 def _describe(module: ModuleType, described: dict[str, str]) -> None:
-    """Add a module, and the modules it refers to, to what is described."""
+    """Add the digests of a module and of the modules it refers to."""
     name = module.__name__
     file = getattr(module, "__file__", None)
     if file is None or f"module {name}" in described:
@@ -83,7 +82,7 @@ def _module_of(value: object) -> ModuleType | None:
 
 @cache
 def _version(distribution: str) -> str:
-    """Return a version, read from its file once: a digest of code asks thousands of times."""
+    """Return a version, read from its file once: a digest of code needs thousands."""
     return version(distribution)
 
 

@@ -1,4 +1,4 @@
-"""Solvers: each finds a basis that makes the loss of a problem small."""
+"""Solvers: minimisers of the loss of a problem."""
 
 from manifoldkv.solvers.base import SOLVERS, Solution, Solver, checked, register_solver
 from manifoldkv.solvers.closed_form import ClosedForm

@@ -1,36 +1,31 @@
-"""What a solver promises a study."""
+"""The contract of solvers."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import RunError
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.registry import Registry
+from manifoldkv.solvers.driver import check_loss
 
 Status = Literal["exact", "converged", "stopped early", "all steps taken"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
     Parameters
     ----------
     basis : Basis
-        In the dtype of the calibration data.
+        Basis in the dtype of the calibration data.
     history : list of float
-        Training loss, per step or per epoch as the solver says; empty for a closed form.
+        Training losses, per step or per epoch as the solver documents; empty for a closed form.
     status : str
         ``"exact"`` (closed form), ``"converged"`` (no further descent), ``"stopped early"``
         (patience ran out) or ``"all steps taken"``.
@@ -51,38 +46,35 @@ class Solver(ABC):
         """Return whether this solver can solve the problems of an objective, and why not."""
         return True, ""
 
-    def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """Return a solver that does a part of the work, and how many times longer all of it takes.
-
-        The time of a run is estimated from it. It is proportional to the data if not overridden.
+    def probe_run(self, share: float) -> tuple[Solver, float]:
+        """Return a solver for a probe run, and the ratio of the time of a whole run to its time.
 
         Parameters
         ----------
         share : float
-            Of the calibration sequences, on which the other solver will work.
+            Share of the calibration sequences that the probe run is on.
         """
         return self, 1 / share
 
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
-        """Return a basis with a small loss, and how it was found.
+        """Return a basis with a small loss.
 
         Parameters
         ----------
         problem : Problem
-            From an objective.
+            Problem of an objective.
         rank : int
-            Per KV head, 1 to head_dim.
+            Rank per KV head, 1 to head_dim.
         seed : int
-            Of everything random. Same seed, same machine, same thread count: same basis.
+            Seed of everything random. Same seed, machine and thread count: same basis.
 
         Raises
         ------
         ArgumentError
-            If the rank does not fit.
-            If the solver cannot solve this problem.
+            If the rank is impossible, or the problem is one that the solver does not accept.
         RunError
-            If a loss is not finite; no basis is returned then.
+            If a loss is not finite.
         """
 
 
@@ -98,31 +90,9 @@ def checked(loss: Tensor, problem: Problem, step: int) -> float:
     RunError
         If it is not finite.
     """
-    value = loss.item()
-    if not math.isfinite(value):
-        raise RunError(
-            f"the loss is {value} at step {step} of layer {problem.activations.layer}, "
-            f"{problem.site}s; try a smaller learning rate"
-        )
-    return value
+    return check_loss(loss.item(), step, label_of(problem))
 
 
-def progress(steps: Iterable[T], problem: Problem) -> Iterator[T]:
-    """Yield steps with a progress bar where a person is watching."""
-    label = f"layer {problem.activations.layer} {problem.site}s"
-    yield from tqdm(steps, desc=label, leave=False, disable=None, delay=2)
-
-
-def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Return a random position of each of `count` equal parts, (count,), or None if that is all."""
-    if count >= length:
-        return None
-    edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
-    within = torch.rand(count, generator=generator, dtype=torch.float64)
-    rows = (edges[:-1] + within * edges.diff()).floor()
-    return rows.clamp(max=length - 1).long()
-
-
-def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return indices of `count` different sequences, (count,); all of them if there are fewer."""
-    return torch.randperm(total, generator=generator)[:count]
+def label_of(problem: Problem) -> str:
+    """Return layer and site of a problem, as progress bars and messages name it."""
+    return f"layer {problem.activations.layer}, {problem.site}s"

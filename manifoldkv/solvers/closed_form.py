@@ -12,7 +12,7 @@ from manifoldkv.solvers.base import Solution, Solver, register_solver
 @register_solver("closed-form")
 @dataclass(frozen=True)
 class ClosedForm(Solver):
-    """Asks the problem for its closed form."""
+    """The closed form of a problem."""
 
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
 from manifoldkv.objectives.base import Problem
-from manifoldkv.solvers.base import Solution, Solver, Status, checked, progress, register_solver
+from manifoldkv.solvers.base import Solution, Solver, Status, label_of, register_solver
+from manifoldkv.solvers.driver import descend
 
 
 class BasisPredictor(nn.Module):
@@ -24,8 +25,8 @@ class BasisPredictor(nn.Module):
     hidden : int
         Width of the hidden layers.
     columns : int
-        Columns of the p×columns matrix that is predicted. The paper predicts p×p and uses the
-        leading columns; the others get no gradient through QR, so they are not predicted.
+        Columns of the output. The paper has p and uses the leading ones; the others get no gradient
+        through QR.
     """
 
     def __init__(self, features: int, hidden: int, columns: int) -> None:
@@ -47,19 +48,19 @@ class BasisPredictor(nn.Module):
 class Predictor(Solver):
     """Trains one `BasisPredictor` per basis with AdamW under a cosine schedule.
 
-    The defaults are the paper's. The history is the mean training loss of each epoch; it is what
-    patience watches, and the basis at the end of the epoch with the lowest one is the solution.
+    The defaults are the paper's. The history is the mean training loss of each epoch. The solution
+    is the basis at the end of the epoch with the lowest one.
 
     Parameters
     ----------
     epochs : int
-        At most this many passes over the calibration sequences.
+        Largest number of passes over the calibration sequences.
     patience : int
-        Stop after this many epochs in a row without an improvement of `delta`.
+        Number of epochs in a row without an improvement after which training stops.
     delta : float
-        Smallest improvement of an epoch's mean loss that counts.
+        Smallest decrease of the mean loss that counts as an improvement.
     learning_rate, weight_decay : float
-        Of AdamW.
+        Settings of AdamW.
     key_batch, value_batch : int
         Sequences per step.
     hidden_per_head_dim : int
@@ -75,49 +76,59 @@ class Predictor(Solver):
     value_batch: int = 4
     hidden_per_head_dim: int = 4
 
-    def rehearsal(self, share: float) -> tuple[Solver, float]:
-        """Return this solver with one epoch; patience may end the run sooner."""
+    def probe_run(self, share: float) -> tuple[Solver, float]:
+        """Return this solver with one epoch; the whole run may stop early."""
         return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         statistics = problem.statistics()
         predictors = self._build(problem, statistics, rank, seed)
-        sequences = problem.activations.sequences
-        batch_size = min(sequences, self.key_batch if problem.site == "key" else self.value_batch)
-        steps_per_epoch = -(-sequences // batch_size)
+        parameters = [*predictors.parameters()]
+        epochs = self._samples(problem, seed)
+        per_epoch, sequences = len(epochs[0]), problem.activations.sequences
         optimizer = torch.optim.AdamW(
-            predictors.parameters(),
-            lr=self.learning_rate,
-            weight_decay=self.weight_decay,
-            fused=True,
+            parameters, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True
         )
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-            optimizer, T_max=self.epochs * steps_per_epoch
-        )
-        generator = torch.Generator().manual_seed(seed)
+        steps = self.epochs * per_epoch
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         history: list[float] = []
-        best = torch.empty(0)
-        status: Status = "all steps taken"
-        for epoch in progress(range(self.epochs), problem):
+        best: list[Tensor] = []
+
+        def predicted() -> Tensor:
+            return torch.stack([p(s) for p, s in zip(predictors, statistics, strict=True)])
+
+        def closure(step: int) -> float:
+            columns = predicted()
+            batch = Batch(epochs[step // per_epoch][step % per_epoch])
+            loss = problem.loss(Basis(columns, columns, problem.grouping), batch)
+            loss.backward(inputs=parameters)
+            return loss.item()
+
+        def end_epoch(losses: list[float]) -> bool:
+            if len(losses) % per_epoch:
+                return False
             total = 0.0
-            order = torch.randperm(sequences, generator=generator)
-            for i, chunk in enumerate(order.split(batch_size)):
-                basis = self._predict(predictors, statistics, problem)
-                loss = problem.loss(basis, Batch(chunk))
-                total += checked(loss, problem, epoch * steps_per_epoch + i) * len(chunk)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward(inputs=list(predictors.parameters()))
-                optimizer.step()
-                schedule.step()
+            for loss, sample in zip(losses[-per_epoch:], epochs[len(history)], strict=True):
+                total += loss * len(sample)
             history.append(total / sequences)
             if history[-1] == min(history):
                 with torch.no_grad():
-                    best = self._predict(predictors, statistics, problem).down
-            if self._without_improvement(history) >= self.patience:
-                status = "stopped early"
-                break
-        return Solution(orthonormal_basis(best, problem.grouping), history, status)
+                    best[:] = [predicted()]
+            return self._without_improvement(history) >= self.patience
+
+        descend(closure, optimizer, schedule, steps, label=label_of(problem), callback=end_epoch)
+        stopped = self._without_improvement(history) >= self.patience
+        status: Status = "stopped early" if stopped else "all steps taken"
+        return Solution(orthonormal_basis(best[0], problem.grouping), history, status)
+
+    def _samples(self, problem: Problem, seed: int) -> list[tuple[Tensor, ...]]:
+        """Return the sequences of every step, by epoch: all of them once, in random order."""
+        sequences = problem.activations.sequences
+        size = min(sequences, self.key_batch if problem.site == "key" else self.value_batch)
+        generator = torch.Generator().manual_seed(seed)
+        orders = [torch.randperm(sequences, generator=generator) for _ in range(self.epochs)]
+        return [order.split(size) for order in orders]
 
     def _build(self, problem: Problem, statistics: Tensor, rank: int, seed: int) -> nn.ModuleList:
         hidden = self.hidden_per_head_dim * problem.activations.head_dim
@@ -127,13 +138,8 @@ class Predictor(Solver):
             predictors = [BasisPredictor(statistics.shape[-1], hidden, columns) for _ in statistics]
         return nn.ModuleList(predictors).to(statistics)
 
-    @staticmethod
-    def _predict(predictors: nn.ModuleList, statistics: Tensor, problem: Problem) -> Basis:
-        columns = torch.stack([p(s) for p, s in zip(predictors, statistics, strict=True)])
-        return Basis(columns, columns, problem.grouping)
-
     def _without_improvement(self, history: list[float]) -> int:
-        """Return the epochs since the mean loss last fell by `delta` below the best one before."""
+        """Return the number of epochs since the last improvement."""
         best, since = float("inf"), 0
         for value in history:
             since = 0 if value < best - self.delta else since + 1

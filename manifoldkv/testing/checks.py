@@ -1,4 +1,4 @@
-"""What several suites ask of a basis, and of a method by its name."""
+"""Assertions of several suites."""
 
 from __future__ import annotations
 

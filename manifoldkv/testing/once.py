@@ -1,4 +1,4 @@
-"""What several laws look at is computed for the first of them only."""
+"""Results that several laws share, computed once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _KEPT: dict[tuple[Hashable, ...], tuple[tuple[object, ...], Any]] = {}
 
 
 def once(objects: tuple[object, ...], key: Hashable, compute: Callable[[], T]) -> T:
-    """Return what is computed for these very objects, which is done at the first call only.
+    """Return a result that is computed at the first call for these objects and this key.
 
     The objects need not be hashable. They are kept, so that no others take their identity.
     """
-    place = (*map(id, objects), key)
-    if place not in _KEPT:
-        _KEPT[place] = (objects, compute())
-    return _KEPT[place][1]
+    at = (*map(id, objects), key)
+    if at not in _KEPT:
+        _KEPT[at] = (objects, compute())
+    return _KEPT[at][1]

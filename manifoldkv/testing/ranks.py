@@ -27,7 +27,7 @@ from manifoldkv.testing.tiny import (
 
 
 class RankRuleConformance:
-    """Inherit and set `rule`; narrow `ratios` to what its candidates can meet.
+    """Inherit and set `rule`; narrow `ratios` to feasible ones.
 
     Ranks of every problem are chosen once, and once more where two choices are compared.
     """
@@ -89,7 +89,7 @@ class RankRuleConformance:
 
 
 def _random_bases(candidates: Sequence[CandidateRanks]) -> list[LayerBases]:
-    """Return random bases at all candidate ranks; full rank leaves everything as it is."""
+    """Return random bases at all candidate ranks, the identity at full rank."""
 
     def basis(rank: int, grouping: HeadGrouping) -> Basis:
         if rank < HEAD_DIM:

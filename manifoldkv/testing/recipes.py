@@ -22,9 +22,9 @@ from manifoldkv.testing.tiny import tiny_llama, tiny_tokens
 
 
 class RecipeConformance:
-    """Inherit and set `recipe`; narrow `ratios` to what it can meet on a tiny model.
+    """Inherit and set `recipe`; narrow `ratios` to feasible ones on a tiny model.
 
-    Plans are made once for all laws.
+    Plans are computed once for all laws.
     """
 
     recipe: Recipe
@@ -35,7 +35,7 @@ class RecipeConformance:
     def model(self) -> PreTrainedModel:
         return once((RecipeConformance,), "model", partial(tiny_llama, torch.float32))
 
-    def made(self, ratio: float, seed: int = 0) -> CompressionPlan:
+    def plan(self, ratio: float, seed: int = 0) -> CompressionPlan:
         return compress(
             self.model(),
             tiny_tokens(),
@@ -47,7 +47,7 @@ class RecipeConformance:
 
     def plans(self) -> Iterator[tuple[float, CompressionPlan]]:
         for ratio in self.ratios:
-            yield ratio, once((self.recipe, self.model()), ratio, partial(self.made, ratio))
+            yield ratio, once((self.recipe, self.model()), ratio, partial(self.plan, ratio))
 
     def test_the_ratio_is_never_exceeded(self) -> None:
         for ratio, plan in self.plans():
@@ -57,7 +57,7 @@ class RecipeConformance:
     def test_a_ratio_outside_its_range_is_refused(self) -> None:
         for ratio in (0.0, 1.5, float("nan")):
             try:
-                self.made(ratio)
+                self.plan(ratio)
             except ArgumentError as error:
                 assert f"{ratio:g}" in str(error)
             else:
@@ -69,7 +69,7 @@ class RecipeConformance:
 
     def test_the_same_seed_gives_the_same_plan(self) -> None:
         ratio, plan = next(self.plans())
-        assert self.made(ratio).digest() == plan.digest()
+        assert self.plan(ratio).digest() == plan.digest()
 
     def test_saved_and_loaded_it_is_the_same(self) -> None:
         for _, plan in self.plans():
@@ -86,10 +86,10 @@ class RecipeConformance:
 
     def test_an_estimate_has_time_and_bytes(self) -> None:
         for ratio in self.ratios:
-            found = estimate(
+            expected = estimate(
                 self.model(), tiny_tokens(), recipe=self.recipe, ratio=ratio, context=self.context
             )
-            assert set(found.seconds) == {"capture", "bases", "ranks", "tuning"}
-            assert all(seconds >= 0 for seconds in found.seconds.values())
-            assert (found.seconds["tuning"] > 0) == (self.recipe.tuning_steps > 0)
-            assert 0 < found.cache_bytes <= ratio * found.stock_bytes * (1 + 1e-9)
+            assert set(expected.seconds) == {"capture", "bases", "ranks", "tuning"}
+            assert all(seconds >= 0 for seconds in expected.seconds.values())
+            assert (expected.seconds["tuning"] > 0) == (self.recipe.tuning_steps > 0)
+            assert 0 < expected.cache_bytes <= ratio * expected.stock_bytes * (1 + 1e-9)

@@ -30,7 +30,7 @@ class _Solved(NamedTuple):
 
 
 class SolverConformance:
-    """Inherit and set `solver`; `objective` is what it is tried on.
+    """Inherit and set `solver`, and `objective`, the loss of the problems.
 
     Every problem is solved once, and once more where two solutions are compared.
     """
@@ -55,11 +55,11 @@ class SolverConformance:
 
     def _solve(self, problem: Problem, rank: int) -> _Solved:
         before = torch.get_rng_state()
-        found = self.solver.solve(problem, rank, seed=7)
-        return _Solved(found.basis, found.history, torch.equal(before, torch.get_rng_state()))
+        solution = self.solver.solve(problem, rank, seed=7)
+        return _Solved(solution.basis, solution.history, torch.equal(before, torch.get_rng_state()))
 
     def test_some_problem_is_accepted(self) -> None:
-        assert list(self.problems()), "nothing that this solver can solve is tried on it"
+        assert list(self.problems()), "the solver accepts no problem of the objective"
 
     def test_basis_has_the_rank_and_dtype_asked_for(self) -> None:
         for dtype in (torch.float32, torch.float64):
@@ -84,9 +84,9 @@ class SolverConformance:
 
     def test_solution_beats_random_bases(self) -> None:
         for problem in self.problems():
-            found = problem.loss(self._solved(problem).basis).item()
+            loss = problem.loss(self._solved(problem).basis).item()
             for seed in range(5):
-                assert found < problem.loss(random_basis(3, problem.grouping, seed)).item()
+                assert loss < problem.loss(random_basis(3, problem.grouping, seed)).item()
 
     def test_same_seed_gives_the_same_bytes(self) -> None:
         for problem in self.problems():

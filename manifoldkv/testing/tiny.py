@@ -1,4 +1,4 @@
-"""Tiny random models, what a layer of them sees, and random bases of its size."""
+"""Tiny random models, activations of a layer, and random bases of its size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
     "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # attention that looks somewhere
+    "initializer_range": 0.3,  # attention is not uniform
 }
 
 
@@ -55,7 +55,7 @@ def tiny_llama(dtype: torch.dtype) -> PreTrainedModel:
 
 @cache
 def tiny_gemma() -> PreTrainedModel:
-    """Return a model with a layer that has a sliding window and one that has none."""
+    """Return a model of a layer with a sliding window and one with full attention."""
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=kinds)
     return _random_model(config, torch.float64)

@@ -60,10 +60,7 @@ def sample_tokens(
     ArgumentError
         If the text is empty or too short, naming its length.
     """
-    if length < 1 or (sequences is not None and sequences < 1):
-        raise ArgumentError(
-            f"cannot read {sequences} sequences of {length} tokens: both must be at least 1"
-        )
+    check_size(sequences, length)
     needed = math.inf if sequences is None else sequences * length
     needs_end = not tokenizer("")["input_ids"] and tokenizer.eos_token_id is not None
     end = [tokenizer.eos_token_id] if needs_end else []
@@ -94,6 +91,14 @@ def sample_tokens(
 def positions(model: PreTrainedModel) -> int:
     """Return the largest number of tokens of one text that a model takes."""
     return model.config.get_text_config().max_position_embeddings
+
+
+def check_size(sequences: int | None, length: int) -> None:
+    """Raise `ArgumentError` unless there is a sequence, and a token in it; None is any number."""
+    if length < 1 or (sequences is not None and sequences < 1):
+        raise ArgumentError(
+            f"no text has {sequences} sequences of {length} tokens: both must be at least 1"
+        )
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:

@@ -9,10 +9,9 @@ import pandas as pd
 
 from manifoldkv import Solver
 from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping, Site
+from manifoldkv.basis import SITES, Basis, HeadGrouping, Site
 from manifoldkv.diagnostics import layer_errors
 from manifoldkv.objectives import LayerOutput
-from manifoldkv.recipes.solve import SITES
 
 START = "EigenAttention"
 

@@ -37,51 +37,23 @@ def assert_projectors(basis, expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(group, projector, atol=1e-7)
 
 
-@pytest.mark.parametrize("site", ["key", "value"])
-def test_k_svd_per_head_is_the_svd_of_each_head(site):
-    activations = tiny_activations()
-    problem = KSVD().problem(activations, site, HeadGrouping(1, KV_HEADS))
-    data = tokens_by_head(activations.keys if site == "key" else activations.values)
-    assert_projectors(problem.closed_form(RANK), [leading_projector(x, RANK) for x in data])
-
-
-def test_shared_k_svd_is_the_svd_of_all_heads_stacked():
-    activations = tiny_activations()
-    problem = KSVD().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
-    stacked = np.concatenate(tokens_by_head(activations.keys))
-    assert_projectors(problem.closed_form(RANK), [leading_projector(stacked, RANK)])
-
-
-def test_k_svd_of_all_heads_is_the_svd_of_the_heads_side_by_side():
-    activations = tiny_activations()
-    problem = KSVD().problem(activations, "value", HeadGrouping("all", KV_HEADS))
-    beside = np.concatenate(list(tokens_by_head(activations.values)), axis=1)
-    expected = leading_projector(beside, RANK * KV_HEADS)
-    assert_projectors(problem.closed_form(RANK), [expected])
-
-
 @pytest.mark.parametrize("rotary", ["pre", "post"])
-def test_eigen_attention_is_the_svd_of_keys_and_queries_stacked(rotary):
+@pytest.mark.parametrize("site", ["key", "value"])
+@pytest.mark.parametrize("objective", [KSVD(), EigenAttention()])
+@pytest.mark.parametrize("name", ["shared", 1, "all"])
+def test_a_closed_form_is_the_svd_of_the_stacked_heads(name, objective, site, rotary):
+    """Of a shared basis one below the other, of a basis of all heads side by side."""
     activations = tiny_activations()
-    problem = EigenAttention().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary)
-    keys = tokens_by_head(activations.keys_in(rotary))
-    queries = tokens_by_head(activations.projections(rotary).queries)
-    expected = [
-        leading_projector(np.concatenate([keys[0], queries[0], queries[1]]), RANK),
-        leading_projector(np.concatenate([keys[1], queries[2], queries[3]]), RANK),
-    ]
-    assert_projectors(problem.closed_form(RANK), expected)
-
-
-def test_shared_eigen_attention_stacks_all_heads():
-    activations = tiny_activations()
-    problem = EigenAttention().problem(activations, "key", HeadGrouping("shared", KV_HEADS))
-    heads = [
-        *tokens_by_head(activations.keys),
-        *tokens_by_head(activations.projections("pre").queries),
-    ]
-    expected = leading_projector(np.concatenate(heads), RANK)
-    assert_projectors(problem.closed_form(RANK), [expected])
+    problem = objective.problem(activations, site, HeadGrouping(name, KV_HEADS), rotary)
+    data = activations.keys_in(rotary) if site == "key" else activations.values
+    stacks = [[x] for x in tokens_by_head(data)]
+    if site == "key" and isinstance(objective, EigenAttention):
+        queries = tokens_by_head(activations.projections(rotary).queries)
+        stacks = [[x, *queries[2 * i : 2 * i + 2]] for i, (x,) in enumerate(stacks)]
+    by_head = [np.concatenate(stack) for stack in stacks]
+    matrices = {"shared": [np.concatenate(by_head)], 1: by_head, "all": [np.hstack(by_head)]}[name]
+    rank = RANK * problem.grouping.width
+    assert_projectors(problem.closed_form(RANK), [leading_projector(x, rank) for x in matrices])
 
 
 def test_shared_k_svd_of_keys_is_the_released_eigen_attention_of_llama():
@@ -95,33 +67,23 @@ def test_shared_k_svd_of_keys_is_the_released_eigen_attention_of_llama():
     assert_projectors(problem.closed_form(RANK), [leading_projector(stacked, RANK)])
 
 
-@pytest.mark.parametrize("rotary", ["pre", "post"])
-def test_kq_svd_of_keys_is_the_truncated_svd_of_the_scores(rotary):
+@pytest.mark.parametrize(("site", "rotary"), [("key", "pre"), ("key", "post"), ("value", "pre")])
+def test_kq_svd_is_the_truncated_svd_of_scores_and_of_values_times_output_weight(site, rotary):
     activations = tiny_activations()
-    basis = KQSVD().problem(activations, "key", HeadGrouping(1, KV_HEADS), rotary).closed_form(RANK)
-    keys = tokens_by_head(activations.keys_in(rotary))
-    queries = tokens_by_head(activations.projections(rotary).queries)
-    for head in range(KV_HEADS):
-        stacked = np.concatenate([queries[2 * head], queries[2 * head + 1]])
-        u, s, v = np.linalg.svd(stacked @ keys[head].T, full_matrices=False)
+    problem = KQSVD().problem(activations, site, HeadGrouping(1, KV_HEADS), rotary)
+    projectors = problem.closed_form(RANK).projector().numpy()
+    if site == "key":
+        data = tokens_by_head(activations.keys_in(rotary))
+        queries = tokens_by_head(activations.projections(rotary).queries)
+        readers = [np.concatenate(queries[i : i + 2]).T for i in (0, 2)]  # (d, 2·S·n)
+    else:
+        data = tokens_by_head(activations.values)
+        weight = activations.module.self_attn.o_proj.weight.numpy().T.reshape(4, HEAD_DIM, -1)
+        readers = [np.hstack(weight[i : i + 2]) for i in (0, 2)]  # (d, 2·hidden)
+    for x, projector, reader in zip(data, projectors, readers, strict=True):
+        u, s, v = np.linalg.svd(x @ reader, full_matrices=False)
         expected = (u[:, :RANK] * s[:RANK]) @ v[:RANK]
-        found = stacked @ (keys[head] @ basis.projector()[head].numpy()).T
-        np.testing.assert_allclose(found, expected, atol=1e-6 * s[0])
-
-
-def test_kq_svd_of_values_is_the_truncated_svd_of_values_times_output_weight():
-    activations = tiny_activations()
-    problem = KQSVD().problem(activations, "value", HeadGrouping(1, KV_HEADS))
-    basis = problem.closed_form(RANK)
-    values = tokens_by_head(activations.values)
-    weight = activations.module.self_attn.o_proj.weight.numpy().T  # (H_q·d, hidden)
-    for head in range(KV_HEADS):
-        readers = [weight[q * HEAD_DIM : (q + 1) * HEAD_DIM] for q in (2 * head, 2 * head + 1)]
-        reader = np.concatenate(readers, axis=1)  # (d, 2·hidden)
-        u, s, v = np.linalg.svd(values[head] @ reader, full_matrices=False)
-        expected = (u[:, :RANK] * s[:RANK]) @ v[:RANK]
-        found = values[head] @ basis.projector()[head].numpy() @ reader
-        np.testing.assert_allclose(found, expected, atol=1e-6 * s[0])
+        np.testing.assert_allclose(x @ projector @ reader, expected, atol=1e-6 * s[0])
 
 
 def test_oblique_closed_form_is_biorthogonal():
@@ -155,10 +117,8 @@ def test_a_weighted_closed_form_of_few_tokens_is_a_basis_and_optimal(
     """However few tokens there are, in float32, at every rank; without queries nothing counts."""
     generator = torch.Generator().manual_seed(seed)
     scales = 10.0 ** -(decay * torch.arange(8, dtype=torch.float64) / 2)
-    x, y = (
-        torch.randn(2, count, 8, generator=generator, dtype=torch.float64) * scales
-        for count in (keys, queries)
-    )
+    x = torch.randn(2, keys, 8, generator=generator, dtype=torch.float64) * scales
+    y = torch.randn(2, queries, 8, generator=generator, dtype=torch.float64) * scales
     gram, weight = x.mT @ x, y.mT @ y
     singular = torch.linalg.svdvals(x @ y.mT) if queries else torch.zeros(2, 8)
     for rank in range(1, 9):

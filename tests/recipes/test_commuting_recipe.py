@@ -18,8 +18,8 @@ from manifoldkv.errors import ArgumentError, ModelError
 from manifoldkv.models.projected import divergence
 from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_directions
-from manifoldkv.recipes import tune as tuning
-from manifoldkv.recipes.commuting import CommutingRecipe, _latents, closed_form
+from manifoldkv.recipes.commuting import CommutingRecipe, _latents
+from manifoldkv.recipes.commuting_bases import closed_form
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
@@ -110,13 +110,16 @@ def test_a_plan_of_it(objective: str, grouping: str | int, tmp_path: Path) -> No
     assert compress(model, tokens, recipe=recipe, ratio=0.5, folder=tmp_path, rotary="pre") == plan
 
 
-def test_at_full_ratio_nothing_is_lost() -> None:
-    model, tokens = tiny_model("qwen3"), tiny_tokens(3, 20)
-    plan = compress(model, tokens, recipe="commuting", ratio=1.0)
+@pytest.mark.parametrize(("objective", "family"), [("fisher", "qwen3"), ("layer-output", "llama")])
+def test_at_full_ratio_nothing_is_lost(objective: str, family: str) -> None:
+    model, tokens = tiny_model(family), tiny_tokens(3, 20)
+    plan = compress(model, tokens, recipe=CommutingRecipe(objective), ratio=1.0)
     assert plan.ratio == 1
     with compressed(model, plan):
-        found = model(input_ids=tokens).logits
-    torch.testing.assert_close(found, model(input_ids=tokens).logits, rtol=1e-3, atol=1e-3)
+        logits = model(input_ids=tokens).logits
+    tolerance = 1e-3 if objective == "fisher" else 1e-4
+    expected = model(input_ids=tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
 @given(ratio=st.floats(0.01, 1), heads=st.sampled_from([1, 2, 3, 4]))
@@ -156,13 +159,12 @@ def lost(model, plan, tokens: Tensor) -> float:
 def test_tuned_it_commutes_still(family: str, heads: int) -> None:
     model, tokens = tiny_model(family, num_key_value_heads=heads), tiny_tokens(4, 20)
     start = compress(model, tokens, recipe="commuting", ratio=0.5)
-    tuned = tune(model, start, tokens, steps=30)  # a plan checks what is said to commute
+    tuned = tune(model, start, tokens, steps=20)  # a plan checks that keys commute
     assert lost(model, tuned, tokens) < 0.9 * lost(model, start, tokens)
     for before, after in zip(start.layers, tuned.layers, strict=True):
         assert after.key.basis.frequencies == before.key.basis.frequencies
         assert after.key.basis.down.dtype == before.key.basis.down.dtype
         assert not torch.equal(after.key.basis.down, before.key.basis.down)
-    assert tuned == tune(model, start, tokens, steps=30)
 
 
 def test_frequencies_that_are_whole_or_gone_do_not_move() -> None:
@@ -174,27 +176,6 @@ def test_frequencies_that_are_whole_or_gone_do_not_move() -> None:
         assert after.value != before.value
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "STEPS_BETWEEN_WRITES", 2)
-    model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
-    recipe = CommutingRecipe(tuning_steps=5)
-    whole = compress(model, tokens, recipe=recipe)
-    steps = tuning.differentiate
-    calls = []
-
-    def dying(*args):
-        calls.append(None)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return steps(*args)
-
-    monkeypatch.setattr(tuning, "differentiate", dying)
-    with pytest.raises(KeyboardInterrupt):
-        compress(model, tokens, recipe=recipe, folder=tmp_path)
-    assert compress(model, tokens, recipe=recipe, folder=tmp_path) == whole
-    assert len(calls) == 4 + 3  # two of the first four were stored
-
-
 def test_it_composes_with_rounding() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
     plan = compress(model, tokens, recipe="commuting", quantization=Quantization(8))
@@ -204,15 +185,15 @@ def test_it_composes_with_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "steps"), [("fisher", 0), ("kq-svd", 0), ("kq-svd", 2), ("layer-output", 2)]
+    ("objective", "steps"), [("fisher", 0), ("kq-svd", 2), ("layer-output", 2)]
 )
 def test_it_can_be_estimated(objective: str, steps: int) -> None:
     recipe = CommutingRecipe(objective, tuning_steps=steps)
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
-    found = estimate(model, tokens, ratio=0.5, recipe=recipe)
-    assert (found.seconds["bases"] > 0) == (objective != "kq-svd")
-    assert (found.seconds["tuning"] > 0) == (steps > 0)
-    assert found.cache_bytes == found.stock_bytes / 2
+    expected = estimate(model, tokens, ratio=0.5, recipe=recipe)
+    assert (expected.seconds["bases"] > 0) == (objective != "kq-svd")
+    assert (expected.seconds["tuning"] > 0) == (steps > 0)
+    assert expected.cache_bytes == expected.stock_bytes / 2
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -222,9 +203,6 @@ def test_what_cannot_be_is_refused() -> None:
         CommutingRecipe(grouping="shared")
     with pytest.raises(ArgumentError, match="same ranks in all layers"):
         CompressionConfig(recipe="commuting", ranks="uniform")
-    for ratio in (0, 1.1, float("nan")):
-        with pytest.raises(ArgumentError, match=r"not in \(0, 1\]"):
-            compress(tiny_model("llama"), tiny_tokens(), recipe="commuting", ratio=ratio)
 
 
 @pytest.mark.parametrize("family", ["glm4", "cohere", "ernie4_5", "phi3-partial"])
@@ -240,29 +218,20 @@ def test_a_recipe_describes_itself() -> None:
 
 
 def test_layer_output_is_reached_from_query_weights() -> None:
-    """Same ranks and frequencies; less error of each layer; nothing but the bases has moved."""
+    """Same ranks and frequencies; less error of each layer; all else is the same."""
     model, tokens = tiny_model("qwen3"), tiny_tokens(4, 24)
-    start, moved = (
+    start, refined = [
         compress(model, tokens, recipe=CommutingRecipe(objective), ratio=0.5)
         for objective in ("kq-svd", "layer-output")
-    )
-    assert moved.provenance.recipe["solver"] == {"name": "riemannian-adam"}
+    ]
+    assert refined.provenance.recipe["solver"] == {"name": "riemannian-adam"}
     for activations in capture(model, tokens):
-        before, after = (plan.layers[activations.layer] for plan in (start, moved))
+        before, after = start.layers[activations.layer], refined.layers[activations.layer]
         assert after.key.basis.frequencies == before.key.basis.frequencies
         assert (after.key.rank, after.value.rank) == (before.key.rank, before.value.rank)
         for site, rotary in (("key", "post"), ("value", "pre")):
             problem = LayerOutput().problem(activations, site, before.key.grouping, rotary)
             losses = [
-                problem.loss(getattr(layer, site).basis.like(activations.cos))
-                for layer in (before, after)
+                problem.loss(getattr(plan, site).like(activations.cos)) for plan in (before, after)
             ]
             assert losses[1] < losses[0]
-
-
-def test_layer_output_at_full_rank_is_exact() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(2, 16)
-    plan = compress(model, tokens, recipe=CommutingRecipe("layer-output"), ratio=1.0)
-    with torch.no_grad(), compressed(model, plan):
-        found = model(input_ids=tokens).logits
-    torch.testing.assert_close(found, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)

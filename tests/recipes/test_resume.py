@@ -15,7 +15,7 @@ from manifoldkv import CompressionPlan, RankRecipe, compress
 from manifoldkv.errors import RunError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.runs.files import only_run
-from manifoldkv.solvers import RiemannianAdam
+from manifoldkv.solvers import ClosedForm, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 
 RECIPE = RankRecipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
@@ -84,12 +84,23 @@ def again(folder: Path, **options) -> None:
     )
 
 
-def test_what_is_kept_is_not_solved_again(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = import_module("manifoldkv.solvers.closed_form").ClosedForm
-    monkeypatch.setattr(solver, "solve", None)
-    again(solved)
-    with pytest.raises(TypeError):  # what is asked for otherwise is
-        again(solved, ratio=0.6)
+@pytest.mark.parametrize("parts", [("k-svd", "shared", 1), ("kq-svd", 1, "all")])
+def test_stored_bases_are_not_solved_again(
+    parts: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective, keys, values = parts
+    recipe = RankRecipe(objective, "closed-form", keys, values)
+
+    def plan(ratio: float = 0.5) -> CompressionPlan:
+        model, tokens = tiny_model("llama"), tiny_tokens()
+        return compress(model, tokens, recipe=recipe, folder=tmp_path, ratio=ratio)
+
+    expected = plan()
+    assert expected.layers[0].key.orthonormal == (objective == "k-svd")
+    monkeypatch.setattr(ClosedForm, "solve", None)
+    assert plan() == expected
+    with pytest.raises(TypeError):  # other ranks are solved
+        plan(0.6)
 
 
 @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
@@ -130,7 +141,7 @@ from dataclasses import dataclass
 
 import helper
 from manifoldkv import Objective
-from manifoldkv.solvers import RiemannianAdam
+from manifoldkv.solvers import ClosedForm, RiemannianAdam
 
 
 @dataclass(frozen=True)

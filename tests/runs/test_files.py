@@ -82,7 +82,7 @@ def test_files_of_two_plans_are_never_the_last_state(
 ) -> None:
     """Another writer comes between the two files of a plan."""
     model = tiny_model("llama")
-    mine, other = (random_plan(model, key_rank=rank) for rank in (3, 4))
+    mine, other = random_plan(model, key_rank=3), random_plan(model, key_rank=4)
     replace, replaced = os.replace, []
 
     def interleaved(source: Any, target: Any) -> None:

@@ -22,13 +22,17 @@ from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 RANK = 3
 
 
+def problem_of(objective, site="key", grouping="shared", dtype=torch.float64) -> Problem:
+    return objective.problem(tiny_activations(dtype), site, HeadGrouping(grouping, KV_HEADS))
+
+
 @pytest.mark.parametrize("objective", [KSVD(), EigenAttention()])
 @pytest.mark.parametrize("grouping", ["shared", 1, "all"])
 @pytest.mark.parametrize("metric", ["canonical", "euclidean"])
 def test_riemannian_adam_from_a_random_start_reaches_the_closed_form(objective, grouping, metric):
     rate = 3.0 if metric == "canonical" else 1.0
     solver = RiemannianAdam(start="random", metric=metric, learning_rate=rate)
-    problem = objective.problem(tiny_activations(), "key", HeadGrouping(grouping, KV_HEADS))
+    problem = problem_of(objective, "key", grouping)
     exact = problem.loss(problem.closed_form(RANK)).item()
     found = problem.loss(solver.solve(problem, RANK, seed=1).basis).item()
     assert exact <= found * (1 + 1e-12)
@@ -39,9 +43,8 @@ def test_riemannian_adam_from_a_random_start_reaches_the_closed_form(objective, 
 def test_riemannian_adam_finds_the_optimum_pymanopt_finds(site, grouping):
     """KQ-SVD restricted to orthonormal bases has no closed form; the oracle is a second-order
     method on the Grassmannian with derivatives written by hand."""
-    activations = tiny_activations()
-    problem = KQSVD().problem(activations, site, HeadGrouping(grouping, KV_HEADS))
-    gram, weight = (x.numpy() for x in problem.objective.matrices(problem, None))
+    problem = problem_of(KQSVD(), site, grouping)
+    gram, weight = [x.numpy() for x in problem.objective.matrices(problem, None)]
     groups = [range(KV_HEADS)] if grouping == "shared" else [[h] for h in range(KV_HEADS)]
     best = sum(grassmann_optimum(gram[list(g)], weight[list(g)]) for g in groups)
     best /= np.einsum("hij,hij->", gram, weight)
@@ -84,7 +87,7 @@ def grassmann_optimum(gram: np.ndarray, weight: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("site", "grouping"), [("key", "shared"), ("value", 1)])
 def test_layer_output_solvers_agree_and_beat_their_start(site, grouping):
-    problem = LayerOutput().problem(tiny_activations(), site, HeadGrouping(grouping, KV_HEADS))
+    problem = problem_of(LayerOutput(), site, grouping)
     start = problem.loss(problem.initial(RANK)).item()
     adam = problem.loss(RiemannianAdam(steps=300).solve(problem, RANK).basis).item()
     predictor = problem.loss(Predictor().solve(problem, RANK).basis).item()
@@ -94,14 +97,14 @@ def test_layer_output_solvers_agree_and_beat_their_start(site, grouping):
 
 
 def test_predictor_stops_when_epochs_no_longer_improve():
-    problem = KSVD().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
+    problem = problem_of(KSVD())
     full_rank = Predictor().solve(problem, HEAD_DIM)
     assert full_rank.status == "stopped early"
     assert len(full_rank.history) == 6  # the first epoch, and patience
 
 
 def test_predictor_history_is_a_loss_per_epoch():
-    problem = KSVD().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
+    problem = problem_of(KSVD())
     solution = Predictor(epochs=3).solve(problem, RANK)
     assert len(solution.history) == 3
     assert solution.status == "all steps taken"
@@ -134,14 +137,13 @@ def test_closed_form_refuses_with_the_reason():
     accepted, reason = ClosedForm().accepts(LayerOutput(), "key", "shared")
     assert not accepted
     assert "not linear in its bases" in reason
-    problem = LayerOutput().problem(tiny_activations(), "key", HeadGrouping("shared", KV_HEADS))
+    problem = problem_of(LayerOutput())
     with pytest.raises(ArgumentError, match="no closed form"):
         ClosedForm().solve(problem, RANK)
 
 
 def test_riemannian_adam_stays_on_the_manifold_in_float32():
-    activations = tiny_activations(torch.float32)
-    problem = LayerOutput().problem(activations, "value", HeadGrouping(1, KV_HEADS))
+    problem = problem_of(LayerOutput(), "value", 1, torch.float32)
     columns = RiemannianAdam(steps=100).solve(problem, RANK).basis.down
     identity = torch.eye(RANK).expand(KV_HEADS, RANK, RANK)
     torch.testing.assert_close(columns.mT @ columns, identity, rtol=0, atol=1e-5)
@@ -149,14 +151,13 @@ def test_riemannian_adam_stays_on_the_manifold_in_float32():
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_riemannian_adam_takes_as_few_steps_as_one(steps):
-    problem = LayerOutput().problem(tiny_activations(), "value", HeadGrouping(1, KV_HEADS))
-    solution = RiemannianAdam(steps=steps).solve(problem, RANK)
+    solution = RiemannianAdam(steps=steps).solve(problem_of(LayerOutput(), "value", 1), RANK)
     assert len(solution.history) == steps
     assert solution.basis.orthonormal
 
 
 def test_oblique_optimum_is_no_worse_than_the_orthonormal_one():
-    problem = KQSVD().problem(tiny_activations(), "key", HeadGrouping(1, KV_HEADS))
+    problem = problem_of(KQSVD(), "key", 1)
     orthonormal = RiemannianAdam().solve(problem, RANK).basis
     assert isinstance(orthonormal, Basis)
     assert orthonormal.orthonormal

@@ -1,8 +1,8 @@
-"""Complex Stiefel and Grassmann manifolds with geoopt's interface, which has real ones only.
+"""The complex Grassmann manifold with geoopt's interface, which has real manifolds only.
 
-A product of them over frequencies is a batch: leading dimensions are points of their own. Points,
-tangent vectors and gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and
-Smith 1998, arXiv:physics/9806030, with transposes conjugated).
+A product of them over frequencies is a batch in the leading dimensions. Points, tangent vectors and
+gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and Smith 1998,
+arXiv:physics/9806030, with transposes conjugated).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 Checked = tuple[bool, str | None]
 
 
-class ComplexStiefel(Manifold):
-    """Matrices X, (…, n, p), with Xᴴ X = I, in the metric of ℝ^2np.
+class ComplexGrassmann(Manifold):
+    """Subspaces, represented by X, (…, n, p), with Xᴴ X = I, for losses that depend on X Xᴴ alone.
 
-    Retraction is the polar factor of X + U, and a vector is carried along by projecting it onto the
-    tangent space of the new point.
+    Tangent vectors U are horizontal, Xᴴ U = 0. Retraction is the polar factor of X + U; transport
+    is projection onto the new tangent space.
     """
 
-    name = "ComplexStiefel"
+    name = "ComplexGrassmann"
     ndim = 2
     reversible = False
 
@@ -34,16 +34,16 @@ class ComplexStiefel(Manifold):
     def _check_point_on_manifold(
         self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> Checked:
-        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        if torch.allclose(x.mH @ x, identity.expand_as(x.mH @ x), atol=atol, rtol=rtol):
+        product = x.mH @ x
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(product)
+        if torch.allclose(product, identity, atol=atol, rtol=rtol):
             return True, None
         return False, f"`X^H X != I` with atol={atol}, rtol={rtol}"
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> Checked:
-        normal = u - self.proju(x, u)
-        if torch.allclose(normal, torch.zeros_like(normal), atol=atol, rtol=rtol):
+        if torch.allclose(self.proju(x, u), u, atol=atol, rtol=rtol):
             return True, None
         return False, f"`u` is not tangent with atol={atol}, rtol={rtol}"
 
@@ -53,12 +53,11 @@ class ComplexStiefel(Manifold):
         return left @ right
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the nearest tangent vector: Xᴴ U becomes skew-Hermitian."""
-        product = x.mH @ u
-        return u - x @ (product + product.mH) / 2
+        """Return the nearest tangent vector."""
+        return u - x @ (x.mH @ u)
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the Riemannian gradient of what torch gives for a complex parameter."""
+        """Return the Riemannian gradient of torch's gradient of a complex parameter."""
         return self.proju(x, u)
 
     def inner(
@@ -69,25 +68,11 @@ class ComplexStiefel(Manifold):
         return product.real.sum(dim=(-1, -2), keepdim=keepdim)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the point that a step along a tangent vector leads to."""
+        """Return the retraction of a tangent vector."""
         return self.projx(x + u)
 
     expmap = retr
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Return a tangent vector of x as one of y."""
+        """Return a tangent vector at x transported to y."""
         return self.proju(y, v)
-
-
-class ComplexGrassmann(ComplexStiefel):
-    """Subspaces, of which orthonormal columns X, (…, n, p), stand for their span.
-
-    Tangent vectors are horizontal, Xᴴ U = 0: what turns columns within their span is no direction.
-    For losses that depend on X Xᴴ alone.
-    """
-
-    name = "ComplexGrassmann"
-
-    def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the nearest horizontal vector."""
-        return u - x @ (x.mH @ u)
