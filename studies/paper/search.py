@@ -1,4 +1,4 @@
-"""EigenAttention's own search for ranks, which knows error budgets and no ratio."""
+"""EigenAttention's search for ranks, which takes an error budget instead of a ratio."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from manifoldkv.ranks.threshold import threshold_search
 
 
 class ReleaseSearch:
-    """EigenAttention's search in one layer: its own bases, thresholds and errors.
+    """EigenAttention's search in one layer.
 
     Parameters
     ----------
     fit : LayerActivations
-        What bases and singular values are made of.
+        Activations of the bases and singular values.
     measured : LayerActivations
-        What errors are measured on.
+        Activations of the errors.
     """
 
     def __init__(self, fit: LayerActivations, measured: LayerActivations) -> None:
@@ -39,8 +39,8 @@ class ReleaseSearch:
     def _error(self, key: int, value: int) -> float:
         if (key, value) not in self._errors:
             bases = [_leading(b, rank) for b, rank in zip(self._full, (key, value), strict=True)]
-            found = layer_errors(self._measured, *bases).layer_output_error
-            self._errors[key, value] = found
+            error = layer_errors(self._measured, *bases).layer_output_error
+            self._errors[key, value] = error
         return self._errors[key, value]
 
 

@@ -137,7 +137,7 @@ def test_interrupted_run_goes_on(tmp_path):
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate(timeout=120)
     assert running.returncode == 130
-    assert "the same command goes on from there" in stderr
+    assert "the same command resumes the run" in stderr
     assert list(tmp_path.glob("steps/layer-0-*.csv"))
     again = study(*SMALL[:-2], "--layers", 0, "--out", tmp_path)
     assert "stored already: layers 0" in again.out

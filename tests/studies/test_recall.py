@@ -1,11 +1,11 @@
-"""recall as a user runs it, on few questions."""
+"""`benchmark.py recall` as a user runs it, on few questions."""
 
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from recall import DEPTHS, summary
+from reports.recall import DEPTHS, summary
 
 from tests.drawings import assert_written
 from tests.studies.running import Done, run_here
@@ -16,10 +16,10 @@ CACHES = 1 + 4 * 2 + 1 + 1 * 2  # uncompressed; four widths and a plan, prompts 
 
 def run(folder: Path, *arguments: object) -> Done:
     return run_here(
-        "recall",
+        *("benchmark", "recall"),
         *("--text", "pydoc-topics", "--sequences", 3, "--sequence-length", 64),
         *("--tasks", "passkey", "key-value", "--task-lengths", 90, 128, "--items", 3),
-        *("--compositions", *NAMES, "--out", folder, *arguments),
+        *("--methods", *NAMES, "--out", folder, *arguments),
     )
 
 
@@ -63,10 +63,9 @@ def test_of_what_the_model_cannot_do_only_the_loss_is_measured(done: tuple[Path,
 def test_reading_prompts_through_the_cache_is_another_measurement(done: tuple[Path, Done]) -> None:
     results = pd.read_csv(done[0] / "results.csv")
     plan = results[results["composition"] == "eigen-attention"]
-    exact, through = (
-        plan[plan["prefill"] == way]["added_nll"].to_numpy() for way in ("exact", "compressed")
-    )
-    assert not np.allclose(exact, through, rtol=1e-3)
+    exact = plan[plan["prefill"] == "exact"]["added_nll"].to_numpy()
+    compressed = plan[plan["prefill"] == "compressed"]["added_nll"].to_numpy()
+    assert not np.allclose(exact, compressed, rtol=1e-3)
 
 
 def test_the_map_has_a_panel_per_cache(done: tuple[Path, Done]) -> None:
@@ -111,7 +110,7 @@ def test_what_is_measured_is_kept(done: tuple[Path, Done]) -> None:
 
 
 def test_without_passkeys_there_is_neither_table_nor_map_of_them(tmp_path: Path) -> None:
-    done = run(tmp_path, "--tasks", "copying", "--items", 1, "--compositions", "sinks-recent")
+    done = run(tmp_path, "--tasks", "copying", "--items", 1, "--methods", "sinks-recent")
     assert done.code == 0, done.err
     files = {path.name for path in tmp_path.iterdir() if path.is_file()}
     assert files == {"results.csv", "summary.md"}

@@ -1,4 +1,4 @@
-"""The figures and the tables of `frontier`."""
+"""The figures and the tables of `benchmark.py loss`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from manifoldkv.diagnostics.figures.style import (
 )
 
 AT = (0.5, 0.25, 0.125)
-"""Ratios at which the summary says what plans take."""
+"""Ratios at which the summary lists the cost of plans."""
 ALIASES = {
     "kivi": "kivi (KIVI's layout)",
     "fp8": "fp8 (8-bit floats)",
     "sinks-recent": "sinks-recent (StreamingLLM)",
 }
-"""What is known by another name outside."""
+"""Names that methods have in the literature."""
 TIMES = (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Of the marks on axes: no two sizes that are measured lie without one."""
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
-    """Return a figure of losses on texts and, if questions were asked, one of answers."""
+    """Return a figure of losses on texts and, if there are tasks, one of answers."""
     name = Path(results["model"].iloc[0]).name
     figures = {"loss_against_bytes": _draw(results, "text", "added_nll", name)}
     if (results["kind"] == "task").any():
@@ -53,8 +53,8 @@ def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
     names = list(dict.fromkeys(results["composition"]))
     for panel, title in zip(axes.flat, panels, strict=False):
         on = part[part["measured_on"] == title]
-        for composition in names:
-            _line(panel, on[on["composition"] == composition], composition, measure, names)
+        for method in names:
+            _line(panel, on[on["composition"] == method], method, measure, names)
         y = ""
         if panel in axes[:, 0]:
             y = "added nats per token" if measure == "added_nll" else "share of answers found"
@@ -68,8 +68,8 @@ def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
     for unused in axes.flat[len(panels) :]:
         unused.remove()
     legend_below(figure)
-    found = _smallest(part) if measure == "added_nll" else _most_found(part)
-    title_above(figure, f"{name}: {found}")
+    finding = _smallest(part) if measure == "added_nll" else _best(part)
+    title_above(figure, f"{name}: {finding}")
     return figure
 
 
@@ -81,7 +81,7 @@ def _title(on: pd.DataFrame) -> str:
     return title if first["counted"] else f"{title} (the uncompressed model fails it: not counted)"
 
 
-def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, names: list[str]) -> None:
+def _line(axes: Axes, line: pd.DataFrame, method: str, measure: str, names: list[str]) -> None:
     line = line.dropna(subset=[measure]).sort_values("bytes_per_token", ascending=False)
     if line.empty:  # SnapKV has no loss on a text
         return
@@ -93,8 +93,8 @@ def _line(axes: Axes, line: pd.DataFrame, composition: str, measure: str, names:
         markersize=5,
         lw=1.4,
         elinewidth=0.8,
-        label=ALIASES.get(composition, composition),
-        **mark_of(composition, names).style,
+        label=ALIASES.get(method, method),
+        **mark_of(method, names).style,
     )
     container.lines[2][0].set_alpha(0.5)
 
@@ -125,7 +125,7 @@ def _times(full: float, nbytes: Any) -> Any:
 
 
 def _smallest(part: pd.DataFrame) -> str:
-    """Return how small the two smallest caches are that add at most `LINEAR_BELOW` everywhere."""
+    """Return the two smallest caches that add at most `LINEAR_BELOW` nats on every text."""
     losses = part.dropna(subset=["added_nll"])
     worst = losses.groupby(["composition", "ratio"])["added_nll"].max().reset_index()
     kept = worst[worst["added_nll"] <= LINEAR_BELOW].groupby("composition")["ratio"].min()
@@ -138,8 +138,8 @@ def _smallest(part: pd.DataFrame) -> str:
     return f"the smallest cache that adds {limit}: {first} times smaller{after}"
 
 
-def _most_found(part: pd.DataFrame) -> str:
-    """Return what finds most in the smallest cache of the first task."""
+def _best(part: pd.DataFrame) -> str:
+    """Return the method with the best score at the smallest ratio of the first task."""
     first = part[part["measured_on"] == part["measured_on"].iloc[0]]
     rows = first[first["ratio"] < 1.01 * first["ratio"].min()].sort_values("score")
     best, times = rows.iloc[-1], 1 / rows["ratio"].iloc[-1]
@@ -149,7 +149,7 @@ def _most_found(part: pd.DataFrame) -> str:
     )
 
 
-def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]:
+def summary(results: pd.DataFrame, name: str, described: dict[str, str]) -> list[str]:
     """Return the lines of summary.md."""
     first = results.iloc[0]
     lines = [
@@ -157,20 +157,21 @@ def summary(results: pd.DataFrame, name: str, said: dict[str, str]) -> list[str]
         "",
         f"{first['sequences']} calibration sequences of {first['length']} tokens of "
         f"{common.short(first['calibration'])}, keys of plans {first['rotary']}-rotation, seed "
-        f"{first['seed']}. Sizes are those of {first['window']} tokens, with scales, offsets and "
-        "all that is kept exact, against a cache in 16 bits; bases come once and are named beside.",
+        f"{first['seed']}. Sizes are those of {first['window']} tokens with all scales, offsets "
+        "and uncompressed tokens, against a cache in 16 bits; bases are stored once and listed "
+        "separately.",
     ]
     if (results["kind"] == "decode").any():
         lines[-1] += (
-            " A step after some tokens is the time of a decode step, one sequence, in those of the "
-            "stock cache, which took turns with it: the median of three."
+            " A step after n tokens is the time of a decode step of one sequence over that of the "
+            "stock cache, measured in turns: the median of three."
         )
     for kind in ("text", "task"):
         for title, part in results[results["kind"] == kind].groupby("measured_on", sort=False):
             shown = _table(part, kind, _decode_times(results))
             lines += ["", *_heading(str(title), kind, part.iloc[0]), *shown]
-    lines += ["", *_cost(results), "", "Compositions:", ""]
-    return [*lines, *(f"- `{composition}`: {text}" for composition, text in said.items())]
+    lines += ["", *_cost(results), "", "Methods:", ""]
+    return [*lines, *(f"- `{method}`: {text}" for method, text in described.items())]
 
 
 def _heading(title: str, kind: str, first: Any) -> list[str]:
@@ -195,7 +196,7 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
 
 
 def _decode_times(results: pd.DataFrame) -> pd.DataFrame:
-    """Return times of decode steps by composition and ratio, a column for each length."""
+    """Return times of decode steps by method and ratio, a column for each length."""
     if "decode_time" not in results:
         return pd.DataFrame()
     timed = results[results["kind"] == "decode"].astype({"measured_on": int})
@@ -205,33 +206,26 @@ def _decode_times(results: pd.DataFrame) -> pd.DataFrame:
 
 def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
     rows = []
-    for composition, line in part.groupby("composition", sort=False):
+    for method, line in part.groupby("composition", sort=False):
         for _, row in line.sort_values("ratio", ascending=False).iterrows():
-            cells = [f"`{composition}`", f"{1 / row['ratio']:.2f}", f"{row['bytes_per_token']:.0f}"]
+            cells = [f"`{method}`", f"{1 / row['ratio']:.2f}", f"{row['bytes_per_token']:.0f}"]
             if kind == "task":
-                cells.append(_with_error(row["score"], row["score_error"], 2))
-            cells.append(_with_error(row["added_nll"], row["nll_error"], 4))
-            place = (composition, row["requested_ratio"])
+                cells.append(common.with_error(row["score"], row["score_error"], 2))
+            cells.append(common.with_error(row["added_nll"], row["nll_error"], 4))
+            point = (method, row["requested_ratio"])
             for tokens in times.columns:
-                known = place in times.index and not np.isnan(times.loc[place, tokens])
-                cells.append(f"{times.loc[place, tokens]:.1f}" if known else "-")
+                measured = point in times.index and not np.isnan(times.loc[point, tokens])
+                cells.append(f"{times.loc[point, tokens]:.1f}" if measured else "-")
             rows.append(cells)
-    found = ["found"] if kind == "task" else []
+    score = ["found"] if kind == "task" else []
     steps = [f"step after {tokens:,}" for tokens in times.columns]
-    titles = ["composition", "times smaller", "bytes per token", *found, "added", *steps]
+    titles = ["method", "times smaller", "bytes per token", *score, "added", *steps]
     return common.table(titles, rows)
-
-
-def _with_error(mean: float, error: float, digits: int) -> str:
-    """Return a mean and its standard error, which one sequence does not have."""
-    if np.isnan(mean):
-        return "-"
-    return f"{mean:.{digits}f}" + ("" if np.isnan(error) else f" ({error:.{digits}f})")
 
 
 def _cost(results: pd.DataFrame) -> list[str]:
     threads = common.counted(int(results["threads"].iloc[0]), "thread")
-    made = results.drop_duplicates(["composition", "requested_ratio"])
+    points = results.drop_duplicates(["composition", "requested_ratio"])
     rows = [
         (
             f"`{row['composition']}`",
@@ -240,17 +234,17 @@ def _cost(results: pd.DataFrame) -> list[str]:
             f"{row['basis_bytes'] / 1024:.0f}",
             f"{row['seconds']:.0f}",
         )
-        for _, row in made[made["requested_ratio"].isin(AT)].iterrows()
+        for _, row in points[points["requested_ratio"].isin(AT)].iterrows()
     ]
     return [
-        "## What it takes",
+        "## Cost",
         "",
         "Multiplications of a decode step per cached token against the "
-        "uncompressed cache, bytes of the bases (once, 16-bit), and seconds of calibration "
-        f"({threads}; bases that a plan before has found are not found again).",
+        "uncompressed cache, bytes of the bases (stored once, 16-bit), and seconds of calibration "
+        f"({threads}; a plan reuses bases solved for earlier plans).",
         "",
         *common.table(
-            ["composition", "times smaller", "attention work", "bases, KiB", "seconds"],
+            ["method", "times smaller", "attention work", "bases, KiB", "seconds"],
             rows,
         ),
     ]

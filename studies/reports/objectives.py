@@ -39,7 +39,7 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
 
 
 def caption(results: pd.DataFrame) -> str:
-    """What differs from the paper's defaults."""
+    """Return the settings that differ from the paper's defaults."""
     epochs, steps, sequences, length = results[list(CAPS)].iloc[0]
     return (
         f"predictor: {epochs} epochs at most (paper: 50); Riemannian Adam: {steps} steps at most "

@@ -1,4 +1,4 @@
-"""frontier as a user runs it, on few tokens."""
+"""`benchmark.py loss` as a user runs it, on few tokens."""
 
 import shutil
 from pathlib import Path
@@ -8,15 +8,12 @@ import pandas as pd
 import pytest
 import torch
 from common import EMBEDDED
-from comparison.compositions import COMPOSITIONS, USUAL, Bits, Ranks, attention_work
-from comparison.report import ALIASES, draw
+from reports.loss import ALIASES, draw
 from transformers import AutoTokenizer
 
-from manifoldkv import RECIPES, CompressionPlan
-from manifoldkv.diagnostics.figures import MARKS
+from manifoldkv import CompressionPlan
 from tests.drawings import assert_written, points
-from tests.families import tiny_model, tiny_tokens
-from tests.plans import bits_plan, random_plan
+from tests.families import tiny_model
 from tests.studies.running import Done, run_here
 
 RATIOS = (0.5, 0.25)
@@ -28,20 +25,20 @@ WINDOW = 128
 
 
 def study(*arguments: object) -> Done:
-    return run_here("frontier", *arguments)
+    return run_here("benchmark", "loss", *arguments)
 
 
 def run(folder: Path, *names: str) -> Done:
     return study(
         *("--text", "pydoc-topics", "--sequences", 3, "--held-out", 2, "--sequence-length", 64),
         *("--window", WINDOW, "--tasks", "passkey", "--task-length", 90, "--items", 3),
-        *("--ratios", *RATIOS, "--out", folder, "--compositions", *names),
+        *("--ratios", *RATIOS, "--out", folder, "--methods", *names),
     )
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    folder = tmp_path_factory.mktemp("frontier")
+    folder = tmp_path_factory.mktemp("loss")
     done = run(folder, *NAMES)
     assert done.code == 0, done.err
     return folder, done
@@ -71,7 +68,7 @@ def test_a_row_per_measurement_at_the_achieved_bytes(results: pd.DataFrame) -> N
     assert (asked["ratio"] > 0.85 * asked["requested_ratio"]).all()
 
 
-def test_bytes_of_rivals_are_those_of_their_arithmetic(results: pd.DataFrame) -> None:
+def test_bytes_of_baselines_are_those_of_their_arithmetic(results: pd.DataFrame) -> None:
     by_name = results[results["kind"] == "text"].set_index("composition")
     integers = by_name.loc["integers", "ratio"].tolist()
     of_head = [32 * bits / 8 + 4 for bits in (8, 4, 3, 2)]  # d 32, a scale and an offset
@@ -106,9 +103,9 @@ def test_what_is_measured_is_kept(out: Path, tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(*ordered)  # with the seconds of the first run
 
 
-def test_the_summary_names_the_command_and_every_composition(out: Path) -> None:
+def test_the_summary_names_the_command_and_every_method(out: Path) -> None:
     text = (out / "summary.md").read_text()
-    assert "Command: `python studies/frontier.py" in text
+    assert "Command: `python studies/benchmark.py loss" in text
     assert all(f"| `{name}` |" in text for name in NAMES)
     assert "The uncompressed model fails it: not counted." in text
 
@@ -117,7 +114,7 @@ def test_times_of_decode_steps_stand_beside_losses(tmp_path: Path) -> None:
     arguments = (
         *("--text", "pydoc-topics", "--sequences", 3, "--held-out", 2, "--sequence-length", 64),
         *("--window", WINDOW, "--tasks", "--ratios", 0.5, "--out", tmp_path),
-        *("--compositions", "eigen-attention", "fp8", "--decode-after", 20, 40),
+        *("--methods", "eigen-attention", "fp8", "--decode-after", 20, 40),
     )
     assert study(*arguments).code == 0
     results = pd.read_csv(tmp_path / "results.csv")
@@ -176,23 +173,6 @@ def test_the_title_tells_the_smallest_cache_that_loses_little() -> None:
     assert "no cache measured adds at most 0.01" in title(frame.assign(added_nll=1.0))
 
 
-def test_every_composition_has_a_mark() -> None:
-    assert not set(COMPOSITIONS) - set(MARKS)
-    colours = {MARKS[name].colour for name in USUAL}
-    assert len(colours) == len(USUAL)
-
-
-def test_every_recipe_of_a_cache_that_is_attended_to_is_a_composition() -> None:
-    """Checkpoints and stored caches have studies of their own."""
-    for name, recipe in RECIPES.items():
-        if name in ("commuting", "stored"):
-            continue
-        known = COMPOSITIONS[name]
-        assert isinstance(known, Ranks | Bits)
-        assert known.recipe == recipe
-        assert getattr(known, "bits", None) is None
-
-
 def saved(family: str, folder: Path, **options: Any) -> Path:
     """A tiny model with the vocabulary and the tokenizer of a reference model."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["reference-llama"])
@@ -208,7 +188,7 @@ def test_what_cannot_be_made_for_a_model_is_left_out(tmp_path: Path) -> None:
     done = study(
         *("--model", model, "--text", "pydoc-topics", "--sequences", 3, "--held-out", 2),
         *("--sequence-length", 64, "--window", WINDOW, "--ratios", 0.5, "--out", tmp_path / "out"),
-        *("--tasks", "--compositions", "eigen-attention", "integers", "kivi", "fp8", *DROPPING),
+        *("--tasks", "--methods", "eigen-attention", "integers", "kivi", "fp8", *DROPPING),
     )
     assert done.code == 0, done.err
     by_name = pd.read_csv(tmp_path / "out" / "results.csv").groupby("composition")["ratio"]
@@ -220,29 +200,3 @@ def test_what_cannot_be_made_for_a_model_is_left_out(tmp_path: Path) -> None:
         assert f"{name} at 0.5 is left out: layer 0 has a sliding window of 32 tokens" in done.err
     for bits in (4, 2):
         assert f"kivi at {bits / 16:g} is left out: layer 0 has a sliding window" in done.err
-
-
-def test_unknown_compositions_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "nothing")
-    assert done.code == 2
-    assert "unknown composition 'nothing'; known: eigen-attention" in done.err
-
-
-def test_attention_work_is_counted_by_hand() -> None:
-    model = tiny_model("llama")  # 4 query heads, 2 KV heads, d 8
-    plan = random_plan(model, key_rank=4, value_rank=4, rotary="post")
-    assert attention_work(plan, 4) == 0.5
-    grouped = random_plan(
-        model, key_rank=4, value_rank=4, rotary="post", key_grouping="all", value_grouping="all"
-    )
-    assert attention_work(grouped, 4) == 1.0
-    pre = random_plan(model, key_rank=4, value_rank=4)
-    scores, expansion, mixture = 4 * 8, 2 * 8 * 4, 4 * 4
-    assert attention_work(pre, 4) == (scores + expansion + mixture) / (2 * 4 * 8)
-    predicted = bits_plan(model, tiny_tokens(), ratio=0.4, sinks=0, below=1)
-    work = 0
-    for index, layer in enumerate(predicted.layers):
-        stored = sum(basis.down.shape[2] for _, basis in layer.sites)
-        work += 2 * 4 * 8 + 16 * stored  # scores and mixture, then both expanded
-        work += 16 * 16 * (1 if index == 0 else 5)  # values from keys; both from the layer below
-    assert attention_work(predicted, 4) == work / (3 * 2 * 4 * 8)
