@@ -13,7 +13,7 @@ import pytest
 from compare_objectives import FULL
 
 from tests.drawings import assert_points_in_every_panel, assert_written
-from tests.studies.running import STUDIES, Done, run_here
+from tests.studies.running import STUDIES, Done, finished, run_here
 
 COMMITTED = common.FIGURES / "compare_objectives" / "reference-llama"
 COLUMNS = (
@@ -26,21 +26,14 @@ FEWER = ("--sequences", 8, "--epochs", 5, "--steps", 60)
 SMALL = (*FEWER[2:], "--sequences", 4, "--sequence-length", 64)
 
 
-def study(*arguments: object) -> Done:
-    return run_here("compare_objectives", *arguments)
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return finished("compare_objectives", *FEWER, "--out", tmp_path_factory.mktemp("short"))
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
-    out = tmp_path_factory.mktemp("short")
-    done = study(*FEWER, "--out", out)
-    assert done.code == 0, done.err
-    return out, done
-
-
-@pytest.fixture(scope="module")
-def results(short_run: tuple[Path, Done]) -> pd.DataFrame:
-    return pd.read_csv(short_run[0] / "results.csv")
+def results(short: Done) -> pd.DataFrame:
+    return short.table()
 
 
 def test_every_pair_is_measured_on_every_layer(results: pd.DataFrame) -> None:
@@ -73,8 +66,7 @@ def test_errors_are_those_of_a_real_model(results: pd.DataFrame) -> None:
         assert ours < means[site, "eigen-attention", "closed-form"]
 
 
-def test_the_summary_has_tables_and_skipped_pairs(short_run: tuple[Path, Done]) -> None:
-    summary = (short_run[0] / "summary.md").read_text(encoding="utf-8")
+def test_the_summary_has_tables_and_skipped_pairs(short: Done) -> None:
     for text in (
         "## Keys, rank 16 (ratio 0.5)",
         "## Keys and values, rank 16",
@@ -84,34 +76,32 @@ def test_the_summary_has_tables_and_skipped_pairs(short_run: tuple[Path, Done]) 
         "The long run, --full, adds rank ratio 0.75, two more seeds",
         "python studies/compare_objectives.py --sequences 8",
     ):
-        assert text in summary
-    assert summary in short_run[1].out
+        assert text in short.text()
+    assert short.text() in short.out
 
 
 @pytest.mark.parametrize(
     ("name", "panels"),
     [("errors_per_layer", 6), ("error_against_rank", 3), ("error_against_seconds", 2)],
 )
-def test_figures_are_drawn(name: str, panels: int, short_run: tuple[Path, Done]) -> None:
+def test_figures_are_drawn(name: str, panels: int, short: Done) -> None:
     """Their lines are tested in `tests/diagnostics/test_figures.py`."""
-    out, done = short_run
-    assert len(done.figures[name].axes) == panels
-    title = " ".join(done.figures[name].get_suptitle().split())
+    assert len(short.figures[name].axes) == panels
+    title = " ".join(short.figures[name].get_suptitle().split())
     assert "predictor: 5 epochs at most (paper: 50)" in title
     assert "8 calibration sequences of 128 tokens (paper: 512 of 2,048); 1 seed" in title
-    assert_points_in_every_panel(done.figures[name])
-    assert_written(out / name)
+    assert_points_in_every_panel(short.figures[name])
+    assert_written(short.folder / name)
 
 
-def test_a_repeated_run_measures_nothing_again(short_run: tuple[Path, Done]) -> None:
-    out, _ = short_run
-    before = (out / "results.csv").read_bytes()
-    again = study(*FEWER, "--out", out)
+def test_a_repeated_run_measures_nothing_again(short: Done) -> None:
+    before, command = short.text("results.csv"), ("compare_objectives", *FEWER, "--out")
+    again = finished(*command, short.folder)
     assert "stored already: layers 0, 1, 2, 3, 4, 5" in again.out
-    assert (out / "results.csv").read_bytes() == before
-    again = study(*FEWER, "--out", out, "--layers", 1, 3)
+    assert short.text("results.csv") == before
+    again = finished(*command, short.folder, "--layers", 1, 3)
     assert "stored already: layers 1, 3" in again.out
-    assert set(pd.read_csv(out / "results.csv")["layer"]) == {1, 3}
+    assert set(again.table()["layer"]) == {1, 3}
 
 
 def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
@@ -129,7 +119,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
     _, stderr = running.communicate(timeout=120)
     assert running.returncode == 130
     assert "the same command resumes the run" in stderr
-    again = study(*SMALL, "--layers", 0, "--out", tmp_path)
+    again = finished("compare_objectives", *SMALL, "--layers", 0, "--out", tmp_path)
     assert "stored already: layers 0" in again.out
 
 
@@ -141,16 +131,16 @@ def test_two_texts_and_groupings(tmp_path: Path) -> None:
     options = ["--key-grouping", "all", "--value-grouping", 2, "--rotary", "post", "--layers", 0]
     options += ["--text", text, "--eval-text", eval_text, "--seeds", 0, 1]
     options += ["--objectives", "kq-svd", "layer-output", "--sites", "key", "value"]
-    done = study(*SMALL, *options, "--out", tmp_path)
-    assert done.code == 0, done.err
-    rows = pd.read_csv(tmp_path / "results.csv")
+    done = finished("compare_objectives", *SMALL, *options, "--out", tmp_path)
+    rows = done.table()
     assert set(rows[rows["site"] == "key"]["key_grouping"]) == {"all"}
     assert set(rows[rows["site"] == "value"]["value_grouping"]) == {"2"}
     assert set(rows["rotary"]) == {"post"}
     assert set(rows[rows["solver"] == "riemannian-adam"]["seed"]) == {0, 1}
-    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
-    assert "± is the standard deviation over seeds" in summary
-    assert summary.count(" ± ") >= 3 * 2 * 2  # of three errors, by iterative solvers at two sites
+    assert "± is the standard deviation over seeds" in done.text()
+    assert (
+        done.text().count(" ± ") >= 3 * 2 * 2
+    )  # of three errors, by iterative solvers at two sites
 
 
 @pytest.mark.parametrize(
@@ -172,7 +162,7 @@ def test_only_the_long_run_writes_into_the_committed_folder(
     monkeypatch.setattr("common.FIGURES", tmp_path)
     monkeypatch.setattr("compare_objectives.solvable_pairs", lambda x: seen.append(x) or (0, 0))
     monkeypatch.setattr("common.draw", lambda out, figures: seen.append(out))
-    study("--redraw", *options)
+    run_here("compare_objectives", "--redraw", *options)
     given, out = seen
     names = ("seeds", "rank_ratios", "sequence_length", "epochs", "steps")
     assert tuple(getattr(given, name) for name in names) == settings
