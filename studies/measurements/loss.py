@@ -34,7 +34,6 @@ from manifoldkv.runs.checkpoints import digest_of_tokens
 from measurements import base
 from measurements.base import MethodBenchmark, OperatingPoint
 
-FOLDER = "frontier"
 USUAL = (
     *("eigen-attention", "fast-uniform", "low-rank", "grouped", "grouped-4-bit"),
     *("best", "bits", "integers", "kivi", "fp8", "sinks-recent", "snapkv"),

@@ -35,7 +35,6 @@ from manifoldkv.runs.checkpoints import Checkpoints
 from measurements import base
 from measurements.base import MethodBenchmark, OperatingPoint
 
-FOLDER = "recall"
 USUAL = ("integers", "sinks-recent", "snapkv", "eigen-attention", "fast-uniform", "grouped", "best")
 MAPPED = "passkey"
 PASSKEYS = "passkeys.csv"

@@ -42,7 +42,6 @@ from measurements import base
 from measurements.base import Benchmark
 
 T = TypeVar("T")
-FOLDER = "codec"
 
 
 def add_arguments(parser: common.Parser) -> None:

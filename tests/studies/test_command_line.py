@@ -1,11 +1,15 @@
 """The command lines of all studies: help, impossible arguments, figures drawn again."""
 
+import re
+import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import common
 import pytest
 import torch
+from methods import METHODS
 
 from tests.studies.running import STUDIES, run_apart, run_here
 
@@ -16,6 +20,13 @@ NAMES = sorted(
 )
 LOSS, RECALL, STORAGE = (("benchmark", kind) for kind in ("loss", "recall", "storage"))
 COMMANDS = [LOSS, RECALL, STORAGE, *((name,) for name in NAMES)]
+ROOT = STUDIES.parent
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("figures/**/*.md"))
+    if "python studies/" in page.read_text(encoding="utf-8")
+    and page.parent.name != "engines"  # whose study is no longer part of the repository
+]
 FEW = ("--sequences", 1, "--held-out", 1, "--sequence-length", 16)
 
 
@@ -158,11 +169,26 @@ def test_a_study_runs_as_a_program(tmp_path: Path) -> None:
     assert done.last_line.startswith("benchmark: no model at")
 
 
+COMMAND = re.compile(r"python studies/(\w+)\.py((?:\\\n|[^`\n|])*)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_on_pages_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsers: list[common.Parser] = []
+    monkeypatch.setattr("common.run_study", lambda parser, study: parsers.append(parser))
+    for study, arguments in COMMAND.findall(page.read_text(encoding="utf-8")):
+        import_module(study).main()
+        words = shlex.split(arguments.replace("\\\n", " "), comments=True)
+        if "--help" not in words and "--redraw" not in words:
+            given = parsers[-1].parse_args(words)
+            assert all(METHODS.get(name) for name in getattr(given, "methods", ()))
+
+
 DRAWN = [
-    (LOSS, "frontier/smollm2"),
-    (LOSS, "frontier/reference-llama"),
+    (LOSS, "loss/smollm2"),
+    (LOSS, "loss/reference-llama"),
     (RECALL, "recall/smollm2"),
-    (STORAGE, "codec/smollm2"),
+    (STORAGE, "storage/smollm2"),
     (COMPARE, "compare_objectives/reference-llama"),
     (SOLVERS, "solver_efficiency/reference-qwen3"),
 ]
