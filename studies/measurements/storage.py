@@ -47,8 +47,7 @@ T = TypeVar("T")
 def add_arguments(parser: common.Parser) -> None:
     base.add_arguments(parser, ratios=(8, 12, 16), tasks=["passkey"], items=12)
     add = parser.add_argument
-    add("--context", type=int, help="tokens at which ratios are counted (--prompt)")
-    add("--prompt", type=int, default=512, help="tokens of a prompt (%(default)s)")
+    add("--prompt", type=int, default=512, help="tokens of a prompt, and of ratios (%(default)s)")
     add("--continuation", type=int, help="tokens predicted after it (--prompt)")
     add("--held-out", type=int, default=8, help="held-out prompts (%(default)s)")
 
@@ -85,7 +84,7 @@ class StorageBenchmark(Benchmark):
         self.steps = self.checkpoints.made_by(compress, Codec).keyed(
             calibration=digest_of_tokens(self.calibration),
             tokens=digest_of_tokens(self.tokens),
-            settings=[given.ratios, given.context, given.prompt, given.seed, given.threads],
+            settings=[given.ratios, given.prompt, given.seed, given.threads],
         )
         plans = {
             label(ratio): compress(
@@ -93,7 +92,7 @@ class StorageBenchmark(Benchmark):
                 self.calibration,
                 recipe="stored",
                 ratio=ratio,
-                context=given.prompt if given.context is None else given.context,
+                context=given.prompt,
                 seed=given.seed,
                 folder=self.plans,
             )

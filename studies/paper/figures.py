@@ -97,15 +97,7 @@ def label(stem: str, model: str) -> str:
 
 
 def captions(model: str, series: Mapping[str, str]) -> list[str]:
-    """Return a caption line for every figure of a model.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model in figures.
-    series : mapping
-        Rank rule by method.
-    """
+    """Return a caption line for every figure of a model; `series` has the rank rule by method."""
     compared = ", ".join(f"{method} by {RULES[policy]}" for method, policy in series.items())
     return [
         f"- `{label(stem, model)}`: {title}. {f'Ranks of {compared}. ' * (stem in COMPARED)}{band}"

@@ -22,28 +22,12 @@ from paper.tasks import Tasks
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measures plans on one model.
-
-    Parameters
-    ----------
-    name : str
-        Name of the model in tables.
-    model, tokenizer
-        From `load_model`.
-    corpora : mapping
-        Title to held-out token ids, (windows, length).
-    tasks : Tasks
-        Tasks of the accuracies.
-    checkpoints : Checkpoints
-        Checkpoints keyed by weights and code.
-    steps : Steps
-        Timer of the steps.
-    """
+    """Perplexities and accuracies of plans on the model called `name` in tables."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    corpora: Mapping[str, Tensor]
+    corpora: Mapping[str, Tensor]  # (windows, length) by title
     tasks: Tasks
     checkpoints: Checkpoints
     steps: Steps
@@ -55,8 +39,7 @@ class Measurements:
     ) -> pd.DataFrame:
         """Return perplexities or accuracies of a plan, or of the uncompressed model."""
         columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
-        columns |= {"seed": 0}
-        columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
+        columns |= {"seed": 0, "requested_ratio": None, "ratio": 1.0, "bits": 16}
         columns |= {} if labelled is None else labelled.columns()
         frame = measure(None if labelled is None else labelled.plan)
         return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)

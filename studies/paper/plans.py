@@ -40,28 +40,10 @@ class Labelled:
 
 @dataclass(frozen=True)
 class PlanMaker:
-    """Makes the plans of one model.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Model that bases and ranks are fitted to.
-    calibration : Tensor
-        Token ids, (sequences, length).
-    protocol : Protocol
-        Ratios, rank rules and amounts of data.
-    seeds : sequence of int
-        Seeds of the solver of the paper's bases.
-    checkpoints : Checkpoints
-        Checkpoints keyed by model and code.
-    steps : Steps
-        Timer of the steps.
-    folder : Path
-        Checkpoints of bases and rank sensitivities.
-    """
+    """The plans of one model; `folder` has the checkpoints of their bases."""
 
     model: PreTrainedModel
-    calibration: Tensor
+    calibration: Tensor  # (sequences, length)
     protocol: Protocol
     seeds: Sequence[int]
     checkpoints: Checkpoints

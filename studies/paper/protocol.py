@@ -102,14 +102,8 @@ class Protocol:
     def caption(self, length: int, windows: Sequence[int], *, spread: bool = False) -> str:
         """Return the amounts of data of every measurement, in a sentence.
 
-        Parameters
-        ----------
-        length : int
-            Tokens of a calibration sequence on this model.
-        windows : sequence of int
-            Number of windows of every corpus.
-        spread : bool
-            Whether items are spread over a task's file or its first ones.
+        `windows` has the number of windows of every corpus; `spread` says whether items are spread
+        over a task's file or its first ones.
         """
         rows = "" if self.surface_rows is None else f" × {self.surface_rows} query rows"
         of_surfaces = " and ".join(f"the {r}" for r in SURFACE_RULES if r in self.rules)

@@ -23,12 +23,7 @@ def published_rows() -> pd.DataFrame:
 def mismatches(model: str, measured: dict[str, float]) -> list[str]:
     """Return a warning for each corpus on which an uncompressed model differs from the paper's.
 
-    Parameters
-    ----------
-    model : str
-        Name of the model in paper_results.csv.
-    measured : dict
-        Perplexity by corpus.
+    `measured` has the perplexity by corpus, and `model` is a name of paper_results.csv.
     """
     rows = published_rows()
     theirs = rows[(rows["model"] == model) & rows["requested_ratio"].isna()].iloc[0]

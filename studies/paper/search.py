@@ -12,15 +12,7 @@ from manifoldkv.ranks.threshold import threshold_search
 
 
 class ReleaseSearch:
-    """EigenAttention's search in one layer.
-
-    Parameters
-    ----------
-    fit : LayerActivations
-        Activations of the bases and singular values.
-    measured : LayerActivations
-        Activations of the errors.
-    """
+    """EigenAttention's search in one layer, with bases of `fit` and errors on `measured`."""
 
     def __init__(self, fit: LayerActivations, measured: LayerActivations) -> None:
         self._measured = measured
@@ -39,8 +31,7 @@ class ReleaseSearch:
     def _error(self, key: int, value: int) -> float:
         if (key, value) not in self._errors:
             bases = [_leading(b, rank) for b, rank in zip(self._full, (key, value), strict=True)]
-            error = layer_errors(self._measured, *bases).layer_output_error
-            self._errors[key, value] = error
+            self._errors[key, value] = layer_errors(self._measured, *bases).layer_output_error
         return self._errors[key, value]
 
 

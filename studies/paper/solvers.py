@@ -62,16 +62,9 @@ def _measured(
 
 
 def solvers_caption(errors: pd.DataFrame, layers: int, candidates: int) -> str:
-    """Return errors and seconds of solvers, extrapolated to all layers, in a sentence.
+    """Return errors and seconds of `compare_solvers`, extrapolated to all layers, in a sentence.
 
-    Parameters
-    ----------
-    errors : DataFrame
-        Table of `compare_solvers`.
-    layers : int
-        Number of layers of the model.
-    candidates : int
-        Number of ranks solved for in every layer and site.
+    `candidates` is the number of ranks solved for in every layer and site.
     """
     names = ", ".join(str(layer) for layer in dict.fromkeys(errors["layer"]))
     means = errors.groupby("solver", sort=False)[["layer_output_error", "seconds"]].mean()

@@ -55,6 +55,7 @@ EVERYWHERE: list[Any] = [
     (("--out", "{file}"), "cannot write to {file}"),
     (("--threads", 0), "cannot compute on 0 threads"),
     (("--model", "no/such/model"), "no model at no/such/model"),
+    (("--redraw",), ".csv to draw"),  # nothing is measured for it
 ]
 IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
     LOSS: [
@@ -208,15 +209,6 @@ def test_committed_figures_are_drawn_from_their_tables_alone(
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {*tables, *(f"{stem}.png" for stem in done.figures)}
     assert all((tmp_path / table).read_bytes() == tables[table] for table in tables)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_nothing_is_measured_to_draw_again(command: tuple[str, ...], tmp_path: Path) -> None:
-    done = run_here(*command, "--redraw", "--out", tmp_path)
-    assert done.code == 2
-    assert f"{tmp_path} has no " in done.last_line
-    assert ".csv to draw" in done.last_line
-    assert not list(tmp_path.iterdir())
 
 
 def test_counts_are_english() -> None:
