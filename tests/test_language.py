@@ -15,7 +15,7 @@ RIDDLES = re.compile(
 )
 """Phrases of no field: say reconstruction, number of, uncompressed, unknown, resumes, residual."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODULES = sorted((ROOT / "manifoldkv").rglob("*.py"))
+MODULES = sorted(path for room in ("manifoldkv", "studies") for path in (ROOT / room).rglob("*.py"))
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

@@ -189,8 +189,8 @@ def _heading(title: str, kind: str, first: Any) -> list[str]:
         f"## {title}",
         "",
         "Share of answers found (standard error), and nats per token added to the answer, of "
-        f"{first['items']:.0f} questions after {first['task_length']:.0f} tokens, prompts read as "
-        f"they are; uncompressed {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
+        f"{first['items']:.0f} uncompressed prompts of {first['task_length']:.0f} tokens; the "
+        f"uncompressed model {first['stock_score']:.2f} and {first['stock_nll']:.3f}.{counted}",
         "",
     ]
 

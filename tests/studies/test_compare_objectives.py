@@ -22,13 +22,16 @@ COLUMNS = (
     "sequences,sequence_length"
 )
 FEWER = ("--sequences", 8, "--epochs", 5, "--steps", 60)
+LAYERS = ("--layers", 1, 3, 5)
 """A default run with less of everything, on which the order of the objectives still holds."""
 SMALL = (*FEWER[2:], "--sequences", 4, "--sequence-length", 64)
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return finished("compare_objectives", *FEWER, "--out", tmp_path_factory.mktemp("short"))
+    return finished(
+        "compare_objectives", *FEWER, *LAYERS, "--out", tmp_path_factory.mktemp("short")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +39,9 @@ def results(short: Done) -> pd.DataFrame:
     return short.table()
 
 
-def test_every_pair_is_measured_on_every_layer(results: pd.DataFrame) -> None:
+def test_every_pair_is_measured_on_each_layer(results: pd.DataFrame) -> None:
     assert ",".join(results.columns) == COLUMNS
-    assert set(results["layer"]) == set(range(6))
+    assert set(results["layer"]) == {1, 3, 5}
     assert set(results["site"]) == {"key", "value", "both"}
     assert set(results["split"]) == {"calibration", "held-out"}
     solved = set(zip(results["objective"], results["solver"], strict=True))
@@ -96,12 +99,22 @@ def test_figures_are_drawn(name: str, panels: int, short: Done) -> None:
 
 def test_a_repeated_run_measures_nothing_again(short: Done) -> None:
     before, command = short.text("results.csv"), ("compare_objectives", *FEWER, "--out")
-    again = finished(*command, short.folder)
-    assert "stored already: layers 0, 1, 2, 3, 4, 5" in again.out
+    again = finished(*command, short.folder, *LAYERS)
+    assert "stored already: layers 1, 3, 5" in again.out
     assert short.text("results.csv") == before
     again = finished(*command, short.folder, "--layers", 1, 3)
     assert "stored already: layers 1, 3" in again.out
     assert set(again.table()["layer"]) == {1, 3}
+
+
+def test_all_layers_are_measured_unless_some_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+    monkeypatch.setattr("compare_objectives.measure_layers", lambda *parts: calls.append(parts))
+    with pytest.raises(AttributeError):  # no table to write
+        run_here("compare_objectives", "--out", tmp_path)
+    assert list(range(6)) in calls[0]
 
 
 def test_an_interrupted_run_resumes(tmp_path: Path) -> None:
