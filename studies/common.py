@@ -1,12 +1,14 @@
-"""What all studies share: arguments, exit codes, checkpoints, tables and the line at the end."""
+"""Parts that all studies share: arguments, exit codes, checkpoints, tables and summaries."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -20,6 +22,7 @@ from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
 from manifoldkv.runs.files import check_writable
+from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 
 HERE = Path(__file__).resolve().parent
@@ -27,21 +30,17 @@ FIGURES = HERE.parent / "figures"
 EMBEDDED = {
     name: str(HERE / "reference_models" / name) for name in ("reference-llama", "reference-qwen3")
 }
-"""The reference models of this repository, by the names studies give them."""
+"""Folders of this repository's reference models by name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help begins with the study's own description.
+    """An argument parser whose help keeps the lines of a study's docstring."""
 
-    Parameters
-    ----------
-    description : str
-        The study's docstring.
-    """
-
-    def __init__(self, description: str | None) -> None:
+    def __init__(self, description: str | None, **options: Any) -> None:
         super().__init__(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
         )
 
     def add_model(self) -> None:
@@ -57,23 +56,46 @@ class Parser(argparse.ArgumentParser):
             "--text", default="docstrings", help=f"{TEXT_HELP}; a fifth is held out (%(default)s)"
         )
 
+    def add_list(
+        self,
+        option: str,
+        default: Iterable[Any],
+        described: str = "",
+        *,
+        type: Callable[[str], Any] = str,
+        metavar: str = "NAME",
+        nargs: str = "+",
+    ) -> None:
+        """Add an option of several values; defaults are shown in the help and parsed like input."""
+        shown = [str(value) for value in default]
+        self.add_argument(
+            option,
+            nargs=nargs,
+            type=type,
+            default=[type(value) for value in shown],
+            metavar=metavar,
+            help=f"{described} ({' '.join(shown) or 'none'})".strip(),
+        )
+
     def add_threads(self) -> None:
-        self.add_argument("--threads", type=int, default=2, help="of the processor (%(default)s)")
+        self.add_argument("--threads", type=int, default=2, help="processor threads (%(default)s)")
 
     def add_device(self) -> None:
         self.add_argument("--device", default="cpu", help="(%(default)s)")
 
     def add_out(self, default: str) -> None:
-        """Add where results go, and whether those that are there are computed again."""
+        """Add the output folder and the options that compute or draw its results again."""
         self.add_argument("--out", type=folder_named, help=f"output folder ({default})")
-        self.add_argument("--force", action="store_true", help="compute again what is stored")
+        self.add_argument("--force", action="store_true", help="compute every step again")
         self.add_argument(
-            "--redraw", action="store_true", help="only draw again, from the CSV that is in --out"
+            "--redraw",
+            action="store_true",
+            help="draw the figures again from the CSV in --out, measure nothing",
         )
 
 
 def folder_named(name: str) -> Path:
-    """Refuse an empty name as a folder, which pathlib takes for the current one."""
+    """Refuse an empty name, which pathlib reads as the current folder."""
     if not name.strip():
         raise argparse.ArgumentTypeError("the name is empty; the current folder is '.'")
     return Path(name)
@@ -96,20 +118,20 @@ def run_study(parser: Parser, study: Callable[[argparse.Namespace], None]) -> in
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{name}: interrupted; the same command goes on from there", file=sys.stderr)
+        print(f"\n{name}: interrupted; the same command resumes the run", file=sys.stderr)
         return 130
     return 0
 
 
 def output_folder(given: argparse.Namespace, *default: str) -> Path:
-    """Return the folder that results go to, which can be written to.
+    """Return the writable folder of the results, created if it does not exist.
 
     Parameters
     ----------
     given : Namespace
-        With ``out``, or None for the default.
+        Its ``out`` is the folder, or None for the default.
     default : str
-        Path below the folder of figures.
+        Default folder below that of the figures.
     """
     out = given.out or FIGURES.joinpath(*default)
     check_writable(out)
@@ -125,21 +147,21 @@ def stored_in(out: Path, given: argparse.Namespace) -> Checkpoints:
 def draw(
     out: Path, figures: Callable[[pd.DataFrame], Mapping[str, Figure]], table: str = "results.csv"
 ) -> None:
-    """Draw the figures of a table that lies in a folder, from nothing but what is in it.
+    """Draw figures from a table, and from nothing else.
 
     Parameters
     ----------
     out : Path
-        With the table; figures are written beside it.
+        Folder of the table and the figures.
     figures : function
-        From the table to figures by the stems of their files.
+        Function of the table that returns figures by file stem.
     table : str
-        Its name.
+        File name of the table.
 
     Raises
     ------
     RunError
-        If there is no such table.
+        If the table does not exist.
     """
     if not (out / table).is_file():
         raise RunError(f"{out} has no {table} to draw; without --redraw it is measured")
@@ -152,30 +174,33 @@ def load(name: str, **options: object) -> tuple[PreTrainedModel, PreTrainedToken
     return load_model(EMBEDDED.get(name, name), **options)  # type: ignore[arg-type]
 
 
-def calibration_and_held_out(
+def tokens_of(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    sequences: int,
-    held_out: int,
+    split: Split | None,
+    sequences: int | None,
     length: int,
-) -> tuple[Tensor, Tensor]:
-    """Return token ids of both parts of a text, (sequences, length) and (held_out, length)."""
+) -> Tensor:
+    """Return token ids (sequences, length) of a part of a text, or of all of it without a split."""
     source = open_text(text)
-    return (
-        sample_tokens(source, tokenizer, sequences=sequences, length=length, split="calibration"),
-        sample_tokens(source, tokenizer, sequences=held_out, length=length, split="held-out"),
-    )
+    return sample_tokens(source, tokenizer, sequences=sequences, length=length, split=split)
 
 
 def short(name: str) -> str:
-    """Return the name of a text without the folders it lies in."""
+    """Return the name of a text without its folders."""
     return Path(name).name if Path(name).suffix in (".txt", ".jsonl") else name
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 thread``, ``2 threads``."""
+    """Return a number and a noun in English: ``1 thread``, ``2 threads``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def with_error(mean: float, error: float, digits: int) -> str:
+    """Return a mean with its standard error, which is undefined for one sequence."""
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ({error:.{digits}f})")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -185,7 +210,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
 
 
 def write_summary(out: Path, lines: Sequence[str]) -> None:
-    """Write summary.md with the command that made it, and print it."""
+    """Write and print summary.md, with the command of this run."""
     script = f"studies/{Path(sys.argv[0]).name}"
     command = shlex.join(["python", script, *sys.argv[1:]])
     text = "\n".join([*lines, "", f"Command: `{command}`", ""])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 
 import common
 import pandas as pd
-from comparison.objectives import CAPS, SITES, figures, summary
+from reports.objectives import CAPS, SITES, figures, summary
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,12 +46,10 @@ from manifoldkv.seeds import check_seed
 from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
-from manifoldkv.text.sources import open_text
-from manifoldkv.text.tokens import sample_tokens
 
 SPLITS: tuple[Split, ...] = ("calibration", "held-out")
 EXACT = "exact"
-"""Stands for the grouping of a site whose keys or values are not projected."""
+"""Grouping in the results of a site that is not projected."""
 SHORT = {"seeds": [0], "rank_ratios": [0.5], "sequence_length": 128, "epochs": 10, "steps": 80}
 FULL = {
     "seeds": [0, 1, 2],
@@ -60,8 +58,8 @@ FULL = {
     "epochs": Predictor().epochs,
     "steps": RiemannianAdam().steps,
 }
-FOR_PLACE = ("out", "force", "redraw", "full", "layers")
-"""Arguments that no row depends on."""
+NO_SETTINGS = ("out", "force", "redraw", "full", "layers")
+"""Options that no row depends on."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +90,8 @@ def main() -> int:
     add("--full", action="store_true", help="the long run, behind the committed results")
     add("--text", default="docstrings", help=f"calibration text: {TEXT_HELP} (%(default)s)")
     add("--eval-text", help="held-out text; without it a fifth of --text is held out")
-    objectives, solvers = OBJECTIVES.names(), SOLVERS.names()
-    add(
-        "--objectives",
-        nargs="+",
-        default=objectives,
-        metavar="NAME",
-        help=f"of {', '.join(objectives)} (all)",
-    )
-    add(
-        "--solvers",
-        nargs="+",
-        default=solvers,
-        metavar="NAME",
-        help=f"of {', '.join(solvers)} (all)",
-    )
+    parser.add_list("--objectives", OBJECTIVES.names())
+    parser.add_list("--solvers", SOLVERS.names())
     add("--rank-ratios", nargs="+", type=float, metavar="R", help=of_both("rank_ratios"))
     add("--layers", nargs="+", type=int, metavar="L", help="layer indices from 0 (all)")
     add("--sites", nargs="+", choices=SITES, default=list(SITES), help="what is projected (all)")
@@ -126,9 +111,12 @@ def main() -> int:
 
 
 def of_both(option: str) -> str:
-    """The defaults of an option in both runs."""
-    short, full = (str(run[option]).strip("[]").replace(",", "") for run in (SHORT, FULL))
-    return f"({short}; with --full {full})"
+    """Return the defaults of an option in both runs."""
+
+    def shown(run: Mapping[str, Any]) -> str:
+        return str(run[option]).strip("[]").replace(",", "")
+
+    return f"({shown(SHORT)}; with --full {shown(FULL)})"
 
 
 def study(given: argparse.Namespace) -> None:
@@ -143,7 +131,7 @@ def study(given: argparse.Namespace) -> None:
     layers = check_against_model(given, model)
     tokens = {split: read_tokens(given, tokenizer, split) for split in SPLITS}
     stored = common.stored_in(out, given).keyed(
-        settings={name: value for name, value in vars(given).items() if name not in FOR_PLACE},
+        settings={name: value for name, value in vars(given).items() if name not in NO_SETTINGS},
         weights=digest_of_model(model),
         tokens={split: digest_of_tokens(ids) for split, ids in tokens.items()},
     )
@@ -158,7 +146,7 @@ def study(given: argparse.Namespace) -> None:
 
 
 def complete(given: argparse.Namespace) -> None:
-    """Fill in what is not given, by the run that is asked for, and check the numbers.
+    """Set options without a value to the defaults of the run, and check all numbers.
 
     Raises
     ------
@@ -171,9 +159,7 @@ def complete(given: argparse.Namespace) -> None:
     for option, least in {"sequences": 1, "sequence_length": 2, "epochs": 1, "steps": 1}.items():
         if getattr(given, option) < least:
             name = option.replace("_", "-")
-            raise ManifoldKVError(
-                f"--{name} must be at least {least}, not {getattr(given, option)}"
-            )
+            raise ManifoldKVError(f"--{name} must be >= {least}, got {getattr(given, option)}")
     for seed in given.seeds:
         check_seed(seed)
     given.key_grouping = parse_grouping(given.key_grouping)
@@ -184,7 +170,7 @@ def complete(given: argparse.Namespace) -> None:
 
 
 def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
-    """All pairs that can be solved, and a line for each that cannot.
+    """Return all pairs that can be solved, and a line for each that cannot.
 
     Raises
     ------
@@ -220,7 +206,7 @@ def wanted_sites(given: argparse.Namespace) -> Iterator[tuple[Site, str | int]]:
 
 
 def build_solver(name: str, given: argparse.Namespace) -> Solver:
-    """The solver, with the epochs or steps of this run."""
+    """Return a solver with the epochs or steps of this run."""
     if name == "predictor":
         return Predictor(epochs=given.epochs)
     if name == "riemannian-adam":
@@ -229,7 +215,7 @@ def build_solver(name: str, given: argparse.Namespace) -> Solver:
 
 
 def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> list[int]:
-    """The layers to measure, after ranks, groupings and layers were held against the model."""
+    """Check ranks, groupings and layers against the model; return the layers to measure."""
     modules = decoder_layers(model)
     layers = given.layers if given.layers is not None else list(range(len(modules)))
     for layer in layers:
@@ -252,15 +238,11 @@ def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> li
 def read_tokens(
     given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, split: Split
 ) -> Tensor:
-    """Token ids (sequences, length) of the calibration or held-out text."""
-    own = given.eval_text is not None
-    return sample_tokens(
-        open_text(given.eval_text if own and split == "held-out" else given.text),
-        tokenizer,
-        sequences=given.sequences,
-        length=given.sequence_length,
-        split=None if own else split,
-    )
+    """Return token ids (sequences, length) of the calibration or held-out text."""
+    two_texts = given.eval_text is not None
+    text = given.eval_text if two_texts and split == "held-out" else given.text
+    part = None if two_texts else split
+    return common.tokens_of(text, tokenizer, part, given.sequences, given.sequence_length)
 
 
 # Measuring
@@ -274,7 +256,7 @@ def measure_layers(
     layers: list[int],
     stored: Checkpoints,
 ) -> pd.DataFrame:
-    """Return the rows of all layers: stored ones, and new ones, stored as they come."""
+    """Return the rows of all layers; those of finished layers are read from their checkpoints."""
     jobs = [
         (pair, ratio, seed)
         for pair in pairs
@@ -337,7 +319,7 @@ def solve(
 
 
 def couples(solved: list[Solved]) -> Iterator[list[Solved]]:
-    """Key and value bases of the same objective, solver, rank and seed."""
+    """Yield key and value bases of the same objective, solver, rank and seed."""
     values = {
         (s.pair.objective, s.pair.solver, s.rank, s.seed): s
         for s in solved

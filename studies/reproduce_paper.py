@@ -1,4 +1,4 @@
-"""Draw every figure and table of the StiefAttention paper, for the models given.
+"""Draw every figure and table of the StiefAttention paper for one or more models.
 
 Without arguments: for both reference models of this repository, on text that needs no download;
 every cap and every substitute is printed in the captions and in the tables. Any other model is
@@ -6,10 +6,10 @@ calibrated and measured on WikiText-2 and C4 from the Hub, unless texts are name
 
 For every model NAME: accuracy_NAME, ppl_NAME, quantization_NAME, bases_comparison_NAME (without
 the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG and the CSV each is drawn
-from). Over all models: table1, where the paper's own numbers stand beside ours, marked as
-theirs, and two tables that the paper does not have and that tell its two parts apart: table2, bases
-at the same ranks, and table3, rank rules with the same bases. Results of steps are stored in
-OUT/steps by all they depend on: an interrupted run goes on, a repeated one draws at once.
+from). Over all models: table1, with the paper's numbers marked as theirs beside ours, and two
+tables that are not in the paper and separate its two parts: table2, bases at the same ranks, and
+table3, rank rules with the same bases. Every step is a checkpoint in OUT/steps: an interrupted run
+resumes there, and a repeated one only draws.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paper.tasks import continuation_task, tasks_from
 from torch import Tensor
 from tqdm import tqdm
 
-from manifoldkv import ManifoldKVError, Quantization, diagnose, open_text, quantize, sample_tokens
+from manifoldkv import ManifoldKVError, Quantization, diagnose, quantize
 from manifoldkv.activations.capture import capture
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.diagnostics.figures import table_of_results
@@ -93,7 +93,7 @@ def main() -> int:
     )
     add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
-    add("--quick", action="store_true", help="everything once, small: checks the road")
+    add("--quick", action="store_true", help="the smallest run of every step, as a check")
     parser.add_device()
     parser.add_threads()
     parser.add_out("figures")
@@ -102,16 +102,16 @@ def main() -> int:
 
 def reproduce(given: argparse.Namespace) -> None:
     if given.seeds < 1:
-        raise ManifoldKVError("--seeds must be at least 1")
+        raise ManifoldKVError(f"--seeds must be >= 1, got {given.seeds}")
     out = common.output_folder(given)
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
-    known = {model: name for name, model in REFERENCE.items()}
-    names = {known.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
+    short = {model: name for name, model in REFERENCE.items()}
+    names = {short.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
     if given.redraw:
         figures.redraw(names, out)
         return
     studies = [Study(name, model, given, protocol, out) for name, model in names.items()]
-    for study in studies:  # what does not work shows before anything long
+    for study in studies:  # errors appear before any long work
         study.check()
     tables = [study.run() for study in studies]
     write_tables(tables, out, [study.caption for study in studies])
@@ -120,7 +120,7 @@ def reproduce(given: argparse.Namespace) -> None:
 
 
 class Study:
-    """All that is measured on one model. Reading texts and weights fails before any long work."""
+    """The plans and measurements of one model; unreadable texts and weights fail first."""
 
     def __init__(
         self, name: str, model: str, given: argparse.Namespace, protocol: Protocol, out: Path
@@ -140,9 +140,8 @@ class Study:
         self.length = min(protocol.length, config.max_position_embeddings)
         first, second = _texts(given, embedded)
         self.calibration = self._tokens(first, protocol.sequences, "calibration")
-        # WikiText has a test set of its own.
-        own_test = first == WIKITEXT
-        text, split = (PAPER_CORPORA["WikiText"], None) if own_test else (first, HELD_OUT)
+        has_test_set = first == WIKITEXT
+        text, split = (PAPER_CORPORA["WikiText"], None) if has_test_set else (first, HELD_OUT)
         window = min(protocol.window or self.length, config.max_position_embeddings)
         self.corpora = {
             _title(first): self._tokens(text, protocol.windows, split, window),
@@ -158,7 +157,7 @@ class Study:
             tasks = continuation_task(self.tokenizer, protocol, steps / name)
         else:
             tasks = tasks_from(given.tasks_data, protocol, steps / name)
-        tasks.documents()  # a missing file is told of now
+        tasks.documents()  # raises now if a file is missing
         windows = [len(tokens) for tokens in self.corpora.values()]
         amounts = protocol.caption(self.length, windows, spread=tasks.spread)
         self.caption = f"{name} ({Path(model).name}): {amounts}"
@@ -177,16 +176,10 @@ class Study:
     def _tokens(
         self, text: str, sequences: int | None, split: Split | None, length: int | None = None
     ) -> Tensor:
-        return sample_tokens(
-            open_text(text),
-            self.tokenizer,
-            split=split,
-            sequences=sequences,
-            length=length or self.length,
-        )
+        return common.tokens_of(text, self.tokenizer, split, sequences, length or self.length)
 
     def check(self) -> None:
-        """Ask the uncompressed model everything that plans will be asked."""
+        """Measure the uncompressed model, and warn if it is not the one of the paper."""
         self.measure.accuracies(None)
         if self.name in PAPER_WEIGHTS:
             measured = {
@@ -209,8 +202,8 @@ class Study:
         measure = self.measure
         followed = tqdm([None, *plans], desc=f"{self.name}: perplexities", disable=None)
         measured = [measure.evaluated(p, measure.perplexities) for p in followed]
-        asked = [None, *self.asked(plans)]  # what takes longest comes last
-        followed = tqdm(asked, desc=f"{self.name}: accuracies", disable=None)
+        slowest = [None, *self.of_accuracies(plans)]  # last
+        followed = tqdm(slowest, desc=f"{self.name}: accuracies", disable=None)
         measured += [measure.evaluated(p, measure.accuracies) for p in followed]
         evaluations = pd.concat(measured, ignore_index=True)
         main_series = of_methods(evaluations, self.protocol.series)
@@ -225,8 +218,8 @@ class Study:
             "table3": rules_with_the_same_bases(evaluations),
         }
 
-    def asked(self, plans: list[Labelled]) -> list[Labelled]:
-        """Return the plans whose accuracy is measured, of those that are compared as published."""
+    def of_accuracies(self, plans: list[Labelled]) -> list[Labelled]:
+        """Return the plans whose accuracy is measured."""
         compared = [p for p in plans if p.policy == self.protocol.series[p.method]]
         ratios = self.protocol.accuracy_ratios
         if ratios is None:
@@ -257,10 +250,10 @@ class Study:
                     rounding = Quantization(bits)
                     tokens = self.calibration[: self.protocol.search_sequences]
                     rounded = quantize(plan, self.model, tokens, rounding, rotation)
-                found = self.measure.perplexities(rounded, [corpus])
+                frame = self.measure.perplexities(rounded, [corpus])
                 share = plan.ratio * rounded.bytes_per_token() / exact
                 numbers = {"bytes_ratio": share, "bits": bits, "rotation": rotation}
-                rows.append(found.assign(model=self.name, **labelled.columns(), **numbers))
+                rows.append(frame.assign(model=self.name, **labelled.columns(), **numbers))
         return pd.concat(rows, ignore_index=True)
 
     def diagnostics(self, plans: list[Labelled]) -> pd.DataFrame:
@@ -286,19 +279,18 @@ class Study:
         tokens = next(iter(self.corpora.values()))[:, : self.length]
         depths = self.protocol.predicted_layers
         layers = sorted({round(depth * (self.layers - 1)) for depth in depths})
-        found = {"Riemannian Adam": self.protocol.solver, "predictor": self.protocol.predictor}
+        solvers = {"Riemannian Adam": self.protocol.solver, "predictor": self.protocol.predictor}
 
         def compute() -> pd.DataFrame:
-            fit, held_out = (
-                capture(self.model, of_tokens, layers) for of_tokens in (self.calibration, tokens)
-            )
-            return compare_solvers(zip(fit, held_out, strict=True), found)
+            fit = capture(self.model, self.calibration, layers)
+            held_out = capture(self.model, tokens, layers)
+            return compare_solvers(zip(fit, held_out, strict=True), solvers)
 
         checkpoints = self.checkpoints.keyed(
             calibration=digest_of_tokens(self.calibration),
             tokens=digest_of_tokens(tokens),
             layers=layers,
-            solvers={name: SOLVERS.describe(solver) for name, solver in found.items()},
+            solvers={name: SOLVERS.describe(solver) for name, solver in solvers.items()},
         ).made_by(compare_solvers, Predictor, RiemannianAdam)
         return self.steps.frame(checkpoints, "solvers", "the predictor in a few layers", compute)
 
@@ -322,13 +314,13 @@ class Study:
 
 
 def write_captions(studies: list[Study], out: Path) -> None:
-    """Write what every figure shows, and on how much it was measured."""
+    """Write the caption of every figure, with the amount of data behind it."""
     lines = ["# Captions", ""]
     for study in studies:
         lines += [f"{study.caption}; {common.counted(len(study.seeds), 'seed')}.", ""]
         lines += [*figures.captions(study.name, study.protocol.series), ""]
         lines += [
-            f"What every step took, in seconds of the processor: seconds_{study.name}.csv.",
+            f"Processor seconds of every step: seconds_{study.name}.csv.",
             "",
         ]
     (out / "captions.md").write_text("\n".join(lines), encoding="utf-8")
@@ -341,10 +333,10 @@ def _texts(given: argparse.Namespace, embedded: bool) -> tuple[str, str]:
 
 
 def _title(text: str) -> str:
-    """Return what a corpus is called in figures and tables."""
-    known = {WIKITEXT: "WikiText-2", C4: "C4"}
+    """Return the name of a corpus in figures and tables."""
+    corpora = {WIKITEXT: "WikiText-2", C4: "C4"}
     substitutes = {"docstrings": "docstrings (for WikiText)", "pydoc-topics": "topics (for C4)"}
-    return (known | substitutes).get(text, Path(text).name)
+    return (corpora | substitutes).get(text, Path(text).name)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ with growing budgets of steps. Each run gives the layer-output error on held-out
 and the layer-token evaluations (query rows whose loss was computed and differentiated). What is
 compared is time at equal error: the cheapest run of either solver that comes within a tolerance of
 the lowest error the predictor reaches at any number of epochs. Written into --out: results.csv (a
-row per run, stored as they come; an interrupted run goes on), summary.md and a figure. The summary
-ends with an estimate for a layer of Llama-3-8B's shape: one step of each solver, timed on random
-weights at 2048 tokens, times the steps.
+row for each run), summary.md and a figure. Every run is a checkpoint: an interrupted study resumes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +28,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from manifoldkv import ManifoldKVError, Solver
 from manifoldkv.activations.capture import capture
@@ -50,17 +46,6 @@ GROUPINGS: dict[Site, str | int] = {"key": "shared", "value": 1}  # the paper's
 EPOCHS = (3, 6, 12, 25, 50)
 BUDGETS = (75, 150, 300, 450, 600)
 TOLERANCES = (0.0, 0.002, 0.005, 0.01)
-LONG_LENGTH, PAPER_SEQUENCES, PAPER_EPOCHS = 2048, 512, 50
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=64,
-    num_hidden_layers=1,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-)
 
 
 def main() -> int:
@@ -75,7 +60,6 @@ def main() -> int:
     add("--held-out", type=int, default=16, help="sequences to measure on (%(default)s)")
     add("--epochs", type=int, nargs="+", default=EPOCHS, help="of the predictor (%(default)s)")
     add("--budgets", type=int, nargs="+", default=BUDGETS, help="steps (%(default)s)")
-    add("--no-estimate", action="store_true", help="leave out the layer of Llama-3-8B's shape")
     parser.add_threads()
     parser.add_out("figures/solver_efficiency/<model>")
     return common.run_study(parser, study)
@@ -83,18 +67,16 @@ def main() -> int:
 
 def study(given: argparse.Namespace) -> None:
     if min(*given.budgets, *given.epochs) < 1:
-        raise ManifoldKVError("budgets and epochs must be at least 1")
+        raise ManifoldKVError("budgets and epochs must be >= 1")
     name = Path(given.model).name
     out = common.output_folder(given, "solver_efficiency", name)
     if given.redraw:
         common.draw(out, draw)
         return
-    checkpoints = common.stored_in(out, given)
-    results = measure(given, checkpoints)
-    estimate = None if given.no_estimate else measure_estimate(checkpoints, given.threads)
+    results = measure(given, common.stored_in(out, given))
     results.to_csv(out / "results.csv", index=False)
     common.draw(out, draw)
-    common.write_summary(out, summary(results, estimate, name, given))
+    common.write_summary(out, summary(results, name, given))
 
 
 # Measurements
@@ -105,18 +87,13 @@ def measure(given: argparse.Namespace, checkpoints: Checkpoints) -> pd.DataFrame
     model, tokenizer = common.load(given.model)
     longest = model.config.get_text_config().max_position_embeddings
     length = min(given.sequence_length, longest)
-    fit, test = common.calibration_and_held_out(
-        given.text,
-        tokenizer,
-        sequences=given.sequences,
-        held_out=given.held_out,
-        length=length,
-    )
-    known = range(len(decoder_layers(model)))
-    layers = given.layers or list(known)
-    unknown = [layer for layer in layers if layer not in known]
+    fit = common.tokens_of(given.text, tokenizer, "calibration", given.sequences, length)
+    test = common.tokens_of(given.text, tokenizer, "held-out", given.held_out, length)
+    count = len(decoder_layers(model))
+    layers = given.layers or list(range(count))
+    unknown = [layer for layer in layers if not 0 <= layer < count]
     if unknown:
-        raise ManifoldKVError(f"--layers {unknown[0]}: the model has layers 0 to {known[-1]}")
+        raise ManifoldKVError(f"--layers {unknown[0]}: the model has layers 0 to {count - 1}")
     rank = rank_from_ratio(given.rank_ratio, attention_of(decoder_layers(model)[0]).head_dim)
     labels = {"model": given.model, "text": given.text, "sequences": given.sequences}
     labels |= {"length": length, "rank": rank, "threads": given.threads}
@@ -149,12 +126,12 @@ def _solvers(given: argparse.Namespace) -> Iterator[tuple[Solver, tuple[str, int
 
 
 class _Counting(Problem):
-    """The layer-output problem, counting the rows it is asked for."""
+    """The layer-output problem with a count of the query rows it evaluates."""
 
     def __init__(self, activations: LayerActivations, site: Site) -> None:
         grouping = HeadGrouping(GROUPINGS[site], activations.kv_heads)
         super().__init__(LayerOutput(), activations, site, grouping)
-        super().loss(self.initial(1), Batch(torch.arange(1)))  # what is computed once
+        super().loss(self.initial(1), Batch(torch.arange(1)))  # computes the terms that are cached
         self.rows = 0
 
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
@@ -187,51 +164,11 @@ def _solved(
     )
 
 
-def measure_estimate(checkpoints: Checkpoints, threads: int) -> pd.DataFrame:
-    """Return the seconds of one step of each solver on a layer of Llama-3-8B's shape."""
-
-    def compute() -> pd.DataFrame:
-        model = AutoModelForCausalLM.from_config(LLAMA_8B).requires_grad_(False)
-        count = RiemannianAdam().sequences_per_step
-        tokens = torch.randint(64, (count, LONG_LENGTH), generator=torch.Generator().manual_seed(0))
-        (activations,) = capture(model, tokens)
-        rows = []
-        sampled = torch.linspace(0, LONG_LENGTH - 1, RiemannianAdam().rows).long()
-        for site in SITES:
-            predictor = Predictor()
-            whole = predictor.key_batch if site == "key" else predictor.value_batch
-            for solver, batch in (
-                ("predictor", Batch(torch.arange(whole))),
-                ("riemannian-adam", Batch(torch.arange(count), sampled)),
-            ):
-                seconds = _seconds_of_a_step(activations, site, batch)
-                rows.append({"site": site, "solver": solver, "seconds": seconds})
-        return pd.DataFrame(rows)
-
-    config = json.loads(json.dumps(LLAMA_8B.to_dict(), default=str))
-    stored = checkpoints.made_by(LayerOutput)
-    return stored.keyed(config=config, length=LONG_LENGTH, threads=threads).frame(
-        "estimate", compute
-    )
-
-
-def _seconds_of_a_step(activations: LayerActivations, site: Site, batch: Batch) -> float:
-    """Return those of the second one: the first computes what is computed once."""
-    problem = _Counting(activations, site)
-    columns = problem.initial(activations.head_dim // 2).down.clone().requires_grad_()
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        problem.loss(Basis(columns, columns, problem.grouping), batch).backward(inputs=[columns])
-        seconds = time.perf_counter() - start
-    return seconds
-
-
 # Report
 
 
 def relative(results: pd.DataFrame) -> pd.DataFrame:
-    """Return the results with their errors against the predictor's lowest of the same problem."""
+    """Return the results with errors relative to the predictor's lowest of the same problem."""
     keys = ["layer", "site"]
     of_predictor = results[results["solver"] == "predictor"]
     lowest = of_predictor.groupby(keys)["held_out_error"].min().rename("lowest").reset_index()
@@ -240,23 +177,22 @@ def relative(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_equal_error(runs: pd.DataFrame, tolerance: float) -> pd.DataFrame:
-    """Return, for every problem, the cheapest run of each solver within a tolerance.
+    """Return, for every problem, how much cheaper riemannian-adam reaches a tolerance.
 
     Parameters
     ----------
     runs : DataFrame
         From `relative`.
     tolerance : float
-        Of the predictor's lowest held-out error.
+        Accepted error above the predictor's lowest held-out error, relative to it.
     """
     near = runs[runs["error"] <= tolerance].sort_values("seconds")
-    predictor, adam = (
-        near[near["solver"] == solver]
-        .groupby(["layer", "site"])[["seconds", "layer_tokens"]]
-        .first()
-        for solver in ("predictor", "riemannian-adam")
-    )
-    times = (predictor / adam).dropna()  # where both get there
+
+    def cheapest(solver: str) -> pd.DataFrame:
+        by_problem = near[near["solver"] == solver].groupby(["layer", "site"])
+        return by_problem[["seconds", "layer_tokens"]].first()
+
+    times = (cheapest("predictor") / cheapest("riemannian-adam")).dropna()  # where both reach it
     return times.rename(columns={"seconds": "times_faster", "layer_tokens": "times_fewer"})
 
 
@@ -273,11 +209,11 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
             band = (100 * low["error"], 100 * high["error"])
             axes.fill_between(mean["seconds"], *band, color=mark.colour, alpha=0.15, linewidth=0)
             away = 8 if solver == "predictor" else -8
-            for place, (size, (x, y)) in enumerate(mean.iterrows()):
+            for index, (size, (x, y)) in enumerate(mean.iterrows()):
                 axes.annotate(
                     str(size),
                     (x, 100 * y),
-                    xytext=(0, away * (1 + place % 2)),
+                    xytext=(0, away * (1 + index % 2)),
                     textcoords="offset points",
                     **{"fontsize": 7, "color": mark.colour, "ha": "center", "va": "center"},
                 )
@@ -293,22 +229,20 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _finding(runs: pd.DataFrame) -> str:
-    """Return how much sooner riemannian-adam comes within a hundredth."""
+    """Return the title: how much sooner riemannian-adam reaches the largest tolerance."""
     tolerance, problems = TOLERANCES[-1], runs.groupby(["layer", "site"]).ngroups
-    found = at_equal_error(runs, tolerance)
+    times = at_equal_error(runs, tolerance)
     numbers = "numbers are epochs of the predictor and steps of riemannian-adam"
-    if found.empty:
+    if times.empty:
         return f"layer-output error against solving time; {numbers}"
     return (
         f"riemannian-adam comes within {tolerance:.0%} of the predictor's lowest layer-output "
-        f"error {found['times_faster'].median():.1f} times sooner (median of the {len(found)} of "
+        f"error {times['times_faster'].median():.1f} times sooner (median of the {len(times)} of "
         f"{problems} problems where both do); {numbers}"
     )
 
 
-def summary(
-    results: pd.DataFrame, estimate: pd.DataFrame | None, name: str, given: argparse.Namespace
-) -> list[str]:
+def summary(results: pd.DataFrame, name: str, given: argparse.Namespace) -> list[str]:
     runs, first = relative(results), results.iloc[0]
     layers = sorted(set(results["layer"]))
     lines = [
@@ -328,17 +262,17 @@ def summary(
     problems = runs.groupby(["layer", "site"]).ngroups
     rows = []
     for tolerance in TOLERANCES:
-        found = at_equal_error(runs, tolerance)
-        if found.empty:
+        times = at_equal_error(runs, tolerance)
+        if times.empty:
             rows.append([f"{tolerance:.1%}", "-", "-", f"0 of {problems}"])
             continue
-        faster, fewer = found["times_faster"], found["times_fewer"]
+        faster, fewer = times["times_faster"], times["times_fewer"]
         rows.append(
             [
                 f"{tolerance:.1%}",
                 f"{faster.median():.1f} ({faster.min():.1f} to {faster.max():.1f})",
                 f"{fewer.median():.0f}",
-                f"{len(found)} of {problems}",
+                f"{len(times)} of {problems}",
             ]
         )
     columns = ["tolerance", "times sooner", "times fewer layer-token evaluations", "reached"]
@@ -355,36 +289,7 @@ def summary(
             ]
         )
     columns = ["site", "solver", "size", "error (worst layer)", "seconds", "layer-tokens"]
-    lines += common.table(columns, rows)
-    if estimate is not None:
-        lines += ["", *_estimated(estimate)]
-    return lines
-
-
-def _estimated(estimate: pd.DataFrame) -> list[str]:
-    seconds = estimate.set_index(["site", "solver"])["seconds"]
-    predictor, adam = Predictor(), RiemannianAdam()
-    rows = []
-    for site in SITES:
-        batch = predictor.key_batch if site == "key" else predictor.value_batch
-        step = float(seconds[site, "predictor"])
-        hours = [step * n * PAPER_SEQUENCES / batch / 3600 for n in (EPOCHS[0], PAPER_EPOCHS)]
-        sampled = float(seconds[site, "riemannian-adam"]) * adam.steps / 3600
-        rows.append(
-            [
-                *(site, f"{hours[0]:.1f} to {hours[1]:.1f}", f"{sampled:.2f}"),
-                f"{hours[0] / sampled:.0f} to {hours[1] / sampled:.0f}",
-            ]
-        )
-    columns = ["site", "predictor, hours", "riemannian-adam, hours", "times sooner"]
-    return [
-        f"An estimate, not a measurement, for a layer of Llama-3-8B's shape with {PAPER_SEQUENCES} "
-        f"sequences of {LONG_LENGTH} tokens: seconds of one step, timed on random weights on this "
-        f"processor, times the steps, of {EPOCHS[0]} to {PAPER_EPOCHS} epochs and of {adam.steps} "
-        "steps. It says nothing of the errors.",
-        "",
-        *common.table(columns, rows),
-    ]
+    return [*lines, *common.table(columns, rows)]
 
 
 if __name__ == "__main__":

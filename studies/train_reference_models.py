@@ -4,9 +4,9 @@
     python studies/train_reference_models.py qwen3
 
 Both learn from the docstrings of installed packages (calibration split; held-out documents and
-``pydoc_data.topics`` are never seen), about an hour each on two cores. An interrupted run goes on
-from its last checkpoint. What is written to ``studies/reference_models/reference-<name>``: the
-weights in bfloat16, configuration, tokenizer and a model card with the held-out perplexity.
+``pydoc_data.topics`` are never seen), about an hour each on two cores. An interrupted run resumes
+from its last checkpoint. Written to ``studies/reference_models/reference-<name>``: the weights in
+bfloat16, configuration, tokenizer and a model card with the held-out perplexity.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 def study(arguments: argparse.Namespace) -> None:
     check_seed(arguments.seed)
     if min(arguments.tokens, arguments.batch, arguments.checkpoint_every) < 1:
-        raise ManifoldKVError("tokens, batch and checkpoint-every must be at least 1")
+        raise ManifoldKVError("tokens, batch and checkpoint-every must be >= 1")
     folder = HERE / "reference_models" / f"reference-{arguments.architecture}"
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def study(arguments: argparse.Namespace) -> None:
 
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    model.to(torch.float32)  # evaluates the rounded weights, which are the ones that are kept
+    model.to(torch.float32)  # evaluates the rounded weights, which are the ones that are saved
     card = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": arguments.tokens,
@@ -135,7 +135,7 @@ def load_or_train_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 def load_or_tokenize(
     path: Path, tokenizer: PreTrainedTokenizerFast, documents: Iterator[str]
 ) -> np.ndarray:
-    """All documents as one run of token ids, each closed by the end-of-text token."""
+    """Return the token ids of all documents, each followed by the end-of-text token."""
     if not path.exists():
         texts = [document + END_OF_TEXT for document in documents]
         ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -171,7 +171,7 @@ def train(
     checkpoint: Path,
     arguments: argparse.Namespace,
 ) -> float:
-    """Train in place, from the last checkpoint if there is one; returns the seconds of training."""
+    """Train in place, from the last checkpoint if there is one; return the seconds of training."""
     optimizers = build_optimizers(model, arguments)
     steps = arguments.tokens // (arguments.batch * CONTEXT)
     start, seconds = restore(checkpoint, model, optimizers)
@@ -199,7 +199,7 @@ def train(
 def build_optimizers(
     model: PreTrainedModel, arguments: argparse.Namespace
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    """Return Muon for the matrices of the layers and AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -209,12 +209,12 @@ def build_optimizers(
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Warm up over 50 steps, stay, fall linearly to zero over the last 40 %."""
+    """Return the factor: 50 warm-up steps, constant, linear decay to zero over the last 40 %."""
     return min(1.0, (step + 1) / 50, (steps - step) / (0.4 * steps))
 
 
 def sample_batches(tokens: np.ndarray, batch: int, seed: int) -> Iterator[torch.Tensor]:
-    """Windows of `CONTEXT` + 1 tokens without repetition inside an epoch, shifted anew each one."""
+    """Yield windows of `CONTEXT` + 1 tokens that do not repeat or overlap within an epoch."""
     generator = np.random.default_rng(seed)
     while True:
         offset = int(generator.integers(CONTEXT))
@@ -250,7 +250,7 @@ def cross_entropy(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, tokens: np.ndarray, batch: int) -> float:
-    """Perplexity of consecutive windows of `CONTEXT` tokens."""
+    """Return the perplexity of consecutive windows of `CONTEXT` tokens."""
     starts = np.arange(0, len(tokens) - CONTEXT - 1, CONTEXT)
     windows = torch.from_numpy(np.stack([tokens[s : s + CONTEXT + 1] for s in starts]))
     losses = [cross_entropy(model, w) for w in windows.split(batch) if len(w) == batch]
@@ -292,13 +292,9 @@ def restore(
                 states[int(i)].setdefault(int(j), {})[key] = tensor
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    metadata = read_metadata(checkpoint)
-    return int(metadata["step"]), float(metadata["seconds"])
-
-
-def read_metadata(checkpoint: Path) -> dict[str, str]:
     with safe_open(checkpoint, "pt") as file:
-        return file.metadata()
+        metadata = file.metadata()
+    return int(metadata["step"]), float(metadata["seconds"])
 
 
 def model_card(arguments: argparse.Namespace, card: dict[str, Any]) -> str:

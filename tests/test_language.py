@@ -17,7 +17,7 @@ RIDDLES = re.compile(
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("cli", "reports", "diagnostics")
 """Rooms whose docstrings are checked too."""
-MODULES = sorted((ROOT / "manifoldkv").rglob("*.py"))
+MODULES = sorted(path for room in ("manifoldkv", "studies") for path in (ROOT / room).rglob("*.py"))
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

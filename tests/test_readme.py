@@ -215,7 +215,7 @@ def test_every_measured_number_is_in_a_committed_table(name):
     assert not faults((ROOT / name).read_text(encoding="utf-8"))
 
 
-TABLE = """<!-- numbers: figures/frontier/smollm2/results.csv -->
+TABLE = """<!-- numbers: figures/loss/smollm2/results.csv -->
 | cache | times smaller | nats | passkeys | step |
 |---|---|---|---|---|
 | `best` | 8.0 | 0.012 | 10 of 12 | 6.5 |
@@ -233,7 +233,7 @@ TABLE = """<!-- numbers: figures/frontier/smollm2/results.csv -->
         (TABLE.replace("0.012", "0.012 ± 0.001"), "± of fewer than four windows"),
         (TABLE.partition("\n")[2], "no CSV file is named above"),
         ("It is 14 times smaller for 0.001 nats.", "no CSV file is named above"),
-        ("<!-- numbers: figures/codec/smollm2/results.csv -->\n14 times smaller", "['14']"),
+        ("<!-- numbers: figures/storage/smollm2/results.csv -->\n14 times smaller", "['14']"),
         ("Losses are in nats per token.", ""),
     ],
 )

@@ -94,11 +94,11 @@ def positions(model: PreTrainedModel) -> int:
 
 
 def check_size(sequences: int | None, length: int) -> None:
-    """Raise `ArgumentError` unless there is a sequence, and a token in it; None is any number."""
-    if length < 1 or (sequences is not None and sequences < 1):
-        raise ArgumentError(
-            f"no text has {sequences} sequences of {length} tokens: both must be at least 1"
-        )
+    """Raise `ArgumentError` unless both are at least 1; `sequences` may be None, for all."""
+    if length < 1:
+        raise ArgumentError(f"length must be >= 1, got {length}")
+    if sequences is not None and sequences < 1:
+        raise ArgumentError(f"sequences must be >= 1, got {sequences}")
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:

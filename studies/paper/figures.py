@@ -45,12 +45,12 @@ FIGURES: dict[str, tuple[Any, str, str]] = {
     "ranks": (
         draw.rank_profile,
         "ranks that the sequential rule chose for the paper's bases",
-        "Means over the ratios asked for; bands are their range.",
+        "Means over the requested ratios; bands are their range.",
     ),
 }
-"""How each figure of the paper is drawn, its title, and what else its caption says."""
+"""Function, title and further caption of each figure of the paper."""
 COMPARED = ("accuracy", "ppl")
-"""Figures that compare methods as they are published."""
+"""Figures that compare methods with the rank rule each was published with."""
 RULES = {
     "release": "its own search",
     "sequential": "the sequential rule",
@@ -97,15 +97,7 @@ def label(stem: str, model: str) -> str:
 
 
 def captions(model: str, series: Mapping[str, str]) -> list[str]:
-    """Return a line for every figure of a model: what it shows.
-
-    Parameters
-    ----------
-    model : str
-        Its name in figures.
-    series : mapping
-        Methods that are compared as published, and how their ranks are chosen.
-    """
+    """Return a caption line for every figure of a model; `series` has the rank rule by method."""
     compared = ", ".join(f"{method} by {RULES[policy]}" for method, policy in series.items())
     return [
         f"- `{label(stem, model)}`: {title}. {f'Ranks of {compared}. ' * (stem in COMPARED)}{band}"

@@ -1,9 +1,10 @@
-"""What is measured of a plan: perplexities and accuracies."""
+"""Perplexities and accuracies of plans."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -19,38 +20,17 @@ from paper.steps import Steps
 from paper.tasks import Tasks
 
 
+@dataclass(frozen=True)
 class Measurements:
-    """Measures plans on one model.
+    """Perplexities and accuracies of plans on the model called `name` in tables."""
 
-    Parameters
-    ----------
-    name : str
-        Of the model, in tables.
-    model, tokenizer
-        From `load_model`.
-    corpora : mapping
-        Title to held-out token ids, (windows, length).
-    tasks : Tasks
-        What accuracies are measured on.
-    checkpoints : Checkpoints
-        For the weights and the code.
-    steps : Steps
-        Where times are counted.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        corpora: Mapping[str, Tensor],
-        tasks: Tasks,
-        checkpoints: Checkpoints,
-        steps: Steps,
-    ) -> None:
-        self._name, self._model, self._tokenizer = name, model, tokenizer
-        self._corpora, self._tasks = corpora, tasks
-        self._checkpoints, self._steps = checkpoints, steps
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    corpora: Mapping[str, Tensor]  # (windows, length) by title
+    tasks: Tasks
+    checkpoints: Checkpoints
+    steps: Steps
 
     def evaluated(
         self,
@@ -59,23 +39,22 @@ class Measurements:
     ) -> pd.DataFrame:
         """Return perplexities or accuracies of a plan, or of the uncompressed model."""
         columns: dict[str, Any] = {"method": "uncompressed", "policy": "none", "point": 1.0}
-        columns |= {"seed": 0}
-        columns |= {"requested_ratio": None, "ratio": 1.0, "bits": 16}
+        columns |= {"seed": 0, "requested_ratio": None, "ratio": 1.0, "bits": 16}
         columns |= {} if labelled is None else labelled.columns()
         frame = measure(None if labelled is None else labelled.plan)
-        return frame.assign(model=self._name, bytes_ratio=columns["ratio"], **columns)
+        return frame.assign(model=self.name, bytes_ratio=columns["ratio"], **columns)
 
     def perplexities(
         self, plan: CompressionPlan | None, corpora: Sequence[str] = ()
     ) -> pd.DataFrame:
-        """Return them with their standard errors, and the added NLL with its own.
+        """Return perplexities and added NLL, each with its standard error.
 
         Both errors are of the difference from the uncompressed model, window by window. On all
         corpora unless some are named.
         """
         rows = []
-        for corpus in corpora or self._corpora:
-            tokens = self._corpora[corpus]
+        for corpus in corpora or self.corpora:
+            tokens = self.corpora[corpus]
             nll = self.nll(plan, tokens)
             added = nll - self.nll(None, tokens)
             spread = (nll if plan is None else added).std() / math.sqrt(len(nll))
@@ -90,30 +69,30 @@ class Measurements:
         """Return the nats per token of every window."""
 
         def compute() -> pd.DataFrame:
-            return pd.DataFrame({"nll": perplexity(self._model, tokens, plan).by_sequence})
+            return pd.DataFrame({"nll": perplexity(self.model, tokens, plan).by_sequence})
 
         checkpoints = self.of_plan(plan).keyed(tokens=digest_of_tokens(tokens))
-        return self._steps.frame(checkpoints, "nll", "perplexity", compute)["nll"]
+        return self.steps.frame(checkpoints, "nll", "perplexity", compute)["nll"]
 
     def accuracies(self, plan: CompressionPlan | None) -> pd.DataFrame:
-        """Return them with their standard errors over items."""
+        """Return accuracies with their standard errors over items."""
 
         def compute() -> pd.DataFrame:
             return zero_shot(
-                *(self._model, self._tokenizer, self._tasks.names, plan),
-                data=self._tasks.data,
-                limit=self._tasks.items,
+                *(self.model, self.tokenizer, self.tasks.names, plan),
+                data=self.tasks.data,
+                limit=self.tasks.items,
             )
 
         checkpoints = self.of_plan(plan).keyed(
-            tasks=self._tasks.names, items=self._tasks.items, documents=self._tasks.documents()
+            tasks=self.tasks.names, items=self.tasks.items, documents=self.tasks.documents()
         )
-        frame = self._steps.frame(checkpoints, "accuracy", "accuracy", compute)
+        frame = self.steps.frame(checkpoints, "accuracy", "accuracy", compute)
         frame = frame.rename(columns={"task": "of", "accuracy": "value"})
         return frame.assign(measure="accuracy")[["value", "standard_error", "measure", "of"]]
 
     def of_plan(self, plan: CompressionPlan | None) -> Checkpoints:
-        """Return the checkpoints for what is measured of a plan."""
-        return self._checkpoints.keyed(
-            plan=None if plan is None else plan.digest(), dtype=str(self._model.dtype)
+        """Return the checkpoints of a plan's measurements."""
+        return self.checkpoints.keyed(
+            plan=None if plan is None else plan.digest(), dtype=str(self.model.dtype)
         )

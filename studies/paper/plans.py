@@ -24,7 +24,7 @@ from paper.steps import Steps
 
 @dataclass(frozen=True)
 class Labelled:
-    """A plan that is measured, and the columns that tell it apart."""
+    """A plan with the columns that identify it in the results."""
 
     plan: CompressionPlan
     method: str
@@ -38,63 +38,40 @@ class Labelled:
         return {name: getattr(self, name) for name in names} | {"ratio": self.plan.ratio}
 
 
+@dataclass(frozen=True)
 class PlanMaker:
-    """Makes the plans of one model.
+    """The plans of one model; `folder` has the checkpoints of their bases."""
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        What bases and ranks are found on.
-    calibration : Tensor
-        Token ids, (sequences, length).
-    protocol : Protocol
-        What plans, and what they are made on.
-    seeds : sequence of int
-        Of the solver of the paper's bases.
-    checkpoints : Checkpoints
-        For the model and the code.
-    steps : Steps
-        Where times are counted.
-    folder : Path
-        Of bases and rank sensitivities, as `compress` takes it.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        calibration: Tensor,
-        protocol: Protocol,
-        seeds: Sequence[int],
-        checkpoints: Checkpoints,
-        steps: Steps,
-        folder: Path,
-    ) -> None:
-        self._model, self._calibration, self._protocol = model, calibration, protocol
-        self._seeds, self._checkpoints, self._steps = seeds, checkpoints, steps
-        self._folder = folder
+    model: PreTrainedModel
+    calibration: Tensor  # (sequences, length)
+    protocol: Protocol
+    seeds: Sequence[int]
+    checkpoints: Checkpoints
+    steps: Steps
+    folder: Path
 
     def every(self) -> list[Labelled]:
         """Return every plan that is measured."""
-        found = []
-        for budget in self._protocol.error_budgets:
+        plans = []
+        for budget in self.protocol.error_budgets:
             rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
             plan = self.plan(EIGEN, rule, 1.0)
-            found.append(Labelled(plan, EIGEN, "release", budget))
-        for ratio in self._protocol.ratios:
-            for seed in self._seeds:
+            plans.append(Labelled(plan, EIGEN, "release", budget))
+        for ratio in self.protocol.ratios:
+            for seed in self.seeds:
                 of_stief = self.at(STIEF, ratio, seed)
-                found += of_stief
+                plans += of_stief
             (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
             same = GivenRanks(ranks=tuple(ranks_of(sequential)))
             for method in (EIGEN, GROUPED):
-                found += self.at(method, ratio)
+                plans += self.at(method, ratio)
                 plan = self.plan(method, same, ratio)
-                found.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
-        return found
+                plans.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
+        return plans
 
     def at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:
         """Return the plans of a method at a ratio under every rank rule."""
-        protocol = self._protocol
+        protocol = self.protocol
         measured = (1, protocol.surface_sequences, protocol.surface_rows)
         rules: dict[str, RankRule] = {
             "sequential": Sequential(protocol.candidates, *measured),
@@ -112,50 +89,50 @@ class PlanMaker:
     def plan(self, method: str, rule: RankRule, ratio: float, seed: int = 0) -> CompressionPlan:
         recipe = {
             EIGEN: RankRecipe(EigenAttention(), ClosedForm()),
-            STIEF: RankRecipe(LayerOutput(), self._protocol.solver),
+            STIEF: RankRecipe(LayerOutput(), self.protocol.solver),
             GROUPED: RankRecipe(KQSVD(), ClosedForm(), "all", "all"),
         }[method]
         recipe = replace(recipe, ranks=rule)
 
-        def made() -> CompressionPlan:
+        def make() -> CompressionPlan:
             return compress(
-                *(self._model, self._calibration),
+                *(self.model, self.calibration),
                 recipe=recipe,
                 ratio=ratio,
                 seed=seed,
-                folder=self._folder,
+                folder=self.folder,
             )
 
-        checkpoints = self._checkpoints.keyed(
+        checkpoints = self.checkpoints.keyed(
             recipe=recipe.describe(),
             ratio=ratio,
             seed=seed,
-            calibration=digest_of_tokens(self._calibration),
+            calibration=digest_of_tokens(self.calibration),
         )
-        return self._steps.value(checkpoints, f"plans of {method}", made)
+        return self.steps.value(checkpoints, f"plans of {method}", make)
 
     def searched_ranks(self, budget: float) -> list[Ranks]:
-        """Return the ranks of EigenAttention's own search in every layer, on clean inputs."""
+        """Return the ranks of EigenAttention's search in every layer, on uncompressed inputs."""
 
         def compute() -> pd.DataFrame:
-            few = self._calibration[: self._protocol.search_sequences]
+            few = self.calibration[: self.protocol.search_sequences]
             rows = []
             for fit, measured in zip(
-                capture(self._model, self._calibration), capture(self._model, few), strict=True
+                capture(self.model, self.calibration), capture(self.model, few), strict=True
             ):
                 search = ReleaseSearch(fit, measured)
-                for each in self._protocol.error_budgets:
+                for each in self.protocol.error_budgets:
                     key, value = search.ranks(each)
                     row = {"budget": each, "layer": fit.layer, "key": key, "value": value}
                     rows.append(row)
             return pd.DataFrame(rows)
 
-        checkpoints = self._checkpoints.keyed(
-            calibration=digest_of_tokens(self._calibration),
-            sequences=self._protocol.search_sequences,
-            budgets=self._protocol.error_budgets,
+        checkpoints = self.checkpoints.keyed(
+            calibration=digest_of_tokens(self.calibration),
+            sequences=self.protocol.search_sequences,
+            budgets=self.protocol.error_budgets,
         )
-        frame = self._steps.frame(checkpoints, "release", "EigenAttention's search", compute)
+        frame = self.steps.frame(checkpoints, "release", "EigenAttention's search", compute)
         rows = frame[frame["budget"] == budget].sort_values("layer")
         return [(int(k), int(v)) for k, v in zip(rows["key"], rows["value"], strict=True)]
 

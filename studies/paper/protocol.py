@@ -1,4 +1,4 @@
-"""What is compared, and on how much."""
+"""Methods that are compared, and the amounts of data."""
 
 from __future__ import annotations
 
@@ -13,51 +13,50 @@ STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
 oblique basis."""
 SAME_RANKS = "same ranks"
-"""The rule of plans that have the ranks which the sequential rule chose for the paper's bases."""
+"""Rule of plans with the ranks that the sequential rule chose for the paper's bases."""
 RULES = ("sequential", "uniform", "threshold", "optimal")
 SURFACE_RULES = ("sequential", "threshold")
-"""Which of them measure error surfaces."""
+"""Rules that measure error surfaces."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How much of everything; None is all there is.
+    """Amounts of data and settings of a run; None means all of the data.
 
     Parameters
     ----------
     sequences, length : int
-        Calibration data.
+        Size of the calibration data.
     epochs : int
-        Of the predictor, at most.
+        Maximum epochs of the predictor.
     adam : RiemannianAdam or None
-        Finds the paper's bases in the predictor's place.
+        Solver of the paper's bases in place of the predictor.
     predicted_layers : tuple of float
-        Where in the model, from 0 to 1, the predictor is set beside Riemannian Adam.
+        Relative depths, 0 to 1, of the layers that compare the predictor with Riemannian Adam.
     ratios : tuple of float
-        Asked for.
+        Requested ratios.
     error_budgets : tuple of float
-        Of EigenAttention's search, which knows no ratio.
+        Error budgets of EigenAttention's search, which has no ratio.
     candidates : tuple of float
-        Ranks that are trained, as shares of head_dim.
+        Ranks that are solved for, as shares of head_dim.
     windows, second_windows : int or None
-        Held-out windows of both corpora.
+        Number of held-out windows of each corpus.
     window : int or None
-        Tokens of such a window; as in calibration sequences if None.
+        Tokens of a window; those of a calibration sequence if None.
     rules : tuple of str
-        Rank rules that plans of the paper's bases are made with, the sequential one among them.
+        Rank rules for the paper's bases; the sequential rule is one of them.
     eigen_rules : tuple of str
-        Likewise for EigenAttention's bases.
+        Rank rules for EigenAttention's bases.
     surface_sequences, surface_rows : int or None
-        What the sequential and the threshold rule measure errors on.
+        Data of the error surfaces of the sequential and the threshold rule.
     search_sequences : int or None
-        What EigenAttention's own search measures errors on.
+        Sequences on which EigenAttention's search measures errors.
     items, mmlu_items : int or None
-        Of each task, and of MMLU alone if that is not None.
+        Items of each task; `mmlu_items` replaces it for MMLU unless None.
     accuracy_ratios : tuple of float or None
-        Whose plans are asked the tasks, of each method the one nearest; all plans if None.
+        Ratios at which accuracy is measured, with the nearest plan of each method; all if None.
     dtype : str or None
-        Of the model that perplexities and accuracies are measured on; that of the one that bases
-        and ranks are found on if None.
+        Data type of the measured model; that of the fitted model if None.
     """
 
     sequences: int = 32
@@ -88,29 +87,23 @@ class Protocol:
 
     @property
     def solver(self) -> Solver:
-        """Return what finds the paper's bases in all layers."""
+        """Return the solver of the paper's bases."""
         return self.predictor if self.adam is None else self.adam
 
     @property
     def series(self) -> dict[str, str]:
-        """Return how a method's ranks are chosen where methods are compared as they are published.
+        """Return the rank rule that each method is published with.
 
-        Ours has those of the paper's method where the optimal rule would take hours.
+        Our bases take the ranks of the paper's method where the optimal rule would take hours.
         """
         ours = "optimal" if "optimal" in self.rules else SAME_RANKS
         return {EIGEN: "release", STIEF: "sequential", GROUPED: ours}
 
     def caption(self, length: int, windows: Sequence[int], *, spread: bool = False) -> str:
-        """Return what was measured on how much, in a sentence.
+        """Return the amounts of data of every measurement, in a sentence.
 
-        Parameters
-        ----------
-        length : int
-            Of calibration sequences, which the model may have shortened.
-        windows : sequence of int
-            Of every corpus.
-        spread : bool
-            Whether the items of a task are spread over all it has, and not the first ones.
+        `windows` has the number of windows of every corpus; `spread` says whether items are spread
+        over a task's file or its first ones.
         """
         rows = "" if self.surface_rows is None else f" × {self.surface_rows} query rows"
         of_surfaces = " and ".join(f"the {r}" for r in SURFACE_RULES if r in self.rules)
@@ -152,7 +145,7 @@ class Protocol:
             text += ", spread evenly over its file"
         if self.accuracy_ratios is not None:
             ratios = " and ".join(f"{ratio:g}" for ratio in self.accuracy_ratios)
-            text += f", asked of the plans nearest to {ratios}"
+            text += f", on the plans nearest to {ratios}"
         return text
 
 

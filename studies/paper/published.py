@@ -1,4 +1,4 @@
-"""What the paper measured, and whether weights here are those it measured it on."""
+"""The paper's numbers, and a check that a model is the one it measured."""
 
 from __future__ import annotations
 
@@ -16,26 +16,21 @@ MISMATCH = 0.05
 
 
 def published_rows() -> pd.DataFrame:
-    """Return the paper's own table, a row per model and ratio asked for."""
+    """Return the paper's table, a row for each model and requested ratio."""
     return pd.read_csv(common.HERE / "paper_results.csv")
 
 
 def mismatches(model: str, measured: dict[str, float]) -> list[str]:
-    """Return what is to be said if an uncompressed model is not the one the paper measured.
+    """Return a warning for each corpus on which an uncompressed model differs from the paper's.
 
-    Parameters
-    ----------
-    model : str
-        As in paper_results.csv.
-    measured : dict
-        Corpus to perplexity.
+    `measured` has the perplexity by corpus, and `model` is a name of paper_results.csv.
     """
     rows = published_rows()
     theirs = rows[(rows["model"] == model) & rows["requested_ratio"].isna()].iloc[0]
     return [
         f"{model} uncompressed has a perplexity of {ours:.2f} on {corpus} in windows of "
         f"{PAPER_LENGTH} tokens, the paper's row says {theirs[corpus]:.2f}: weights, text or "
-        "sampler differ, and so will all that follows"
+        "sampler differ, and all later numbers will differ too"
         for corpus, ours in measured.items()
         if abs(ours / theirs[corpus] - 1) > MISMATCH
     ]

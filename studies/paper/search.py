@@ -1,4 +1,4 @@
-"""EigenAttention's own search for ranks, which knows error budgets and no ratio."""
+"""EigenAttention's search for ranks, which takes an error budget instead of a ratio."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from manifoldkv.ranks.threshold import threshold_search
 
 
 class ReleaseSearch:
-    """EigenAttention's search in one layer: its own bases, thresholds and errors.
-
-    Parameters
-    ----------
-    fit : LayerActivations
-        What bases and singular values are made of.
-    measured : LayerActivations
-        What errors are measured on.
-    """
+    """EigenAttention's search in one layer, with bases of `fit` and errors on `measured`."""
 
     def __init__(self, fit: LayerActivations, measured: LayerActivations) -> None:
         self._measured = measured
@@ -39,8 +31,7 @@ class ReleaseSearch:
     def _error(self, key: int, value: int) -> float:
         if (key, value) not in self._errors:
             bases = [_leading(b, rank) for b, rank in zip(self._full, (key, value), strict=True)]
-            found = layer_errors(self._measured, *bases).layer_output_error
-            self._errors[key, value] = found
+            self._errors[key, value] = layer_errors(self._measured, *bases).layer_output_error
         return self._errors[key, value]
 
 

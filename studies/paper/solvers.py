@@ -27,9 +27,9 @@ def compare_solvers(
     Parameters
     ----------
     layers : iterable of (LayerActivations, LayerActivations)
-        What bases are found on, and what errors are measured on.
+        Activations of the fit and of the errors.
     solvers : mapping
-        Name to solver.
+        Solver by name.
 
     Returns
     -------
@@ -61,16 +61,9 @@ def _measured(
 
 
 def solvers_caption(errors: pd.DataFrame, layers: int, candidates: int) -> str:
-    """Return what solvers found and took, and would take in all layers, in a sentence.
+    """Return errors and seconds of `compare_solvers`, extrapolated to all layers, in a sentence.
 
-    Parameters
-    ----------
-    errors : DataFrame
-        Of `compare_solvers`.
-    layers : int
-        Of the model.
-    candidates : int
-        Ranks that bases are found at, in every layer and site.
+    `candidates` is the number of ranks solved for in every layer and site.
     """
     names = ", ".join(str(layer) for layer in dict.fromkeys(errors["layer"]))
     means = errors.groupby("solver", sort=False)[["layer_output_error", "seconds"]].mean()

@@ -1,4 +1,4 @@
-"""What every step of a study took: stored beside its result, so that a repeated run knows it."""
+"""Processor seconds of every step, stored beside its result and read by repeated runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Steps:
-    """Runs steps and knows their seconds, those of earlier runs too.
+    """A timer of steps that includes those of earlier runs.
 
-    They are seconds of the processor: on one thread, what a step takes where nothing else runs. Of
-    a step that was interrupted, what came after that counts.
+    Seconds are processor time, which on one thread does not depend on other processes. Of an
+    interrupted step, only the time after it was resumed counts.
     """
 
     def __init__(self) -> None:
@@ -26,30 +26,30 @@ class Steps:
     def frame(
         self, checkpoints: Checkpoints, name: str, step: str, compute: Callable[[], pd.DataFrame]
     ) -> pd.DataFrame:
-        """Return a table as `Checkpoints.frame` does; what it takes counts to a step."""
-        found = checkpoints.frame(name, lambda: self.value(checkpoints, step, compute))
+        """Return a table as `Checkpoints.frame` does, and time the step."""
+        frame = checkpoints.frame(name, lambda: self.value(checkpoints, step, compute))
         self._count(checkpoints, step, 0.0)
-        return found
+        return frame
 
     def value(self, checkpoints: Checkpoints, step: str, compute: Callable[[], T]) -> T:
-        """Return what a function returns; what it takes the first time counts to a step.
+        """Call a function, and time its first call.
 
         Parameters
         ----------
         checkpoints : Checkpoints
-            Keyed by all that the result depends on.
+            Checkpoints keyed by everything that the result depends on.
         step : str
-            What it is called in the table.
+            Name of the step in the table.
         compute : callable
-            Called every time.
+            Function without arguments.
         """
         start = time.process_time()
-        found = compute()
+        result = compute()
         self._count(checkpoints, step, time.process_time() - start)
-        return found
+        return result
 
     def table(self) -> pd.DataFrame:
-        """Return ``step, times, seconds``: how often each ran, and its seconds in all."""
+        """Return ``step, times, seconds``: runs of each step and their total seconds."""
         rows = [(step, seconds) for (step, _), seconds in self._seconds.items()]
         by_step = pd.DataFrame(rows, columns=["step", "seconds"]).groupby("step", sort=False)
         return by_step.agg(times=("seconds", "size"), seconds=("seconds", "sum")).reset_index()

@@ -1,4 +1,4 @@
-"""The tables over all models, and what they are made of."""
+"""The tables over all models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paper.published import published_rows
 
 
 def bases_at_the_same_ranks(evaluations: pd.DataFrame) -> pd.DataFrame:
-    """Return what bases cost at the ranks of the paper's sequential rule."""
+    """Return the loss of bases at the ranks of the paper's sequential rule."""
     part = of_methods(evaluations, {EIGEN: SAME_RANKS, STIEF: "sequential", GROUPED: SAME_RANKS})
     return _wide(part[part["method"] != "uncompressed"], "method")
 
 
 def rules_with_the_same_bases(evaluations: pd.DataFrame) -> pd.DataFrame:
-    """Return what rank rules cost with EigenAttention's bases, and with the paper's."""
+    """Return the loss of rank rules with EigenAttention's and with the paper's bases."""
     part = evaluations[evaluations["method"].isin([EIGEN, STIEF])]
     return _wide(part[~part["policy"].isin([SAME_RANKS, "release"])], "policy")
 
@@ -62,7 +62,7 @@ def write_tables(tables: list[dict[str, pd.DataFrame]], out: Path, captions: lis
             shown,
             "Perplexities (lower is better) and accuracies, ± standard errors over windows (of the "
             "difference from the uncompressed model) or items; means over seeds. EigenAttention's "
-            "ranks are those of its own search, which knows no ratio. The paper's rows are of "
+            "ranks are those of its search, which has no ratio. The paper's rows are of "
             "other models and other texts than ours.",
         ),
     }
@@ -86,7 +86,7 @@ def write_tables(tables: list[dict[str, pd.DataFrame]], out: Path, captions: lis
 
 
 def with_errors(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table for reading: numbers as text, with their standard errors if there are any."""
+    """Return a table with numbers as text, with standard errors where they exist."""
     shown = rows[["model", "method"]].copy()
     for column in rows.columns[2:]:
         if column.endswith(" SE"):

@@ -1,4 +1,4 @@
-"""What accuracies are measured on."""
+"""Tasks of the accuracies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Tasks:
     Parameters
     ----------
     names : tuple of str
-        As `zero_shot` takes them.
+        Task names of `zero_shot`.
     data : Path or None
         Folder of local documents; the harness downloads its own without it.
     items : int or None
-        Of each task, the first ones; all if None.
+        Number of items of each task; all if None.
     spread : bool
-        Whether these first ones are spread over a larger file.
+        Whether items are spread over a larger file.
     """
 
     names: tuple[str, ...]
@@ -56,16 +56,16 @@ class Tasks:
 
 
 def tasks_from(data: Path | None, protocol: Protocol, folder: Path) -> Tasks:
-    """Return the paper's tasks, from local documents if there are any.
+    """Return the paper's tasks, from local documents if `data` is set.
 
     Parameters
     ----------
     data : Path or None
         Folder of all local documents.
     protocol : Protocol
-        How many are asked.
+        Number of items.
     folder : Path
-        Where those are written to.
+        Folder that selected documents are written to.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def tasks_from(data: Path | None, protocol: Protocol, folder: Path) -> Tasks:
 def continuation_task(
     tokenizer: PreTrainedTokenizerBase, protocol: Protocol, folder: Path
 ) -> Tasks:
-    """Return a task that is made of held-out docstrings, for models that know nothing else."""
+    """Return a task of held-out docstrings, for the models trained on docstrings."""
     folder.mkdir(parents=True, exist_ok=True)
     path, items = folder / f"{CONTINUATION}.jsonl", protocol.items or 1000
     write_continuation_task(open_text("docstrings"), tokenizer, path, items=items)
@@ -93,16 +93,16 @@ def continuation_task(
 def spread_tasks(items: Mapping[str, int], data: Path, folder: Path) -> Path:
     """Write documents of tasks, spread evenly over each file, and return the folder of them.
 
-    The first ones are of one kind: MMLU is sorted by subject, HellaSwag by where it comes from.
+    The first ones are of one kind: MMLU is sorted by subject, HellaSwag by source.
 
     Parameters
     ----------
     items : mapping
-        Task to how many documents; all where there are fewer.
+        Number of documents by task; all if a file has fewer.
     data : Path
-        Folder of local documents, as `zero_shot` takes it.
+        Folder of local documents in the layout of `zero_shot`.
     folder : Path
-        Written to, in the same layout.
+        Folder that is written to, in the same layout.
 
     Raises
     ------

@@ -15,36 +15,24 @@ from manifoldkv.errors import ArgumentError
 from manifoldkv.runs.checkpoints import Checkpoints
 
 
-def written(folder: Path, items: int) -> Path:
-    path = folder / "piqa" / "validation.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_text("\n".join(json.dumps({"number": i}) for i in range(items)) + "\n\n")
-    return path
+def test_documents_are_spread_evenly_and_a_short_file_is_taken_whole(tmp_path: Path) -> None:
+    for items in (1838, 7):
+        source = tmp_path / str(items) / "piqa" / "validation.jsonl"
+        source.parent.mkdir(parents=True)
+        source.write_text("\n".join(json.dumps({"number": i}) for i in range(items)) + "\n\n")
+        folder = spread_tasks({"piqa": 500}, source.parents[1], tmp_path / f"some-{items}")
+        lines = (folder / "piqa" / "validation.jsonl").read_text().splitlines()
+        numbers = [json.loads(line)["number"] for line in lines]
+        if items < 500:
+            assert numbers == list(range(items))
+            continue
+        assert len(numbers) == len(set(numbers)) == 500
+        assert {after - before for before, after in pairwise(numbers)} == {3, 4}
+        assert numbers[0] == 0
+        assert numbers[-1] >= items - 4
 
 
-def numbers(folder: Path) -> list[int]:
-    lines = (folder / "piqa" / "validation.jsonl").read_text().splitlines()
-    return [json.loads(line)["number"] for line in lines]
-
-
-def test_documents_are_spread_evenly(tmp_path: Path) -> None:
-    written(tmp_path / "all", 1838)
-    folder = spread_tasks({"piqa": 500}, tmp_path / "all", tmp_path / "some")
-    found = numbers(folder)
-    assert len(set(found)) == 500
-    steps = {after - before for before, after in pairwise(found)}
-    assert steps == {3, 4}
-    assert found[0] == 0
-    assert found[-1] >= 1838 - 4
-
-
-def test_a_short_file_is_taken_whole(tmp_path: Path) -> None:
-    written(tmp_path / "all", 7)
-    folder = spread_tasks({"piqa": 500}, tmp_path / "all", tmp_path / "some")
-    assert numbers(folder) == list(range(7))
-
-
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no documents for task mmlu"):
         spread_tasks({"mmlu": 2}, tmp_path, tmp_path / "some")
 

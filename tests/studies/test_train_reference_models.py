@@ -77,7 +77,8 @@ def test_interrupted_training_ends_in_the_same_weights(script, monkeypatch, tmp_
     monkeypatch.setattr(script, "HERE", tmp_path / "twice")
     run(script, monkeypatch, tmp_path / "twice", *options, code=130)
     resumed = run(script, monkeypatch, tmp_path / "twice", *options)
-    first, second = (load_file(f / "model.safetensors") for f in (straight, resumed))
+    first = load_file(straight / "model.safetensors")
+    second = load_file(resumed / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -74,7 +74,7 @@ METHODS = {
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
 }
-"""Marks of objectives, recipes and the compositions of studies; one method has one mark."""
+"""Objectives, recipes, and the methods of the benchmark; a method has one mark everywhere."""
 SOLVERS = {
     "closed-form": Mark(INDIGO, "o"),
     "predictor": Mark(VERMILLION, "s"),

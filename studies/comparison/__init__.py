@@ -1,1 +1,0 @@
-"""What `frontier` compares, and how it is shown."""

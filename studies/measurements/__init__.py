@@ -1,0 +1,1 @@
+"""Kinds of measurement of the benchmark, one file each."""

@@ -1,0 +1,21 @@
+"""Methods of the benchmark, one class each: recipes, variants of them, and baselines.
+
+A file has one family. Importing the package registers all of them in `METHODS`.
+"""
+
+from methods import bits, dropping, integers, ranks, rounding
+from methods.base import METHODS, Method, Setting, register_method
+from methods.plans import PlanMethod
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "PlanMethod",
+    "Setting",
+    "bits",
+    "dropping",
+    "integers",
+    "ranks",
+    "register_method",
+    "rounding",
+]

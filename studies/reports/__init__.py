@@ -1,0 +1,1 @@
+"""Figures and tables of studies, drawn and written from their results."""

@@ -1,0 +1,101 @@
+"""The map of passkeys and the tables of `benchmark.py recall`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import common
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
+
+from manifoldkv.diagnostics.figures.style import title_above
+
+DEPTHS = 5
+"""Rows of the map."""
+STOCK = "uncompressed"
+
+
+def draw(answers: pd.DataFrame) -> dict[str, Figure]:
+    """Return a map of passkeys found, depth against length, for every cache."""
+    caches = list(dict.fromkeys(answers["cache"]))
+    columns = min(4, len(caches))
+    rows = -(-len(caches) // columns)
+    figure = Figure(figsize=(2.4 * columns + 0.8, 2.3 * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    lengths = sorted(answers["task_length"].unique())
+    for panel, cache in zip(axes, caches, strict=False):
+        panel.set_title(cache.replace(", ", ",\n"), fontsize=8)
+        image = _map(panel, answers[answers["cache"] == cache], lengths)
+    for unused in axes[len(caches) :]:
+        unused.remove()
+    axes[0].invert_yaxis()  # of all: they share it
+    figure.supxlabel("tokens of the prompt", fontsize=9)
+    figure.supylabel("depth of the passkey", fontsize=9)
+    by_cache = answers.groupby("cache", sort=False)["score"].mean()
+    scores = "; ".join(f"{cache} {share:.2f}" for cache, share in by_cache.items())
+    title_above(figure, f"Share of passkeys found: {scores}")
+    figure.colorbar(image, ax=list(axes[: len(caches)]), shrink=0.6, label="share found")
+    return {"passkeys_by_depth_and_length": figure}
+
+
+def _map(panel: Axes, part: pd.DataFrame, lengths: list[int]) -> QuadMesh:
+    """Draw the share found of one cache."""
+    depth = (part["depth"] * DEPTHS).astype(int)
+    table = part.assign(depth=depth).pivot_table(
+        index="depth", columns="task_length", values="score", aggfunc="mean"
+    )
+    grid = table.reindex(index=range(DEPTHS), columns=lengths).to_numpy(dtype=float)
+    image = panel.pcolormesh(grid, vmin=0, vmax=1, cmap="cividis")
+    middles = np.arange(len(lengths)) + 0.5
+    panel.set_xticks(middles, [str(length) for length in lengths], fontsize=7)
+    middles = np.arange(DEPTHS) + 0.5
+    panel.set_yticks(middles, [f"{middle / DEPTHS:.0%}" for middle in middles], fontsize=7)
+    for (row, column), share in np.ndenumerate(grid):
+        if not np.isnan(share):
+            colour = "black" if share > 0.5 else "white"
+            centre = (column + 0.5, row + 0.5)
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7}
+            panel.annotate(f"{share:.1f}", centre, color=colour, **style)
+    return image
+
+
+def summary(results: pd.DataFrame, name: str, described: dict[str, str]) -> list[str]:
+    """Return the lines of summary.md."""
+    first = results.iloc[0]
+    lines = [
+        f"# Answers from a smaller cache of {name}",
+        "",
+        f"Share of answers found (standard error) and nats per token added to the answers, "
+        f"{first['items']} questions of each task and length. {first['sequences']} calibration "
+        f"sequences of {first['length']} tokens of {common.short(first['calibration'])}, keys of "
+        f"plans {first['rotary']}-rotation, seed {first['seed']}; sizes against a cache in 16 "
+        f"bits, with all uncompressed tokens, at {first['window']} tokens. Prompts are read "
+        "uncompressed (exact) or through the compressed cache (compressed); answers are decoded "
+        "from the compressed cache. Tasks in brackets are those of which the uncompressed model "
+        "finds less than half: they are left out of the averages, and of their answers only the "
+        "loss is measured.",
+    ]
+    for length, part in results.groupby("task_length"):
+        lines += ["", f"## Prompts of {length} tokens", "", *_table(part)]
+    lines += ["", "Methods:", ""]
+    return [*lines, *(f"- `{method}`: {text}" for method, text in described.items())]
+
+
+def _table(part: pd.DataFrame) -> list[str]:
+    counted = part[part["composition"] == STOCK].set_index("task")["counted"]
+    titles = [task if counted[task] else f"({task})" for task in counted.index]
+    rows = []
+    caches = part.fillna({"prefill": "-"}).groupby(["composition", "ratio", "prefill"], sort=False)
+    for (method, _, prefill), line in caches:
+        of_counted = line[line["counted"]]
+        average = f"{of_counted['score'].mean():.2f}, {of_counted['added_nll'].mean():+.2f}"
+        cells = [
+            f"{common.with_error(row['score'], row['score_error'], 2)}, {row['added_nll']:+.2f}"
+            for _, row in line.iterrows()
+        ]
+        times = f"{1 / line['ratio'].iloc[0]:.2f}"
+        rows.append([f"`{method}`", times, prefill, average if len(of_counted) else "-", *cells])
+    return common.table(["cache", "times smaller", "prompts", "average", *titles], rows)
