@@ -232,6 +232,7 @@ def test_layer_output_is_reached_from_query_weights() -> None:
         for site, rotary in (("key", "post"), ("value", "pre")):
             problem = LayerOutput().problem(activations, site, before.key.grouping, rotary)
             losses = [
-                problem.loss(getattr(plan, site).like(activations.cos)) for plan in (before, after)
+                problem.loss(getattr(plan, site).basis.like(activations.cos))
+                for plan in (before, after)
             ]
             assert losses[1] < losses[0]
