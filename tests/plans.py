@@ -18,7 +18,7 @@ from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 

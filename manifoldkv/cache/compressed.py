@@ -17,7 +17,6 @@ from transformers import (
     DynamicCache,
     PreTrainedModel,
 )
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import sdpa_mask
 
 from manifoldkv.cache.attention import CachedAttention
@@ -39,6 +38,7 @@ from manifoldkv.cache.hooks import (
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.running import running_attention
 from manifoldkv.errors import CacheError, ModelError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
     Attend,
     AttentionSettings,
@@ -48,18 +48,11 @@ from manifoldkv.models.interface import (
     intercepted,
     rotation_of,
 )
-from manifoldkv.models.offloading import device_of
-from manifoldkv.models.rotary import Angles, angles_at, rotary_embedding_of, rotation_of_keys
-from manifoldkv.models.support import (
-    attention_of,
-    cached_tokens,
-    check_supported,
-    decoder_layers,
-    uncompiled,
-    unwrapped,
-)
+from manifoldkv.models.rotary import Angles, rotation_of_keys
+from manifoldkv.models.support import uncompiled
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock, checked_positions, unpadded
+from manifoldkv.windows import cached_tokens
 
 NAME = "manifoldkv-cache"
 
@@ -116,16 +109,15 @@ def compressed(
         a call inside the block, if it is given what a compressed cache cannot do, or a gradient is
         wanted of it.
     """
-    model = unwrapped(model)
-    check_supported(model)
-    plan.check_model(model)
+    decoder = Decoder.of(model)
+    plan.check_model(decoder)
     plan.check_attended()
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
-    config = model.config.get_text_config()
+    config = decoder.config
     if config._attn_implementation == NAME:
         raise CacheError("the model is already inside a compressed block")
-    run = _Run(model, plan, prefill)
+    run = _Run(decoder, plan, prefill)
     with ExitStack() as stack, intercepted(config, NAME):
         run.enter(stack)
         yield run.new_cache
@@ -134,24 +126,23 @@ def compressed(
 class _Run:
     """The hooks of one `compressed` block."""
 
-    def __init__(self, model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill) -> None:
-        self._model = model
+    def __init__(self, decoder: Decoder, plan: CompressionPlan, prefill: Prefill) -> None:
+        self._decoder = decoder
+        self._model = decoder.model
         self._plan = plan
         self._exact_prefill = prefill == "exact"
-        self._config = model.config.get_text_config()
-        self._kinds, _ = get_layer_types_and_kwargs(self._config)
-        self._layers = decoder_layers(model)
-        self._parameters = list(inspect.signature(model.get_decoder().forward).parameters)
+        self._config = decoder.config
+        self._parameters = list(inspect.signature(self._model.get_decoder().forward).parameters)
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self._attentions: list[CachedAttention] = []
         self._follow_model()
-        self._pass = ForwardPass(type(model).__name__)
+        self._pass = ForwardPass(type(self._model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
 
     def _follow_model(self) -> None:
         """Move bases to where the layers are now, in the dtype of the model."""
-        dtype = self._model.dtype
-        places = [(dtype, device_of(layer)) for layer in self._layers]
+        dtype = self._decoder.dtype
+        places = [(dtype, device) for device in self._decoder.devices]
         if places != self._places:
             self._attentions = [
                 running_attention(self._plan, index, *place, exact_prefill=self._exact_prefill)
@@ -184,10 +175,10 @@ class _Run:
             If `stock` is another kind of cache, incomplete, or of another model, dtype or device,
             or if `position_ids` are not those of its tokens.
         """
-        devices = [device_of(layer) for layer in self._layers]
-        cache = CompressedCache(self._plan, self._model.dtype, devices)
+        dtype, devices = self._decoder.dtype, self._decoder.devices
+        cache = CompressedCache(self._plan, dtype, devices)
         if stock is not None:
-            check_stock(stock, self._plan, self._model.dtype, devices)
+            check_stock(stock, self._plan, dtype, devices)
         positions = checked_positions(position_ids, stock)
         if stock is not None and positions.shape[1]:
             self._take_over(cache, stock, positions.to(devices[0]))
@@ -215,8 +206,7 @@ class _Run:
 
     def _unrotated(self, index: int, keys: Tensor, positions: Tensor) -> Tensor:
         """Return keys (B, H_kv, n, d) of a layer as they were before they were rotated."""
-        embedding = rotary_embedding_of(self._model.get_decoder())
-        cos, sin = angles_at(embedding, positions.to(keys.device), self._kinds[index], like=keys)
+        cos, sin = self._decoder.angles(index, positions.to(keys.device), like=keys)
         dtype = torch.promote_types(keys.dtype, torch.float32)
         rotation = Angles(cos.to(dtype), sin.to(dtype), self._rotation(index, cos.shape[-1]))
         return rotation.inverse().tile(keys.to(dtype), 0, keys.shape[2]).to(keys.dtype)
@@ -231,10 +221,10 @@ class _Run:
         register(stack, decoder.register_forward_pre_hook, leave_out(self._before_model))
         register(stack, decoder.register_forward_hook, leave_out(self._after_model))
         if self._plan.rotary == "pre":
-            embedding = rotary_embedding_of(decoder)
+            embedding = self._decoder.rotary_embedding
             register(stack, embedding.register_forward_hook, self._pass.record_rotary_call)
-        for index, layer in enumerate(self._layers):
-            add = attention_of(layer).register_forward_pre_hook
+        for index, attention in enumerate(self._decoder.attentions):
+            add = attention.register_forward_pre_hook
             register(stack, add, self._before_attention(index))
         give_generate_a_cache(stack, self._model, self.new_cache)
         replace_attribute(
@@ -262,8 +252,8 @@ class _Run:
                 check_one_text_a_row(given.get("position_ids"), mask)
             given["past_key_values"] = self.new_cache()
         cache = given["past_key_values"]
-        check_cache(cache, self._plan, self._model.dtype)
-        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._kinds)
+        check_cache(cache, self._plan, self._decoder.dtype)
+        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._decoder.kinds)
         if self._plan.rounds_runs:
             check_unpadded(given["attention_mask"])
         self._pass.begin(cache, self._plan.predictor_context())
@@ -284,10 +274,11 @@ class _Run:
                 f"{type(self._model).__name__} is not supported: its attention does not hand "
                 "keywords on to the attention function"
             )
-        if attended < len(self._layers):
+        layers = len(self._plan.layers)
+        if attended < layers:
             raise CacheError(
-                f"{attended} of {len(self._layers)} layers ran: a compressed cache needs all of "
-                "them, so do without early exit"
+                f"{attended} of {layers} layers ran: a compressed cache needs all of them, so do "
+                "without early exit"
             )
         if self._uses_cache(kwargs):
             return output
@@ -331,7 +322,7 @@ class _Run:
                 angles = None
                 rotated = queries
                 if self._plan.rotary == "pre":
-                    rotated = rotation_of(self._layers[index])(queries, cos, sin)
+                    rotated = rotation_of(self._decoder.layers[index])(queries, cos, sin)
                     tokens, _ = layer.get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
                 self._pass.context.begin(index)
@@ -353,7 +344,7 @@ class _Run:
     def _rotation(self, index: int, rotary_dim: int) -> Rotate:
         """Return how a layer rotates keys."""
         if index not in self._rotate_keys:  # found out once
-            self._rotate_keys[index] = rotation_of_keys(self._layers[index], rotary_dim)
+            self._rotate_keys[index] = rotation_of_keys(self._decoder.layers[index], rotary_dim)
         return self._rotate_keys[index]
 
 

@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from manifoldkv.cli.options import ModelInMemory, TextOptions
 from manifoldkv.errors import ArgumentError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.loading import load_model
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.sources import HELP, TextSource, open_text
@@ -77,8 +78,8 @@ def load_plan(
     if attended:
         plan.check_attended()
     if other_weights:
-        return plan.transferred_to(model)
-    plan.check_model(model)
+        return plan.transferred_to(Decoder.of(model))
+    plan.check_model(Decoder.of(model))
     return plan
 
 

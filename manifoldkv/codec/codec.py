@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.codec.blob import (
     EMPTY_NAME,
@@ -28,9 +27,8 @@ from manifoldkv.codec.payload import LENGTHS, PayloadReader, exact_bytes
 from manifoldkv.codec.symbols import SiteCodec
 from manifoldkv.coding.entropy import BLOCK_TOKENS
 from manifoldkv.errors import CacheError, PlanError, RunError
-from manifoldkv.models.offloading import device_of
-from manifoldkv.models.rotary import Angles, angles_at, rotary_embedding_of, rotation_of_keys
-from manifoldkv.models.support import check_supported, decoder_layers, unwrapped
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock
 from manifoldkv.runs.files import write_whole
@@ -67,16 +65,13 @@ class Codec:
     """
 
     def __init__(self, model: PreTrainedModel, plan: CompressionPlan) -> None:
-        model = unwrapped(model)
-        check_supported(model)
-        plan.check_model(model)
+        decoder = Decoder.of(model)
+        plan.check_model(decoder)
         if plan.attended:
             raise PlanError(
                 "the plan holds no tables of symbols: make one with compress(…, recipe='stored')"
             )
-        self._model, self._plan = model, plan
-        self._layers = decoder_layers(model)
-        self._kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
+        self._decoder, self._plan = decoder, plan
         self._coders = [(SiteCodec(layer.key), SiteCodec(layer.value)) for layer in plan.layers]
 
     def encode(self, cache: DynamicCache, input_ids: Tensor | None = None) -> bytes:
@@ -99,7 +94,7 @@ class Codec:
         """
         tokens = self._check(cache)
         header = Header(
-            self._model.dtype,
+            self._decoder.dtype,
             cache.layers[0].keys.shape[0],
             tokens,
             bytes.fromhex(self._plan.digest()),
@@ -126,8 +121,8 @@ class Codec:
             the ids begin otherwise.
         """
         header, tokens = self._header(blob), self._check(cache)
-        if header.dtype != self._model.dtype:
-            raise CacheError(f"the stored cache is in {header.dtype}, not in {self._model.dtype}")
+        if header.dtype != self._decoder.dtype:
+            raise CacheError(f"the stored cache is in {header.dtype}, not in {self._decoder.dtype}")
         if cache.layers[0].keys.shape[0] != header.sequences or tokens <= header.tokens:
             raise CacheError(
                 f"a cache of {cache.layers[0].keys.shape[0]} × {tokens} tokens does not go on from "
@@ -161,9 +156,9 @@ class Codec:
         header = self._header(blob)
         stop = self._stop(header, tokens)
         blocks = self._blocks(blob, header, stop)  # all checked before memory is taken
-        cache = DynamicCache(config=self._model.config)
+        cache = DynamicCache(config=self._decoder.config)
         made = [
-            [torch.empty(self._shape(header, stop), dtype=self._model.dtype) for _ in range(2)]
+            [torch.empty(self._shape(header, stop), dtype=self._decoder.dtype) for _ in range(2)]
             for _ in self._coders
         ]
         for block in blocks:
@@ -173,7 +168,7 @@ class Codec:
                 for whole, part in zip(own, given, strict=True):
                     whole[:, :, kept] = part[:, :, : kept.stop - kept.start]
         for index, (keys, values) in enumerate(made):
-            device = device_of(self._layers[index])
+            device = self._decoder.devices[index]
             cache.update(keys.to(device), values.to(device), index)
         return cache
 
@@ -249,8 +244,7 @@ class Codec:
 
     def _check(self, cache: DynamicCache) -> int:
         """Refuse what is no filled cache of the model; return its tokens."""
-        devices = [device_of(layer) for layer in self._layers]
-        check_stock(cache, self._plan, self._model.dtype, devices)
+        check_stock(cache, self._plan, self._decoder.dtype, self._decoder.devices)
         tokens = int(cache.get_seq_length())
         if not tokens:
             raise CacheError("the cache holds no tokens")
@@ -263,7 +257,7 @@ class Codec:
 
     def _token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token of a sequence in a stock cache."""
-        return 2 * len(self._layers) * self._plan.layers[0].key.features * dtype.itemsize
+        return 2 * len(self._plan.layers) * self._plan.layers[0].key.features * dtype.itemsize
 
     def _exact(self, start: int, stop: int) -> int:
         """Return how many of some tokens are stored uncompressed."""
@@ -271,21 +265,17 @@ class Codec:
 
     def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:
         """Return by layer the rotation of keys at some positions, or the one back."""
+        decoder = self._decoder
         if self._plan.rotary == "post":
-            return [None] * len(self._layers)
-        embedding, like = rotary_embedding_of(self._model.get_decoder()), torch.zeros(())
-        device = device_of(self._layers[0])
-        positions = torch.arange(start, stop, device=device).unsqueeze(0)
-        by_kind = {
-            kind: [x.cpu() for x in angles_at(embedding, positions, kind, like.to(device))]
-            for kind in set(self._kinds)
-        }
-        found: list[Angles | None] = []
-        for layer, kind in zip(self._layers, self._kinds, strict=True):
-            cos, sin = by_kind[kind]
-            angles = Angles(cos, sin, rotation_of_keys(layer, cos.shape[-1]))
-            found.append(angles.inverse() if back else angles)
-        return found
+            return [None] * len(decoder.layers)
+        like = torch.zeros((), device=decoder.devices[0])
+        positions = torch.arange(start, stop, device=like.device).unsqueeze(0)
+        rotations: list[Angles | None] = []
+        for index, layer in enumerate(decoder.layers):
+            cos, sin = decoder.angles(index, positions, like)
+            angles = Angles(cos.cpu(), sin.cpu(), rotation_of_keys(layer, cos.shape[-1]))
+            rotations.append(angles.inverse() if back else angles)
+        return rotations
 
     @torch.no_grad()
     def _encoded(
@@ -372,7 +362,7 @@ class Codec:
             if rotation is not None:
                 x = rotation.tile(x, 0, size)
             x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
-            rebuilt.append(x.to(self._model.dtype))
+            rebuilt.append(x.to(self._decoder.dtype))
         return list(zip(rebuilt[::2], rebuilt[1::2], strict=True))
 
 

@@ -18,6 +18,7 @@ from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention
 from manifoldkv.codec.symbols import SiteCodec
 from manifoldkv.coding.predictor import PredictorContext
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import attend, rotation_of
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.plan import CompressionPlan
@@ -160,7 +161,7 @@ def plan_errors(
     CacheError
         If the plan is of recipe stored and constriction is not installed.
     """
-    plan.check_model(model)
+    plan.check_model(Decoder.of(model))
     layers = _CachedLayers(plan) if plan.attended else _DecodedLayers(plan)
     captured = capture(model, tokens)
     return ((layer, _errors(layer, layers.attention(layer))) for layer in captured)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.errors import ArgumentError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import write_whole
 from manifoldkv.text.docstrings import Split
@@ -94,7 +95,7 @@ class ManifoldKVLM(HFLM):
         super().__init__(pretrained=pretrained, **kwargs)
         if isinstance(plan, str):
             plan = CompressionPlan.load(plan)
-        self.plan = plan.transferred_to(self.model) if other_weights else plan
+        self.plan = plan.transferred_to(Decoder.of(self.model)) if other_weights else plan
         # For the life of this object: no request runs uncompressed.
         self._block = compressed(self.model, self.plan)
         self._block.__enter__()

@@ -48,7 +48,7 @@ def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> Decoder:
             f"{type(decoder.model).__name__} (model_type {decoder.model.config.model_type!r}) "
             f"cannot be exported: {obstacle}"
         )
-    plan.check_model(decoder.model)
+    plan.check_model(decoder)
     obstacle = _obstacle_of_plan(plan)
     if obstacle is not None:
         raise PlanError(f"the plan cannot be exported: {obstacle}")

@@ -14,10 +14,6 @@ from manifoldkv.models.support import attention_of, decoder_layers, is_linear, l
 
 SIDE = 8
 """Number of rows and of columns of a matrix whose elements are taken."""
-RELATIVE_TOLERANCE = 2**-7
-"""Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
-ABSOLUTE_TOLERANCE = 2**-12
-"""Share of the root mean square of a matrix, for elements small for float16, or that cancel."""
 
 
 @torch.no_grad()
@@ -62,13 +58,3 @@ def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]
 def _spread(size: int) -> Tensor:
     """Return evenly spaced indices of a dimension, (SIDE,), int64."""
     return torch.linspace(0, size - 1, SIDE, dtype=torch.float64).round().long()
-
-
-def agree(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two fingerprints are of the same weights, up to their dtypes."""
-    if actual.shape != expected.shape:
-        return False
-    actual, expected = actual.double(), expected.double()
-    size = expected.square().mean(dim=1, keepdim=True).sqrt()
-    tolerance = RELATIVE_TOLERANCE * expected.abs() + ABSOLUTE_TOLERANCE * size
-    return bool(((actual - expected).abs() <= tolerance).all())

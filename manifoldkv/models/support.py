@@ -139,11 +139,6 @@ def sliding_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(layer.get("sliding_window") for layer in keywords)
 
 
-def cached_tokens(tokens: int, window: int | None) -> int:
-    """Return the number of tokens in the cache of a layer after `tokens` tokens."""
-    return tokens if window is None else min(tokens, window - 1)
-
-
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model whose cache is not one key and one value per KV head and token.
 

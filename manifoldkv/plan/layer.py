@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
-
 from manifoldkv.basis import Site
 from manifoldkv.errors import PlanError
-from manifoldkv.models.support import (
-    attention_of,
-    cached_tokens,
-    decoder_layers,
-    sliding_windows,
-)
+from manifoldkv.plan.model import ModelView
 from manifoldkv.plan.site import SitePlan
+from manifoldkv.windows import cached_tokens
 
 
 @dataclass(frozen=True)
@@ -77,20 +71,18 @@ class LayerPlan:
         return self.cached_tokens(tokens) * 2 * self.key.features
 
 
-def check_layers(layers: Sequence[LayerPlan], model: PreTrainedModel) -> None:
+def check_layers(layers: Sequence[LayerPlan], model: ModelView) -> None:
     """Raise `PlanError` unless layers have the windows and sizes of those of a model."""
-    heads = model.config.get_text_config().num_key_value_heads
-    of_model = zip(sliding_windows(model.config), decoder_layers(model), strict=True)
-    for index, (layer, (window, module)) in enumerate(zip(layers, of_model, strict=True)):
+    expected = model.kv_heads, model.head_dim
+    for index, (layer, window) in enumerate(zip(layers, model.windows, strict=True)):
         if layer.window != window:
             raise PlanError(
                 f"layer {index} has a window of {layer.window} tokens in the plan, {window} in the "
                 "model: make the plan again for this model"
             )
-        found = layer.key.grouping.heads, layer.key.head_dim
-        expected = heads, attention_of(module).head_dim
-        if found != expected:
+        planned = layer.key.grouping.heads, layer.key.head_dim
+        if planned != expected:
             raise PlanError(
-                f"layer {index} has {found[0]} KV heads of {found[1]} in the plan, {expected[0]} "
-                f"of {expected[1]} in the model: make the plan again for this model"
+                f"layer {index} has {planned[0]} KV heads of {planned[1]} in the plan, "
+                f"{expected[0]} of {expected[1]} in the model: make the plan again for this model"
             )

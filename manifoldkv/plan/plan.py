@@ -13,28 +13,18 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCardData
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.basis import Basis, Rotary, check_rotary
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.coding.predictor import PredictorContext, layers_below
 from manifoldkv.errors import PlanError
-from manifoldkv.models.fingerprint import agree, fingerprint
-from manifoldkv.models.support import unwrapped
 from manifoldkv.plan import files
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import LayerPlan, check_layers
+from manifoldkv.plan.model import ModelView, agree, check_view, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
-from manifoldkv.text.tokens import positions
-
-_ARCHITECTURE = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rope_parameters", "layer_types", "sliding_window"),
-)
-
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """What a model on the Hub is called; a folder of one's own is not named on a card."""
@@ -263,35 +253,44 @@ class CompressionPlan(OnHub):
         weights = self.fingerprint.contiguous().numpy().tobytes()
         return hashlib.sha256(self.config_hash.encode() + weights).digest()
 
-    def check_model(self, model: PreTrainedModel) -> None:
+    def check_model(self, model: ModelView) -> None:
         """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is.
 
         Windows, KV heads and head sizes are compared layer by layer; sinks are at most the
         positions of the model.
+
+        Parameters
+        ----------
+        model : ModelView
+            ``manifoldkv.models.decoder.Decoder.of(model)``.
         """
-        model = unwrapped(model)
         self._check_architecture(model)
-        if not agree(fingerprint(model), self.fingerprint):
+        if not agree(model.fingerprint(), self.fingerprint):
             raise PlanError(
                 f"the plan was made for other weights ({self.provenance.model}): if these are a "
-                "fine-tuned version of them, use plan.transferred_to(model), or --other-weights on "
-                "the command line"
+                "fine-tuned version of them, use plan.transferred_to(Decoder.of(model)), or "
+                "--other-weights on the command line"
             )
 
-    def transferred_to(self, model: PreTrainedModel) -> CompressionPlan:
-        """Return the plan for a model of the same shape with other weights, a fine-tuned one, say.
+    def transferred_to(self, model: ModelView) -> CompressionPlan:
+        """Return the plan for other weights of the same shape, fine-tuned ones for instance.
+
+        Parameters
+        ----------
+        model : ModelView
+            ``manifoldkv.models.decoder.Decoder.of(model)``.
 
         Raises
         ------
         PlanError
             If the model has another shape.
         """
-        model = unwrapped(model)
         self._check_architecture(model)
-        return replace(self, fingerprint=fingerprint(model))
+        return replace(self, fingerprint=model.fingerprint())
 
-    def _check_architecture(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
+    def _check_architecture(self, model: ModelView) -> None:
+        check_view(model)
+        config = model.config
         if config.num_hidden_layers != len(self.layers):
             raise PlanError(
                 f"the plan has {len(self.layers)} layers, the model {config.num_hidden_layers}"
@@ -302,10 +301,10 @@ class CompressionPlan(OnHub):
                 f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
             )
         check_layers(self.layers, model)
-        if self.sinks > positions(model):
+        positions = config.max_position_embeddings
+        if self.sinks > positions:
             raise PlanError(
-                f"sinks must be at most {positions(model)}, the positions of the model, got "
-                f"{self.sinks}"
+                f"sinks must be at most {positions}, the positions of the model, got {self.sinks}"
             )
 
     def save(self, folder: str | Path) -> None:
@@ -364,13 +363,6 @@ class CompressionPlan(OnHub):
                 for index, layer in enumerate(self.layers)
             ),
         )
-
-
-def config_hash(config: PretrainedConfig) -> str:
-    """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
-    text_config = config.get_text_config()
-    architecture = {name: getattr(text_config, name, None) for name in _ARCHITECTURE}
-    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
 
 
 def _check_fingerprint(fingerprint: Tensor) -> None:

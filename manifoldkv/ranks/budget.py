@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import cached_tokens
+from manifoldkv.windows import cached_tokens
 
 CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 """Candidate ranks as shares of head_dim: of 128, nearly all multiples of 16."""

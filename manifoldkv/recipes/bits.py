@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import (
@@ -22,11 +21,11 @@ from manifoldkv.coding.allocation import (
 from manifoldkv.coding.quantizer import SCALE_BYTES, Quantizer
 from manifoldkv.coding.transform import SAMPLES, WeightedKLT, mixed_widths
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import cached_tokens, sliding_windows
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded import CodedRecipe
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.recipes.probe import timed
-from manifoldkv.recipes.run import heads_and_features
+from manifoldkv.windows import cached_tokens
 
 Bits = list[NDArray[np.int64]]
 """Of the latents of every pack, by site."""
@@ -78,19 +77,18 @@ class BitRecipe(CodedRecipe[Bits]):
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         return min(self.sinks, tokens) * elements * (itemsize - 2)
 
-    def budget(self, model: PreTrainedModel, ratio: float, context: int) -> int:
+    def budget(self, decoder: Decoder, ratio: float, context: int) -> int:
         """Return the bytes of the latents of a text, without sink tokens and scales."""
-        _, features = heads_and_features(model)
+        features = decoder.features
         if features % pack_size(self.widths):
             raise ArgumentError(
                 f"widths {self.widths} need features in multiples of {pack_size(self.widths)}, a "
                 f"layer has {features}: leave out the odd widths"
             )
-        windows = sliding_windows(model.config)
-        cached = [cached_tokens(context, window) for window in windows]
+        cached = [cached_tokens(context, window) for window in decoder.windows]
         full = 4 * features * sum(cached)
         sinks = min(self.sinks, context)
-        of_sinks = 4 * features * sum(sinks for window in windows if window is None)
+        of_sinks = 4 * features * sum(sinks for window in decoder.windows if window is None)
         of_scales = 2 * SCALE_BYTES * sum(cached)
         remaining = int(ratio * full + 1e-9) - of_sinks - of_scales
         if remaining < 0:

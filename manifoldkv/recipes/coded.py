@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments, SiteMoments
@@ -20,7 +19,7 @@ from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.transform import WeightedKLT, by_token, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.support import sliding_windows
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
@@ -28,7 +27,7 @@ from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.recipes.held_out import with_predicted_loss
 from manifoldkv.recipes.probe import Estimate, Probe
 from manifoldkv.recipes.recipe import Recipe
-from manifoldkv.recipes.run import Run, check_run, context_of, heads_and_features
+from manifoldkv.recipes.run import Run, check_run, context_of
 from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
@@ -80,7 +79,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
                 raise ArgumentError(f"{name} must be >= 0, got {count}")
 
     @abstractmethod
-    def budget(self, model: PreTrainedModel, ratio: float, context: int) -> float:
+    def budget(self, decoder: Decoder, ratio: float, context: int) -> float:
         """Return what is left for latents, in the unit of `allocate`.
 
         Raises
@@ -195,22 +194,22 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         return
 
     def check(
-        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
-        check_run(model, config)
-        self.check_windows(sliding_windows(model.config))
-        self.budget(model, config.ratio, context_of(model, tokens, config))
+        check_run(decoder, config)
+        self.check_windows(decoder.windows)
+        self.budget(decoder, config.ratio, context_of(decoder, tokens, config))
 
     def fit(
-        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
     ) -> CompressionPlan:
-        coded = self._run(model, run)
-        moments = coded.moments(model, coded.fitted, folder)
+        coded = self._run(decoder, run)
+        moments = coded.moments(decoder, coded.fitted, folder)
         allocation: Allocation | None = None
         for remaining in reversed(range(coded.rounds)):
             done = coded.rounds - remaining
             LOG.info("fitting %d layers, round %d of %d", len(moments), done, coded.rounds)
-            sites = self._sites(model, coded, moments, allocation)
+            sites = self._sites(decoder, coded, moments, allocation)
             if allocation is None or remaining or self.refits_last_round:
                 allocation = self.allocate(sites, coded)
         assert allocation is not None
@@ -222,26 +221,25 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             LayerPlan(key, value, window)
             for key, value, window in zip(planned[::2], planned[1::2], coded.windows, strict=True)
         ]
-        return with_predicted_loss(model, run.plan(model, layers, sinks=self.sinks), coded)
+        return with_predicted_loss(decoder, run.plan(decoder, layers, sinks=self.sinks), coded)
 
-    def _run(self, model: PreTrainedModel, run: Run) -> CodedRun:
-        heads, features = heads_and_features(model)
+    def _run(self, decoder: Decoder, run: Run) -> CodedRun:
         coded = CodedRun(
             run.config,
             self,
             run.text,
             run.tokens,
             run.context,
-            sliding_windows(model.config),
-            HeadGrouping("all", heads),
-            self.budget(model, run.config.ratio, run.context),
+            decoder.windows,
+            HeadGrouping("all", decoder.kv_heads),
+            self.budget(decoder, run.config.ratio, run.context),
         )
-        coded.warn_if_short(features)
+        coded.warn_if_short(decoder.features)
         return coded
 
     def _sites(
         self,
-        model: PreTrainedModel,
+        decoder: Decoder,
         run: CodedRun,
         moments: list[LayerMoments],
         allocation: Allocation | None,
@@ -253,7 +251,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         """
         context = PredictorContext(self.below, run.windows)
         sites: list[WeightedKLT] = []
-        for activations in follow(capture(model, run.fitted), len(moments)):
+        for activations in follow(capture(decoder.model, run.fitted), len(moments)):
             context.begin(activations.layer)
             of_layer = moments[activations.layer]
             keys, values = activations.keys_in("pre"), activations.values_of()
@@ -276,16 +274,15 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             predictor = LinearPredictor(detached(site.weights.float()))
         return SitePlan(basis, quantizer, detached(site.mean.float()), predictor)
 
-    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
-        coded, probe = self._run(model, run), Probe.of(model, run.tokens)
-        _, features = heads_and_features(model)
+    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
+        coded, probe = self._run(decoder, run), Probe.of(decoder, run.tokens)
         layers, reconstructions = probe.layers, 0
         if self.below is not None:
-            reconstructions = 2 * (self.below + 1) * features * torch.float32.itemsize
+            reconstructions = 2 * (self.below + 1) * decoder.features * torch.float32.itemsize
         return probe.estimate(
             ratio=run.config.ratio,
             capture=coded.rounds * (probe.forward + layers * probe.per_layer),
             bases=probe.fisher_seconds,
-            ranks=coded.rounds * 2 * layers * self.fitting_seconds(features),
+            ranks=coded.rounds * 2 * layers * self.fitting_seconds(decoder.features),
             activation_bytes=(layers + 2) * probe.input_bytes + reconstructions,
         )

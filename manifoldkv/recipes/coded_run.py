@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import HeadGrouping
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.run import Run
 
 if TYPE_CHECKING:
@@ -95,14 +95,14 @@ class CodedRun(Run):
             )
 
     def moments(
-        self, model: PreTrainedModel, tokens: Tensor, folder: str | Path | None
+        self, decoder: Decoder, tokens: Tensor, folder: str | Path | None
     ) -> list[LayerMoments]:
         """Return the Fisher moments of all layers, of keys before rotation.
 
         Parameters
         ----------
-        model : PreTrainedModel
-            Unwrapped.
+        decoder : Decoder
+            View of the model.
         tokens : Tensor
             Some of the sequences, (S, n), int64.
         folder : str or Path, optional
@@ -114,7 +114,7 @@ class CodedRun(Run):
             As `fisher_moments`.
         """
         return fisher_moments(
-            model,
+            decoder.model,
             tokens,
             seed=self.config.seed,
             first=self.first,

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import SITES, Basis, HeadGrouping, detached, parse_grouping
 from manifoldkv.errors import ArgumentError, ModelError
-from manifoldkv.models.rotary import angles_at, rotary_embedding_of, rotate_halves, rotation_of_keys
-from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.objectives import LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
 from manifoldkv.plan.layer import LayerPlan
@@ -33,7 +31,7 @@ from manifoldkv.recipes.commuting_bases import (
 )
 from manifoldkv.recipes.probe import Estimate, Probe, timed
 from manifoldkv.recipes.recipe import Recipe
-from manifoldkv.recipes.run import Run, check_run, context_of, heads_and_features
+from manifoldkv.recipes.run import Run, check_run, context_of
 from manifoldkv.runs.executors import Executor
 from manifoldkv.text.sources import TextSource
 
@@ -109,23 +107,23 @@ class CommutingRecipe(Recipe):
         )
 
     def check(
-        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
-        check_run(model, config)
-        check_turns_halves(model)
+        check_run(decoder, config)
+        check_turns_halves(decoder)
         if config.quantization is not None:
-            config.quantization.check_windows(sliding_windows(model.config))
-        self._grouping_and_latents(model, config.ratio)
-        context_of(model, tokens, config)
+            config.quantization.check_windows(decoder.windows)
+        self._grouping_and_latents(decoder, config.ratio)
+        context_of(decoder, tokens, config)
 
     def fit(
-        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
     ) -> CompressionPlan:
-        grouping, latents = self._grouping_and_latents(model, run.config.ratio)
+        grouping, latents = self._grouping_and_latents(decoder, run.config.ratio)
         if self.objective == "fisher":
-            forms = fisher_forms(model, run, grouping, folder)
+            forms = fisher_forms(decoder, run, grouping, folder)
         else:
-            forms = query_forms(model, run, grouping)
+            forms = query_forms(decoder, run, grouping)
         key_forms, values = [], []
         for key, value in forms:
             key_forms.append(key)
@@ -134,29 +132,25 @@ class CommutingRecipe(Recipe):
         keys = closed_form(key_forms, latents // 2, grouping)
         bases = [*zip(keys, values, strict=True)]
         if self.objective == "layer-output":
-            bases = [*refined(model, run, bases)]
-        windows = sliding_windows(model.config)
+            bases = [*refined(decoder, run, bases)]
         layers = [
             LayerPlan(SitePlan(key), SitePlan(value), window)
-            for (key, value), window in zip(bases, windows, strict=True)
+            for (key, value), window in zip(bases, decoder.windows, strict=True)
         ]
-        return run.plan(model, layers, rotary="post")
+        return run.plan(decoder, layers, rotary="post")
 
-    def _grouping_and_latents(
-        self, model: PreTrainedModel, ratio: float
-    ) -> tuple[HeadGrouping, int]:
+    def _grouping_and_latents(self, decoder: Decoder, ratio: float) -> tuple[HeadGrouping, int]:
         """Return the head grouping and the latents of a group, for keys and for values."""
-        heads, features = heads_and_features(model)
-        grouping = HeadGrouping(self.grouping, heads)
-        return grouping, _latents(ratio, features // heads, grouping)
+        grouping = HeadGrouping(self.grouping, decoder.kv_heads)
+        return grouping, _latents(ratio, decoder.head_dim, grouping)
 
-    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
-        probe, ratio = Probe.of(model, run.tokens), run.config.ratio
+    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
+        probe, ratio = Probe.of(decoder, run.tokens), run.config.ratio
         bases = 0.0
         if self.objective == "fisher":
             bases = probe.fisher_seconds
         elif self.objective == "layer-output":
-            grouping, latents = self._grouping_and_latents(model, ratio)
+            grouping, latents = self._grouping_and_latents(decoder, ratio)
             share = probe.activations.sequences / len(run.tokens)
             seconds = _refining_seconds(probe.activations, grouping, latents, share)
             bases = probe.layers * seconds
@@ -202,7 +196,7 @@ def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
     return latents
 
 
-def check_turns_halves(model: PreTrainedModel) -> None:
+def check_turns_halves(decoder: Decoder) -> None:
     """Refuse a model that does not turn features j and d/2 + j of a head by one angle, for all j.
 
     Raises
@@ -210,14 +204,12 @@ def check_turns_halves(model: PreTrainedModel) -> None:
     ModelError
         If it turns neighbours, or a part of the features only.
     """
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config())
-    embedding = rotary_embedding_of(model.get_decoder())
-    start = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for kind, layer in zip(kinds, decoder_layers(model), strict=True):
-        cos, _ = angles_at(embedding, start, kind, like=start.float())
+    start = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
+    for index, layer in enumerate(decoder.layers):
+        cos, _ = decoder.angles(index, start, like=start.float())
         if rotation_of_keys(layer, cos.shape[-1]) is not rotate_halves:
-            half = attention_of(layer).head_dim // 2
+            half = decoder.head_dim // 2
             raise ModelError(
-                f"{type(model).__name__} has no commuting bases: it does not rotate features j and "
-                f"{half} + j of a head by one angle, for all of them"
+                f"{type(decoder.model).__name__} has no commuting bases: it does not rotate "
+                f"features j and {half} + j of a head by one angle, for all of them"
             )

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import fisher_moments
@@ -21,7 +20,7 @@ from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import SITES, Basis, HeadGrouping, detached
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts
-from manifoldkv.models.support import decoder_layers
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import KQSVD, LayerOutput, Problem
 from manifoldkv.objectives.linear_algebra import same_size, weighted_directions
 from manifoldkv.recipes.run import Run
@@ -81,13 +80,15 @@ def _stored(columns: Tensor) -> Tensor:
 
 
 def fisher_forms(
-    model: PreTrainedModel, run: Run, grouping: HeadGrouping, folder: str | Path | None
+    decoder: Decoder, run: Run, grouping: HeadGrouping, folder: str | Path | None
 ) -> Iterator[tuple[Forms, Forms]]:
     """Yield forms of the keys and of the values of every layer, in nats to second order.
 
     Fisher moments are stored in the folder, for a run that resumes.
     """
-    moments = fisher_moments(model, run.tokens, seed=run.config.seed, rotary="pre", folder=folder)
+    moments = fisher_moments(
+        decoder.model, run.tokens, seed=run.config.seed, rotary="pre", folder=folder
+    )
     for layer in moments:
         yield _fisher_forms(layer.key, grouping), _fisher_forms(layer.value, grouping)
 
@@ -107,14 +108,14 @@ def _diagonal_blocks(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
 
 
 def query_forms(
-    model: PreTrainedModel, run: Run, grouping: HeadGrouping
+    decoder: Decoder, run: Run, grouping: HeadGrouping
 ) -> Iterator[tuple[Forms, Forms]]:
     """Yield forms of the keys and of the values of every layer, weighted as by `KQSVD`.
 
     The forms of each site are scaled so that the largest possible cost is 1.
     """
     objective = KQSVD()
-    for activations in follow(capture(model, run.tokens), len(decoder_layers(model))):
+    for activations in follow(capture(decoder.model, run.tokens), len(decoder.layers)):
         problems = [objective.problem(activations, site, grouping) for site in SITES]
         key, value = [_relative(*objective.matrices(problem, None)) for problem in problems]
         yield key, value
@@ -127,7 +128,7 @@ def _relative(gram: Tensor, weight: Tensor) -> Forms:
 
 
 def refined(
-    model: PreTrainedModel, run: Run, bases: Sequence[tuple[Basis, Basis]]
+    decoder: Decoder, run: Run, bases: Sequence[tuple[Basis, Basis]]
 ) -> Iterator[tuple[Basis, Basis]]:
     """Yield the bases of every layer, trained from these on the loss of `LayerOutput`.
 
@@ -136,7 +137,7 @@ def refined(
 
     Parameters
     ----------
-    model : PreTrainedModel
+    decoder : Decoder
         Unwrapped.
     run : Run
         Calibration tokens and seed.
@@ -149,7 +150,7 @@ def refined(
         If a loss is not finite.
     """
     objective, seed = LayerOutput(), run.config.seed
-    for activations in follow(capture(model, run.tokens), len(bases)):
+    for activations in follow(capture(decoder.model, run.tokens), len(bases)):
         key, value = bases[activations.layer]
         keys = objective.problem(activations, "key", key.grouping, "post")
         values = objective.problem(activations, "value", key.grouping)

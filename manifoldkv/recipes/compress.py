@@ -12,23 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import (
-    cached_tokens,
-    check_supported,
-    sliding_windows,
-    unwrapped,
-)
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.rounding import quantize
-from manifoldkv.recipes.run import Run, heads_and_features
+from manifoldkv.recipes.run import Run
 from manifoldkv.recipes.tune import tune
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
 from manifoldkv.runs.files import only_run
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
+from manifoldkv.windows import cached_tokens
 
 
 def compress(
@@ -85,30 +81,28 @@ def compress(
         If another run is at work in the folder, it cannot be written to, or a file in it is
         damaged (which is named, and computed again once it is deleted).
     """
-    model = unwrapped(model)
+    decoder = Decoder.of(model)
     executor = executor_named(executor)
-    run = started(model, tokens, replace(config or CompressionConfig(), **settings))
-    plan = run.recipe.fit(model, run, folder, executor)
+    run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))
+    plan = run.recipe.fit(decoder, run, folder, executor)
     steps, quantization = run.recipe.tuning_steps, run.config.quantization
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(torch.get_num_threads()):
         if steps:
-            checkpoints, seed = run.checkpoints(model, folder), run.config.seed
+            checkpoints, seed = run.checkpoints(decoder, folder), run.config.seed
             plan = tune(model, plan, run.tokens, steps=steps, seed=seed, checkpoints=checkpoints)
         if quantization is not None:
             plan = quantize(plan, model, run.tokens, quantization)
     return plan
 
 
-def started(
-    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
-) -> Run:
+def started(decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig) -> Run:
     """Check a run, then read its text.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        Unwrapped.
+    decoder : Decoder
+        View of the model.
     tokens, config
         As in `compress`.
 
@@ -118,8 +112,8 @@ def started(
         As `compress`, before any long work.
     """
     recipe = config.complete_recipe()
-    recipe.check(model, tokens, config)
-    name, ids = calibration_tokens(model, tokens, config.sequences, config.length)
+    recipe.check(decoder, tokens, config)
+    name, ids = calibration_tokens(decoder.model, tokens, config.sequences, config.length)
     context = ids.shape[1] if config.context is None else config.context
     return Run(config, recipe, name, ids, context)
 
@@ -141,8 +135,7 @@ def check(model: PreTrainedModel, text: TextSource | str, config: CompressionCon
     ManifoldKVError
         As `compress`.
     """
-    model = unwrapped(model)
-    config.complete_recipe().check(model, text, config)
+    config.complete_recipe().check(Decoder.of(model), text, config)
 
 
 def ratio_from_bytes(
@@ -179,10 +172,9 @@ def ratio_from_bytes(
         If the attention of the model cannot be handled.
     """
     recipe = recipe_named(recipe)
-    check_supported(model)
-    windows = sliding_windows(model.config)
-    _, features = heads_and_features(model)
-    elements, itemsize = 2 * features, model.dtype.itemsize
+    decoder = Decoder.of(model)
+    windows = decoder.windows
+    elements, itemsize = 2 * decoder.features, decoder.dtype.itemsize
     open_layers = sum(window is None for window in windows)
     beyond = recipe.bytes_beyond_ratio(open_layers * elements, itemsize, context)
     if recipe.in_sixteen_bits:

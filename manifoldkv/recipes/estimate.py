@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.models.support import unwrapped
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.compress import started
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.probe import Estimate
@@ -32,6 +32,6 @@ def estimate(
     ManifoldKVError
         What `compress` would raise before any long work.
     """
-    model = unwrapped(model)
-    run = started(model, tokens, replace(config or CompressionConfig(), **settings))
-    return run.recipe.estimate(model, run)
+    decoder = Decoder.of(model)
+    run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))
+    return run.recipe.estimate(decoder, run)

@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.basis import HeadGrouping, Rotary, check_rotary, identity_basis
-from manifoldkv.models.fingerprint import fingerprint
-from manifoldkv.models.support import check_supported, sliding_windows, unwrapped
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.files import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.model import config_hash
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.runs.source import versions
@@ -50,8 +50,8 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
     PlanError
         If there is no such rotary space.
     """
-    model = unwrapped(model)
-    check_supported(model)
+    decoder = Decoder.of(model)
+    model = decoder.model
     check_rotary(rotary)
     last = model.get_input_embeddings().num_embeddings - 1
     ids = torch.linspace(0, last, TRIED_TOKENS).long()  # the first ones of many models are unused
@@ -61,7 +61,7 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
         grouping = HeadGrouping(1, activations.kv_heads)
         key = SitePlan(identity_basis(grouping, activations.head_dim))
         value = SitePlan(identity_basis(grouping, activations.head_dim))
-        layers.append(LayerPlan(key, value, sliding_windows(model.config)[activations.layer]))
+        layers.append(LayerPlan(key, value, decoder.windows[activations.layer]))
     recipe = {
         "objective": {"name": "none"},
         "solver": {"name": "full-rank"},
@@ -82,5 +82,5 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
         versions=versions(),
     )
     return CompressionPlan(
-        tuple(layers), rotary, config_hash(model.config), fingerprint(model), provenance
+        tuple(layers), rotary, config_hash(decoder.config), decoder.fingerprint(), provenance
     )

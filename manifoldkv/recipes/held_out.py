@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.coding.transform import by_token
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.runs.progress import follow
@@ -18,9 +18,7 @@ from manifoldkv.runs.progress import follow
 LOG = logging.getLogger(__name__)
 
 
-def with_predicted_loss(
-    model: PreTrainedModel, plan: CompressionPlan, run: CodedRun
-) -> CompressionPlan:
+def with_predicted_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) -> CompressionPlan:
     """Return the plan with its predicted loss in its provenance.
 
     Errors in keys and values are those of held-out sequences, and what they cost is read from the
@@ -31,10 +29,10 @@ def with_predicted_loss(
         LOG.info("fewer than 8 calibration sequences: none is held out to predict the loss on")
         return plan
     LOG.info("predicting the loss on %d held-out sequences", len(tokens))
-    moments = run.moments(model, tokens, None)
+    moments = run.moments(decoder, tokens, None)
     nats = 0.0
     context = plan.predictor_context()
-    for activations in follow(capture(model, tokens), len(plan.layers)):
+    for activations in follow(capture(decoder.model, tokens), len(plan.layers)):
         index = activations.layer
         context.begin(index)
         of_layer = {"key": moments[index].key, "value": moments[index].value}

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import SITES, HeadGrouping, Site, parse_grouping
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import attention_of, decoder_layers, sliding_windows
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -95,36 +94,36 @@ class RankRecipe(Recipe):
         return replace(self, ranks=RANK_RULES.resolve(ranks))
 
     def check(
-        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
-        check_run(model, config)
+        check_run(decoder, config)
         if config.quantization is not None:
-            config.quantization.check_windows(sliding_windows(model.config))
+            config.quantization.check_windows(decoder.windows)
         BasisFinder(self, config.rotary, config.seed)  # do objective and solver go together?
-        self.ranks.candidate_ranks(_budget(model, config, context_of(model, tokens, config)))
+        self.ranks.candidate_ranks(_budget(decoder, config, context_of(decoder, tokens, config)))
 
     def fit(
-        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
     ) -> CompressionPlan:
-        budget = _budget(model, run.config, run.context)
+        budget = _budget(decoder, run.config, run.context)
         candidates = self.ranks.candidate_ranks(budget)
         rotary, threads = run.config.rotary, torch.get_num_threads()
         alone = nullcontext() if folder is None else only_run(Path(folder))
         with alone, on_threads(threads):  # all of it, also what is no task
-            checkpoints = run.checkpoints(model, folder)
+            checkpoints = run.checkpoints(decoder, folder)
             of_ranks = self._rank_checkpoints(checkpoints, run, candidates)
             finder = BasisFinder(self, rotary, run.config.seed)
             bases = find_bases(
-                model, run.tokens, finder, candidates, executor, threads, checkpoints
+                decoder.model, run.tokens, finder, candidates, executor, threads, checkpoints
             )
             ranks = self._chosen(
-                RankProblem(model, run.tokens, bases, budget, rotary, executor, of_ranks)
+                RankProblem(decoder.model, run.tokens, bases, budget, rotary, executor, of_ranks)
             )
         layers = [
             LayerPlan(SitePlan(of_layer.keys[key]), SitePlan(of_layer.values[value]), window)
             for of_layer, (key, value), window in zip(bases, ranks, budget.windows, strict=True)
         ]
-        return run.plan(model, layers)
+        return run.plan(decoder, layers)
 
     def _rank_checkpoints(
         self, checkpoints: Checkpoints, run: Run, candidates: list[CandidateRanks]
@@ -151,10 +150,10 @@ class RankRecipe(Recipe):
             raise ArgumentError(f"rank rule {name} exceeds the ratio {budget.ratio:g}")
         return ranks
 
-    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
-        budget = _budget(model, run.config, run.context)
+    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
+        budget = _budget(decoder, run.config, run.context)
         candidates = self.ranks.candidate_ranks(budget)
-        probe = Probe.of(model, run.tokens)
+        probe = Probe.of(decoder, run.tokens)
         most = max(len(ranks) for of_layer in candidates for ranks in of_layer)
         measured = ProbeRun(probe.activations, probe.forward, len(run.tokens), budget.layers, most)
         return probe.estimate(
@@ -192,9 +191,8 @@ class RankRecipe(Recipe):
         return nbytes
 
 
-def _budget(model: PreTrainedModel, config: CompressionConfig, context: int) -> Budget:
-    head_dim = int(attention_of(decoder_layers(model)[0]).head_dim)
-    return Budget(config.ratio, head_dim, sliding_windows(model.config), context)
+def _budget(decoder: Decoder, config: CompressionConfig, context: int) -> Budget:
+    return Budget(config.ratio, decoder.head_dim, decoder.windows, context)
 
 
 REGISTRIES: dict[str, Registry[Any]] = {

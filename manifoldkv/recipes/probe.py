@@ -10,13 +10,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.offloading import is_offloaded
 from manifoldkv.models.projected import log_probabilities
-from manifoldkv.models.support import decoder_layers
 from manifoldkv.recipes.tune import SEQUENCES_PER_STEP
 
 LOG = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ class Probe:
 
     Parameters
     ----------
-    model : PreTrainedModel
-        Unwrapped.
+    decoder : Decoder
+        View of the model.
     tokens : Tensor
         All calibration tokens, (sequences, length).
     activations : LayerActivations
@@ -77,16 +76,17 @@ class Probe:
         Seconds of the capture of a layer, on all sequences.
     """
 
-    model: PreTrainedModel
+    decoder: Decoder
     tokens: Tensor
     activations: LayerActivations
     forward: float
     per_layer: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokens: Tensor) -> Probe:
+    def of(cls, decoder: Decoder, tokens: Tensor) -> Probe:
         """Run the probe."""
         LOG.info("rehearsing on %d sequences", min(PROBED_SEQUENCES, len(tokens)))
+        model = decoder.model
         few = tokens[:PROBED_SEQUENCES].to(model.device)
         with torch.no_grad():
             log_probabilities(model, few[:1])  # the first call is slower than all others
@@ -94,12 +94,12 @@ class Probe:
         captured = capture(model, few, [0])  # keeps the layer's weights while it is there
         first, activations = timed(lambda: next(captured))
         per_layer = max(0.0, first - forward) * len(tokens) / len(few)
-        return cls(model, tokens, activations, forward, per_layer)
+        return cls(decoder, tokens, activations, forward, per_layer)
 
     @property
     def layers(self) -> int:
         """Return the number of decoder layers."""
-        return len(decoder_layers(self.model))
+        return len(self.decoder.layers)
 
     @property
     def input_bytes(self) -> int:
@@ -135,23 +135,24 @@ class Probe:
             Of `tune`.
         """
         tuning = tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * self.forward
-        elements = 2 * self.activations.kv_heads * self.activations.head_dim
-        uncompressed = self.layers * elements * self.model.dtype.itemsize
+        elements = 2 * self.decoder.features
+        uncompressed = self.layers * elements * self.decoder.dtype.itemsize
         return Estimate(
             {"capture": capture, "bases": bases, "ranks": ranks, "tuning": tuning},
-            weight_bytes=_weight_bytes(self.model),
+            weight_bytes=_weight_bytes(self.decoder),
             activation_bytes=self.tokens.numel() * activation_bytes,
             cache_bytes=ratio * uncompressed,
             stock_bytes=uncompressed,
         )
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
+def _weight_bytes(decoder: Decoder) -> int:
     def nbytes(module: torch.nn.Module) -> int:
         return sum(p.numel() * p.itemsize for p in module.parameters())
 
-    layers = [nbytes(layer) for layer in decoder_layers(model)]
-    return nbytes(model) - (sum(layers) - max(layers) if is_offloaded(model) else 0)
+    layers = [nbytes(layer) for layer in decoder.layers]
+    held_in_turns = sum(layers) - max(layers) if is_offloaded(decoder.model) else 0
+    return nbytes(decoder.model) - held_in_turns
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.ranks import RankRule
 from manifoldkv.runs.executors import Executor
@@ -59,14 +59,14 @@ class Recipe(ABC):
 
     @abstractmethod
     def check(
-        self, model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         """Refuse a run that the recipe cannot do, before a text is read.
 
         Parameters
         ----------
-        model : PreTrainedModel
-            Unwrapped.
+        decoder : Decoder
+            View of the model.
         tokens : Tensor, TextSource or str
             Calibration data, of which nothing is read but the length of windows.
         config : CompressionConfig
@@ -80,14 +80,14 @@ class Recipe(ABC):
 
     @abstractmethod
     def fit(
-        self, model: PreTrainedModel, run: Run, folder: str | Path | None, executor: Executor
+        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
     ) -> CompressionPlan:
         """Return the plan of a run, neither tuned nor rounded.
 
         Parameters
         ----------
-        model : PreTrainedModel
-            Unwrapped.
+        decoder : Decoder
+            View of the model.
         run : Run
             Settings and calibration tokens, which `check` has accepted.
         folder : str or Path, optional
@@ -97,7 +97,7 @@ class Recipe(ABC):
         """
 
     @abstractmethod
-    def estimate(self, model: PreTrainedModel, run: Run) -> Estimate:
+    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
         """Return time and memory that `fit` and the tuning will take, from a probe run."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.basis import Basis, detached, fix_signs
 from manifoldkv.coding.integers import Quantization, group_ranges
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.support import unwrapped
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
@@ -69,12 +69,12 @@ def quantize(
     """
     if not plan.rank_only:
         raise PlanError(f"the plan is quantised already: its latents are {plan.formats}")
-    model = unwrapped(model)
-    plan.check_model(model)
+    decoder = Decoder.of(model)
+    plan.check_model(decoder)
     if rotation not in ROTATIONS:
         raise ArgumentError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
     quantization.check_windows([layer.window for layer in plan.layers])
-    _, tokens = calibration_tokens(model, tokens)
+    _, tokens = calibration_tokens(decoder.model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:
         raise PlanError(
@@ -83,7 +83,7 @@ def quantize(
         )
     LOG.info("rounding the latents of %d layers to %d bits", len(plan.layers), quantization.bits)
     layers = []
-    for activations in follow(capture(model, tokens), len(plan.layers)):
+    for activations in follow(capture(decoder.model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]
         sinks = layer.sink_tokens(plan.sinks)  # whose latents nobody sees
         keys = activations.keys_in(plan.rotary)[:, :, sinks:]

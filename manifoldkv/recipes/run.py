@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.basis import Rotary
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.fingerprint import fingerprint
-from manifoldkv.models.support import attention_of, check_supported, decoder_layers
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.weights import check_finite
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import CompressionPlan, config_hash
+from manifoldkv.plan.model import config_hash
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
@@ -56,7 +55,7 @@ class Run:
 
     def plan(
         self,
-        model: PreTrainedModel,
+        decoder: Decoder,
         layers: Sequence[LayerPlan],
         *,
         rotary: Rotary | None = None,
@@ -66,8 +65,8 @@ class Run:
 
         Parameters
         ----------
-        model : PreTrainedModel
-            Unwrapped.
+        decoder : Decoder
+            View of the model.
         layers : sequence of LayerPlan
             All of the model's.
         rotary : {"pre", "post"}, optional
@@ -76,7 +75,7 @@ class Run:
             As in `CompressionPlan`.
         """
         provenance = Provenance(
-            model=model.config._name_or_path,
+            model=decoder.config._name_or_path,
             text=self.text,
             sequences=self.tokens.shape[0],
             length=self.tokens.shape[1],
@@ -90,18 +89,18 @@ class Run:
         return CompressionPlan(
             tuple(layers),
             self.config.rotary if rotary is None else rotary,
-            config_hash(model.config),
-            fingerprint(model),
+            config_hash(decoder.config),
+            decoder.fingerprint(),
             provenance,
             sinks=sinks,
         )
 
-    def checkpoints(self, model: PreTrainedModel, folder: str | Path | None) -> Checkpoints:
+    def checkpoints(self, decoder: Decoder, folder: str | Path | None) -> Checkpoints:
         """Return the checkpoints of all that depends on model, tokens, threads and versions."""
         if folder is None:
             return Checkpoints()
         settings = {
-            "model": digest_of_model(model),
+            "model": digest_of_model(decoder.model),
             "tokens": digest_of_tokens(self.tokens),
             "threads": torch.get_num_threads(),
             "versions": versions(),
@@ -109,28 +108,21 @@ class Run:
         return Checkpoints(Path(folder), settings)
 
 
-def check_run(model: PreTrainedModel, config: CompressionConfig) -> None:
+def check_run(decoder: Decoder, config: CompressionConfig) -> None:
     """Refuse what no recipe can do, before the text is read."""
     if not 0 < config.ratio <= 1:
         raise ArgumentError(f"ratio {config.ratio:g} is not in (0, 1]")
     if config.context is not None:
         check_context(config.context)
-    check_supported(model)
-    check_finite(model)
+    check_finite(decoder.model)
 
 
 def context_of(
-    model: PreTrainedModel, tokens: Tensor | TextSource | str, config: CompressionConfig
+    decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
 ) -> int:
     """Return the tokens that the ratio holds for, and refuse sequences too long for the model.
 
     No text is read.
     """
-    length = calibration_length(model, tokens, config.length)
+    length = calibration_length(decoder.model, tokens, config.length)
     return length if config.context is None else config.context
-
-
-def heads_and_features(model: PreTrainedModel) -> tuple[int, int]:
-    """Return the KV heads of a layer, and the features of the keys of all of them together."""
-    heads = int(model.config.get_text_config().num_key_value_heads)
-    return heads, heads * int(attention_of(decoder_layers(model)[0]).head_dim)

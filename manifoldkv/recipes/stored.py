@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping
@@ -20,11 +19,10 @@ from manifoldkv.coding.tables import entropy_coded, find_step
 from manifoldkv.coding.transform import SAMPLES as TRANSFORM_SAMPLES
 from manifoldkv.coding.transform import WeightedKLT, sampled, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.support import decoder_layers
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded import CodedRecipe
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.recipes.probe import timed
-from manifoldkv.recipes.run import heads_and_features
 
 SAMPLES = 8192
 """Tokens of each site that tables are made of."""
@@ -70,14 +68,13 @@ class StoredRecipe(CodedRecipe[float]):
                     "stored does not store: take recipe best"
                 )
 
-    def budget(self, model: PreTrainedModel, ratio: float, context: int) -> float:
+    def budget(self, decoder: Decoder, ratio: float, context: int) -> float:
         """Return the bits of the symbols of a token, after all else in a stored cache."""
-        _, features = heads_and_features(model)
-        layers = len(decoder_layers(model))
+        layers, features = len(decoder.layers), decoder.features
         full = 2 * 2 * features * layers * context
         sinks = min(self.sinks, context)
         around = frame_bytes(context, layers) + TOKEN_ID_BYTES * context
-        around += 2 * features * layers * sinks * model.dtype.itemsize
+        around += 2 * features * layers * sinks * decoder.dtype.itemsize
         around += 2 * layers  # the symbols of a site fill whole bytes
         remaining = ratio * full - around
         if remaining <= 0:

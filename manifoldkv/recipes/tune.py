@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import PlanError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import projected
-from manifoldkv.models.support import decoder_layers, unwrapped
+from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -87,8 +88,9 @@ def tune(
             "low-rank, then quantise it"
         )
     check_seed(seed)
-    model = unwrapped(model)
-    plan.check_model(model)
+    decoder = Decoder.of(model)
+    plan.check_model(decoder)
+    model = decoder.model
     _, tokens = calibration_tokens(model, tokens)
     tokens = tokens.to(model.device)
     bases = TrainableBases(plan, model.device)

@@ -16,6 +16,7 @@ from manifoldkv.diagnostics import plan_errors
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import beginning
 from manifoldkv.evaluation.perplexity import compare, with_error
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import EigenAttention
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -80,7 +81,7 @@ def write_report(
     """
     page = template()  # an absent library is named before anything is measured
     drawing = Drawing()
-    plan.check_model(model)
+    plan.check_model(Decoder.of(model))
     quality = compare(model, tokens, plan)
     LOG.info("measuring the layers for the report")
     layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])

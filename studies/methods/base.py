@@ -22,11 +22,11 @@ from manifoldkv.evaluation import Perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import (
     attention_of,
-    cached_tokens,
     decoder_layers,
     sliding_windows,
 )
 from manifoldkv.registry import Registry
+from manifoldkv.windows import cached_tokens
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.coding.integers import LAYOUTS
 from manifoldkv.errors import CacheError, ModelError, PlanError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.models.support import decoder_layers
@@ -228,7 +229,7 @@ class TestGenerate:
             weight.data += 0.01 * torch.randn(weight.shape, generator=generator).to(weight)
         plan = random_plan(model, rotary=rotary, key_rank=8, value_rank=7)
         greedy = model.generate(tokens, **self.arguments)
-        with compressed(assistant, plan.transferred_to(assistant)):
+        with compressed(assistant, plan.transferred_to(Decoder.of(assistant))):
             found = model.generate(tokens, assistant_model=assistant, **self.arguments)
             assert torch.equal(found, greedy)
             with compressed(model, plan):

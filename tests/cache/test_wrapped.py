@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from manifoldkv import compress, compressed, diagnose
 from manifoldkv.activations.capture import capture
 from manifoldkv.errors import CacheError, ModelError, PlanError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.support import attention_of, decoder_layers, linear_weight, unwrapped
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference
 from tests.families import tiny_model, tiny_tokens
@@ -185,12 +186,12 @@ class TestAdapters:
         base = tiny_model("llama")
         plan, of_merged = random_plan(base), random_plan(merged(*targets))
         model = adapted(base, *targets)
-        of_merged.check_model(model)
+        of_merged.check_model(Decoder.of(model))
         with pytest.raises(PlanError, match="made for other weights"):
-            plan.check_model(model)
+            plan.check_model(Decoder.of(model))
         with model.disable_adapter():
-            plan.check_model(model)
-        with compressed(model, plan.transferred_to(model)):
+            plan.check_model(Decoder.of(model))
+        with compressed(model, plan.transferred_to(Decoder.of(model))):
             model(input_ids=tiny_tokens())
 
 

@@ -21,6 +21,7 @@ from manifoldkv.codec.blob import read_blob
 from manifoldkv.codec.symbols import SymbolCoder
 from manifoldkv.coding.tables import entropy_coded
 from manifoldkv.errors import CacheError, PlanError, RunError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.stored import StoredRecipe
 from tests.families import tiny_model
 from tests.plans import random_plan
@@ -301,7 +302,7 @@ class TestRefused:
 
     def test_another_model_or_plan(self, blob: bytes) -> None:
         other = tiny_model("llama", torch.float32, seed=1, max_position_embeddings=1024)
-        plan = stored_plan().transferred_to(other)
+        plan = stored_plan().transferred_to(Decoder.of(other))
         with pytest.raises(CacheError, match="that of another model"):
             Codec(other, plan).decode(blob)
         with pytest.raises(CacheError, match="another plan for this model"):

@@ -20,6 +20,7 @@ from manifoldkv import (
 )
 from manifoldkv.cli import main
 from manifoldkv.errors import ModelError, PlanError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import SIDE, fingerprint
 from manifoldkv.models.offloading import LayerWeights, load_offloaded
 from manifoldkv.models.support import decoder_layers
@@ -36,14 +37,14 @@ def test_dtypes_do_not_matter(family: str) -> None:
     models = [tiny_model(family).to(dtype) for dtype in DTYPES]
     for plan in map(random_plan, models):
         for model in models:
-            plan.check_model(model)
+            plan.check_model(Decoder.of(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_weights_are_refused(family: str) -> None:
     plan = random_plan(tiny_model(family))
     with pytest.raises(PlanError, match=OTHER):
-        plan.check_model(tiny_model(family, seed=1))
+        plan.check_model(Decoder.of(tiny_model(family, seed=1)))
 
 
 def changed(model: PreTrainedModel, chosen: Callable[[str], bool], share: float) -> PreTrainedModel:
@@ -61,7 +62,7 @@ def test_fine_tuned_weights_are_refused(part: str) -> None:
     plan = random_plan(tiny_model("llama"))
     tuned = changed(tiny_model("llama"), lambda name: part in name, 0.01)
     with pytest.raises(PlanError, match=OTHER):
-        plan.check_model(tuned)
+        plan.check_model(Decoder.of(tuned))
 
 
 def test_all_that_takes_a_plan_asks() -> None:
@@ -78,14 +79,14 @@ def test_all_that_takes_a_plan_asks() -> None:
 def test_a_plan_can_be_transferred() -> None:
     model, other, tokens = tiny_model("llama"), tiny_model("llama", seed=1), tiny_tokens()
     plan = random_plan(model)
-    moved = plan.transferred_to(other)
+    moved = plan.transferred_to(Decoder.of(other))
     assert moved.digest() != plan.digest()
     with compressed(other, moved):
         assert other(input_ids=tokens).logits.isfinite().all()
     with pytest.raises(PlanError, match=OTHER):
-        moved.check_model(model)
+        moved.check_model(Decoder.of(model))
     with pytest.raises(PlanError, match="another model"):
-        plan.transferred_to(tiny_model("llama", intermediate_size=64))
+        plan.transferred_to(Decoder.of(tiny_model("llama", intermediate_size=64)))
 
 
 def test_compress_takes_the_fingerprint_of_its_model() -> None:
@@ -109,7 +110,7 @@ def test_offloaded_weights_are_read_a_few_at_a_time(
         return stock(weights, name)
 
     monkeypatch.setattr(LayerWeights, "read", counted)
-    plan.check_model(offloaded)
+    plan.check_model(Decoder.of(offloaded))
     assert read == [
         f"model.layers.{layer}.self_attn.{name}.weight"
         for layer in (0, 4)
@@ -122,7 +123,7 @@ def test_a_model_without_weights_is_refused() -> None:
     model = tiny_model("llama")
     plan = random_plan(model)
     with pytest.raises(ModelError, match="meta device"):
-        plan.check_model(model.to("meta"))
+        plan.check_model(Decoder.of(model.to("meta")))
 
 
 def test_it_is_small_and_saved_with_the_plan(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from manifoldkv import CompressionPlan, Quantization
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.integers import StaticIntegers
 from manifoldkv.errors import PlanError, RunError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.files import signed
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model
 from tests.plan.test_hardening import places, replaced
@@ -275,7 +276,7 @@ class TestPlansThatDoNotFitTheModel:
         plan = replace(random_plan(model), **changes)
         for check in (plan.check_model, plan.transferred_to):
             with pytest.raises(PlanError, match=said):
-                check(model)
+                check(Decoder.of(model))
 
     def with_layer(self, family: str, index: int, **changes: Any) -> tuple[LayerPlan, ...]:
         layers = list(random_plan(tiny_model(family)).layers)
@@ -309,7 +310,7 @@ class TestPlansThatDoNotFitTheModel:
             "sinks must be at most 64, the positions of the model, got 1048576", sinks=1 << 20
         )
         model = tiny_model("llama")
-        random_plan(model, sinks=64).check_model(model)
+        random_plan(model, sinks=64).check_model(Decoder.of(model))
 
 
 class TestImpossiblePlans:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from manifoldkv import BitRecipe, RankRecipe, compress, compressed, ratio_from_bytes
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.support import cached_tokens
 from manifoldkv.ranks import CANDIDATES, PAPER_CANDIDATES, Budget, Uniform, candidate_ranks
 from manifoldkv.recipes.full_rank import full_rank_plan
+from manifoldkv.windows import cached_tokens
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 
 WINDOWS = st.lists(st.none() | st.integers(2, 3000), min_size=1, max_size=5).map(tuple)

@@ -14,7 +14,7 @@ from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.projected import divergence
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.ranks import Budget, LayerBases, RankProblem
 from manifoldkv.ranks.divergences import divergences

@@ -16,7 +16,7 @@ from manifoldkv import (
 from manifoldkv.errors import PlanError, RunError
 from manifoldkv.models.projected import divergence, log_probabilities, projected
 from manifoldkv.models.support import decoder_layers
-from manifoldkv.plan.plan import config_hash
+from manifoldkv.plan.model import config_hash
 from manifoldkv.recipes import tune as tuning
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints

@@ -1,0 +1,73 @@
+"""What a plan knows of its model: a hash of the configuration and a fingerprint of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from manifoldkv.errors import PlanError
+
+ARCHITECTURE = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_parameters", "layer_types", "sliding_window"),
+)
+"""Fields of a configuration that must be equal."""
+RELATIVE_TOLERANCE = 2**-7
+"""Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
+ABSOLUTE_TOLERANCE = 2**-12
+"""Share of the root mean square of a matrix, for elements small for float16, or that cancel."""
+
+
+@runtime_checkable
+class ModelView(Protocol):
+    """View of a model that a plan is checked against: `manifoldkv.models.decoder.Decoder`."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Return the configuration of the language model."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the sliding windows of the layers, in tokens."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the KV heads of a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Return the features of a head."""
+
+    def fingerprint(self) -> Tensor:
+        """Return a few elements of the weights, (matrices, elements), float32."""
+
+
+def check_view(model: object) -> None:
+    """Raise `PlanError` unless the argument is a view of a model."""
+    if not isinstance(model, ModelView):
+        raise PlanError(
+            f"a plan is checked against manifoldkv.models.decoder.Decoder.of(model), got "
+            f"{type(model).__name__}"
+        )
+
+
+def config_hash(config: PretrainedConfig) -> str:
+    """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
+    text_config = config.get_text_config()
+    architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE}
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+
+
+def agree(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two fingerprints are of the same weights, up to their dtypes."""
+    if actual.shape != expected.shape:
+        return False
+    actual, expected = actual.double(), expected.double()
+    size = expected.square().mean(dim=1, keepdim=True).sqrt()
+    tolerance = RELATIVE_TOLERANCE * expected.abs() + ABSOLUTE_TOLERANCE * size
+    return bool(((actual - expected).abs() <= tolerance).all())
