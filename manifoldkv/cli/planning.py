@@ -23,10 +23,10 @@ from manifoldkv.recipes.compress import check as check_before_text
 from manifoldkv.recipes.compress import compress as find_plan
 from manifoldkv.recipes.compress import ratio_from_bytes
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.estimate import Estimate
 from manifoldkv.recipes.estimate import estimate as estimate_run
 from manifoldkv.recipes.named import DEFAULT_RECIPE, RECIPES
 from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
+from manifoldkv.recipes.probe import Estimate
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import OWN, TextSource, open_text

@@ -177,8 +177,10 @@ class CompressionPlan(OnHub):
 
     @property
     def formats(self) -> str:
-        """Return the formats of latents in words, such as ``"4-bit integers per token"``."""
-        return ", ".join(dict.fromkeys(planned.quantizer.format for planned in self._sites))
+        """Return the formats of latents in words, such as ``"mixed widths"``."""
+        keys = ", ".join(dict.fromkeys(layer.key.quantizer.format for layer in self.layers))
+        values = ", ".join(dict.fromkeys(layer.value.quantizer.format for layer in self.layers))
+        return keys if keys == values else f"{keys} (keys), {values} (values)"
 
     def check_attended(self) -> None:
         """Raise `PlanError` if no model can run on the latents."""

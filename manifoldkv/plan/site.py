@@ -81,7 +81,8 @@ class SitePlan:
     @property
     def rank_only(self) -> bool:
         """Return whether the basis is all of it: nothing is quantised or subtracted."""
-        return self == SitePlan(self.basis)
+        plain = isinstance(self.quantizer, Unquantized)
+        return plain and self.mean is None and self.predictor is None
 
     @property
     def mean_bits(self) -> float:

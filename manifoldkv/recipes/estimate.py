@@ -14,8 +14,6 @@ from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.probe import Estimate
 from manifoldkv.text.sources import TextSource
 
-__all__ = ["Estimate", "estimate"]
-
 
 def estimate(
     model: PreTrainedModel,

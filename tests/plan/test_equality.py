@@ -129,7 +129,7 @@ class TestPlan:
             assert part in said
         for part in (
             "first 4 tokens uncompressed",
-            "4-bit integers in calibrated ranges, 4-bit integers in ranges per token",
+            "calibrated ranges (keys), 4-bit integers in ranges per token (values)",
             f"ratio {plan.ratio:.4g} at 12 tokens",
         ):
             assert part in said
