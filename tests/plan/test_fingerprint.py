@@ -47,6 +47,14 @@ def test_other_weights_are_refused(family: str) -> None:
         plan.check_model(Decoder.of(tiny_model(family, seed=1)))
 
 
+def test_a_model_without_its_view_is_refused_by_name() -> None:
+    model = tiny_model("llama")
+    plan = random_plan(model)
+    for check in (plan.check_model, plan.transferred_to):
+        with pytest.raises(PlanError, match=r"Decoder\.of\(model\), got LlamaForCausalLM"):
+            check(model)
+
+
 def changed(model: PreTrainedModel, chosen: Callable[[str], bool], share: float) -> PreTrainedModel:
     """As by fine-tuning: every chosen weight is moved by a share of what is usual in its matrix."""
     generator = torch.Generator().manual_seed(0)
