@@ -142,7 +142,7 @@ def test_nothing_is_read_for_a_run_that_is_refused(recipe):
 
 @pytest.mark.parametrize(("sequences", "length"), [(0, 4), (4, 0), (-1, -4)])
 def test_no_tokens_are_refused(tokenizer, sequences, length):
-    with pytest.raises(ArgumentError, match=f"{sequences} sequences of {length} .* at least 1"):
+    with pytest.raises(ArgumentError, match=r"(sequences|length) must be >= 1, got (0|-4)"):
         sample_tokens(source_of(*DOCUMENTS), tokenizer, sequences=sequences, length=length)
 
 
