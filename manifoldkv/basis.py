@@ -12,13 +12,13 @@ from torch import Tensor
 from manifoldkv.errors import ArgumentError, PlanError
 
 Site = Literal["key", "value"]
-"""Keys or values, which a basis projects."""
+"""Cached tensor that a basis projects: keys or values."""
 SITES: tuple[Site, Site] = ("key", "value")
 Rotary = Literal["pre", "post"]
 """Whether keys are projected before rotation or after it."""
 
 ORTHONORMAL_TOLERANCE = 1e-4
-"""Largest entry of PᵀP - I up to which a float32 basis counts as orthonormal."""
+"""Largest entry of PᵀP - I of a float32 basis that counts as orthonormal."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HeadGrouping:
     Raises
     ------
     ArgumentError
-        If the name is none of these or the number does not divide `heads`.
+        If the name is unknown, or the number does not divide `heads`.
     """
 
     name: str | int
@@ -84,12 +84,12 @@ class HeadGrouping:
 
 
 def parse_grouping(value: str | int) -> str | int:
-    """Read a grouping as typed: ``"shared"``, ``"all"`` or a positive number.
+    """Return a grouping from its text: ``"shared"``, ``"all"`` or a positive number.
 
     Raises
     ------
     ArgumentError
-        If it is none of these.
+        If the grouping is unknown.
     """
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -104,20 +104,20 @@ def parse_grouping(value: str | int) -> str | int:
 class Basis:
     """A low-rank basis for the keys or values of one layer.
 
-    Two bases are equal if all their elements are; `projector_distance` compares spans.
+    Two bases are equal if all their elements are; `projector_distance` compares projectors.
 
     Parameters
     ----------
     down : Tensor
-        Down-projection into the cache, (groups, width·d, width·r), float32 or float64.
+        Down-projection, (groups, width·d, width·r), float32 or float64.
     up : Tensor
-        Up-projection out of it, same shape. The same tensor for an orthonormal basis; for an
-        oblique one ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
+        Up-projection, same shape. The same tensor for an orthonormal basis; for an oblique one
+        ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Groups of heads, one for each basis.
     frequencies : tuple of int or None
         RoPE frequency of each pair of latents of a commuting basis, (width·r / 2,), ascending; pair
-        i is latents i and width·r / 2 + i (see `manifoldkv.commuting`). None of other bases.
+        i is latents i and width·r / 2 + i (see `manifoldkv.commuting`); None for other bases.
     """
 
     down: Tensor
@@ -156,33 +156,33 @@ class Basis:
 
     @property
     def rank(self) -> int:
-        """Return the elements cached per token and KV head."""
+        """Return the number of elements cached per token and KV head, r."""
         return self.down.shape[-1] // self.grouping.width
 
     @property
     def head_dim(self) -> int:
-        """Return the features of a head, d."""
+        """Return the number of features of a head, d."""
         return self.down.shape[-2] // self.grouping.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of its elements."""
+        """Return the dtype of both projections."""
         return self.down.dtype
 
     def like(self, x: Tensor) -> Basis:
-        """Return the same basis in the dtype and on the device of a tensor."""
+        """Return the basis in the dtype and on the device of `x`."""
         down = self.down.to(x)
         up = down if self.orthonormal else self.up.to(x)
         return Basis(down, up, self.grouping, self.frequencies)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the reconstruction of `x`, projected down and up: (B, H, n, d), same shape."""
+        """Return the reconstruction of `x`, (B, H, n, d), in the same shape."""
         basis = self.like(x)
         latents = self.grouping.split(x) @ basis.down  # (B, H/width, n, width·r)
         return self.grouping.merge(latents @ basis.up.mT)
 
     def projector(self) -> Tensor:
-        """Return ``down upᵀ``, on which losses depend alone: (groups, width·d, width·d)."""
+        """Return ``down upᵀ``, (groups, width·d, width·d), which determines every loss."""
         return self.down @ self.up.mT
 
 
@@ -210,7 +210,7 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
 
 
 def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
-    """Return the basis of full rank, the identity, float32."""
+    """Return the identity as a basis of full rank, float32."""
     columns = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
     return Basis(columns, columns, grouping)
 
@@ -224,19 +224,19 @@ def orthonormality_error(basis: Basis) -> float:
 
 
 def fix_signs(columns: Tensor) -> Tensor:
-    """Flip columns (…, p, c) so that the largest entry of each is positive: reproducible files."""
+    """Flip columns (…, p, c) so that the largest entry of each is positive, for equal files."""
     largest = columns.abs().argmax(dim=-2, keepdim=True)
     return columns * columns.gather(-2, largest).sign()
 
 
 def principal_angles(first: Basis, second: Basis) -> Tensor:
-    """Return angles in radians between the spans of two bases of one shape, (groups, width·r)."""
+    """Return principal angles in radians between the spans of two bases, (groups, width·r)."""
     cosines = torch.linalg.svdvals(_orthonormal_span(first.up).mT @ _orthonormal_span(second.up))
     return cosines.clamp(max=1.0).arccos()
 
 
 def projector_distance(first: Basis, second: Basis) -> float:
-    """Return the Frobenius distance of the two projectors."""
+    """Return the Frobenius norm of the difference of two projectors."""
     return float(torch.linalg.vector_norm(first.projector() - second.projector()))
 
 
@@ -245,7 +245,7 @@ def _orthonormal_span(columns: Tensor) -> Tensor:
 
 
 def check_rotary(rotary: Rotary) -> None:
-    """Raise `PlanError` unless it is a known rotary space."""
+    """Raise `PlanError` unless `rotary` is a rotary space."""
     if rotary not in get_args(Rotary):
         raise PlanError(f"unknown rotary space {rotary!r}; known: pre, post")
 
@@ -262,9 +262,9 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
     Raises
     ------
     ArgumentError
-        If that is not between 1 and `head_dim`.
+        If the rank is not between 1 and `head_dim`.
     """
-    # A number that is not finite cannot be rounded.
+    # NaN and infinity cannot be rounded.
     rank = round(ratio * head_dim) if math.isfinite(ratio) else 0
     if not 1 <= rank <= head_dim:
         raise ArgumentError(
@@ -275,5 +275,5 @@ def rank_from_ratio(ratio: float, head_dim: int) -> int:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor as a plan holds it: without gradient, on the CPU, contiguous."""
+    """Return a tensor without gradient, on the CPU and contiguous, as plans store it."""
     return tensor.detach().cpu().contiguous()

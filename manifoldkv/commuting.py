@@ -37,11 +37,6 @@ def commuting_basis(
         Groups of heads, of width g.
     head_dim : int
         Features of a head, even.
-
-    Returns
-    -------
-    Basis
-        Real, (groups, g·head_dim, 2·pairs).
     """
     columns = _real_columns(down, frequencies, head_dim)
     others = columns if up is down else _real_columns(up, frequencies, head_dim)
@@ -51,10 +46,10 @@ def commuting_basis(
 def _real_columns(columns: Tensor, frequencies: tuple[int, ...], head_dim: int) -> Tensor:
     """Return the real matrix (groups, g·d, 2·pairs) of complex columns (groups, g, pairs)."""
     pairs = torch.arange(len(frequencies), device=columns.device)
-    at = torch.tensor(frequencies, dtype=torch.long, device=columns.device)
+    index = torch.tensor(frequencies, dtype=torch.long, device=columns.device)
     groups, width, count = columns.shape
     by_frequency = columns.new_zeros(groups, width, head_dim // 2, count)
-    by_frequency[:, :, at, pairs] = columns
+    by_frequency[:, :, index, pairs] = columns
     # A column b of C^g becomes two, b and i·b, real parts above imaginary ones.
     both = torch.cat([by_frequency, 1j * by_frequency], dim=-1)  # (groups, g, d/2, 2·pairs)
     halves = torch.stack([both.real, both.imag], dim=2)  # (groups, g, 2, d/2, 2·pairs)
@@ -70,24 +65,20 @@ def complex_columns(basis: Basis) -> tuple[Tensor, Tensor]:
 def _complex_columns(matrix: Tensor, basis: Basis) -> Tensor:
     frequencies = basis.frequencies or ()
     pairs = torch.arange(len(frequencies), device=matrix.device)
-    at = torch.tensor(frequencies, dtype=torch.long, device=matrix.device)
+    index = torch.tensor(frequencies, dtype=torch.long, device=matrix.device)
     by_head = matrix.unflatten(1, (basis.grouping.width, 2, basis.head_dim // 2))
-    return torch.complex(by_head[:, :, 0, at, pairs], by_head[:, :, 1, at, pairs])
+    return torch.complex(by_head[:, :, 0, index, pairs], by_head[:, :, 1, index, pairs])
 
 
 def hermitian_parts(matrix: Tensor, width: int) -> Tensor:
-    """Return the mean of a quadratic form of keys over all phases.
+    """Return the mean of a quadratic form of keys over all phases, by frequency.
 
     Parameters
     ----------
     matrix : Tensor
         Σ x xᵀ of features x of `width` concatenated heads, (groups, width·d, width·d), or another
-        symmetric matrix; the result is the same before rotation and after it.
-
-    Returns
-    -------
-    Tensor
-        Σ z zᴴ of each frequency, (groups, d/2, width, width), complex Hermitian.
+        symmetric matrix. Rotating the keys does not change the result, Σ z zᴴ of each frequency,
+        (groups, d/2, width, width), complex Hermitian.
     """
     head_dim = matrix.shape[-1] // width
     parts = matrix.unflatten(-1, (width, 2, head_dim // 2))
@@ -115,4 +106,4 @@ def check_commuting(name: str, basis: Basis) -> None:
         raise PlanError(f"{name}: {len(frequencies)} frequencies of {columns} latents")
     again = commuting_basis(*complex_columns(basis), frequencies, basis.grouping, basis.head_dim)
     if not (torch.equal(again.down, basis.down) and torch.equal(again.up, basis.up)):
-        raise PlanError(f"{name}: the basis is said to commute with the rotation, but does not")
+        raise PlanError(f"{name}: the basis has frequencies but does not commute with the rotation")

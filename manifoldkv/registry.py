@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes of one kind by name.
+    """Classes of one kind by name, registered here or by entry points of other packages.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self) -> list[str]:
-        """Return all known names: registered ones in order of registration, then entry points."""
+        """Return all names: registered ones in order of registration, then entry points."""
         return list(dict.fromkeys([*self._classes, *(e.name for e in self._entry_points())]))
 
     def get(self, name: str) -> type[T]:
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
         Raises
         ------
         ArgumentError
-            If there is none; the message lists the known names.
+            If the name is unknown; the message lists the known ones.
         """
         if name not in self._classes:
             for entry_point in self._entry_points():
@@ -67,17 +67,11 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def resolve(self, method: str | T) -> T:
-        """Return a method, or the one of this name with its default fields.
-
-        Raises
-        ------
-        ArgumentError
-            If there is none of this name.
-        """
+        """Return a method, made with its default fields if it is a name; see `get`."""
         return self.get(method)() if isinstance(method, str) else method
 
     def describe(self, method: T) -> dict[str, Any]:
-        """Return the name of a method, or that of its class if it has none, and its fields."""
+        """Return the registered name of a method, else its qualified name, and its fields."""
         cls, instance = type(method), cast(object, method)
         names = {registered: name for name, registered in self._classes.items()}
         name = names.get(cls, f"{cls.__module__}.{cls.__qualname__}")

@@ -1,4 +1,4 @@
-"""Seeds of everything random."""
+"""Range of random seeds."""
 
 from manifoldkv.errors import ArgumentError
 
@@ -6,12 +6,6 @@ SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take.
-
-    Raises
-    ------
-    ArgumentError
-        If it is not an integer of 64 bits, with or without a sign.
-    """
+    """Raise `ArgumentError` unless `seed` is an integer of 64 bits, as torch's generators take."""
     if not isinstance(seed, int) or not SMALLEST_SEED <= seed <= LARGEST_SEED:
         raise ArgumentError(f"seed {seed} is not an integer from {SMALLEST_SEED} to {LARGEST_SEED}")

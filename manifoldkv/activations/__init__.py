@@ -1,1 +1,1 @@
-"""What a decoder layer sees and computes: capture, moments, and the layer as a function."""
+"""Activations of decoder layers: capture, moments, and the layer as a function of its bases."""

@@ -14,25 +14,25 @@ from manifoldkv.models.support import linear_weight, uncompiled
 
 
 class StopForward(Exception):  # noqa: N818 (not an error)
-    """Ends a forward pass whose remaining outputs are not needed."""
+    """End of a forward pass whose remaining outputs are not needed."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """A decoder layer with the arguments that the model calls it with.
 
-    Arguments are equal for all unpadded sequences of a length. Rotation is not among them: the
-    layer's own is made the identity, so that whatever replaces attention receives queries and keys
-    as they leave their projections and norms, whatever the family.
+    Arguments are equal for all unpadded sequences of a length. Its rotation is replaced by the
+    identity, so that `attend_instead` receives queries and keys before rotation, after their norms,
+    in every family.
 
     Parameters
     ----------
     module : nn.Module
         The decoder layer.
     rotary_dim : int
-        Size of the cosines that it takes.
+        Number of rotated features, the size of the cosines.
     keywords : dict
-        All other keyword arguments but mask and positions.
+        Keyword arguments other than mask, positions and angles.
     """
 
     module: nn.Module
@@ -59,19 +59,14 @@ class LayerCall:
         return linear_weight(self.attention.o_proj)
 
     def output(self, inputs: Tensor, attend_instead: Attend) -> Tensor:
-        """Return the layer's output for inputs (B, m, hidden), with its attention replaced.
+        """Return the layer's output (B, m, hidden) with its attention replaced.
 
         Parameters
         ----------
         inputs : Tensor
-            (B, m, hidden), converted to the dtype of the layer.
+            Hidden states, (B, m, hidden), converted to the dtype of the layer.
         attend_instead : Attend
-            Replaces attention; its result is in the dtype of the layer.
-
-        Returns
-        -------
-        Tensor
-            (B, m, hidden)
+            Replacement of attention, whose result is in the dtype of the layer.
         """
         inputs, tokens = inputs.to(self.dtype), inputs.shape[1]
         with intercepted(self.attention.config), uncompiled(self.module):
@@ -85,10 +80,7 @@ class LayerCall:
             )
 
     def projections(self, inputs: Tensor) -> list[Tensor]:
-        """Return queries, keys and values before rotation, (B, heads, m, d), of (B, m, hidden).
-
-        They are in the dtype of the layer, whose call ends with them.
-        """
+        """Return unrotated queries, keys and values (B, heads, m, d) of inputs (B, m, hidden)."""
         projections: list[Tensor] = []
 
         def stop(attention: nn.Module, *arguments: Any) -> Tensor:

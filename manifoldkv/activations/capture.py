@@ -1,4 +1,4 @@
-"""From a model and tokens to the activations of one layer after the other."""
+"""Capture of the activations of a model, one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from manifoldkv.models.support import check_without_dropout, uncompiled
 from manifoldkv.text.tokens import checked_tokens
 
 REPLACED = ("hidden_states", "position_embeddings", "attention_mask", "position_ids")
-"""Arguments of a decoder layer that are replaced when it is called again."""
+"""Arguments of a decoder layer that a replay replaces."""
 CHECKED_ROWS = 64
-"""Number of last rows of a replayed layer that are compared with those of the model."""
+"""Number of last rows of a replayed layer that are compared with the model's."""
 OUTPUT_TOLERANCE = 0.02
-"""Relative error of a replayed layer due to rounding, bfloat16 included."""
+"""Largest relative error of a replayed layer, which bfloat16 does not exceed."""
 DRIFT_FACTOR = 2
-"""Largest growth of an error of the inputs in a layer. In bfloat16 it grows by some tenth of a
-percent per layer, as sequences run together that the model ran one by one."""
+"""Largest growth of an input error in a layer. In bfloat16 it grows by about 0.1 % per layer, since
+the replay batches sequences that the model ran one by one."""
 
 
 def capture(
@@ -41,35 +41,35 @@ def capture(
     propagate: Callable[[LayerActivations], Tensor] | None = None,
     folder: Path | None = None,
 ) -> Iterator[LayerActivations]:
-    """Yield the activations of one layer after the other; only one is held at a time.
+    """Yield the activations of layers in order, holding one layer at a time.
 
-    If memory is short, delete the activations of a layer before the next one.
+    To save memory, delete the activations of a layer before the next iteration.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model with rotary embeddings. It is left unchanged.
+        Causal language model with rotary embeddings, left unchanged.
     tokens : Tensor
         Token ids, (S, n), int64, no padding.
     layers : list of int, optional
-        Layers to yield, ascending; all if omitted. The layers below the last of them still run.
+        Layers to yield, ascending; all if omitted. Layers below the last one run in any case.
     propagate : callable, optional
-        Returns the inputs of the next layer, (S, n, hidden), called after a layer was yielded: the
-        output of a compressed layer, say. The uncompressed output if omitted.
+        Function of a layer's activations that returns the inputs of the next layer, (S, n, hidden),
+        called after the layer was yielded; its uncompressed outputs if omitted.
     folder : Path, optional
         Folder of activations that do not fit into memory; the system's temporary one if omitted.
 
     Raises
     ------
     ModelError
-        Before any forward pass, if the model is not supported, or dropout is on.
-        If the output of a layer is not finite.
+        If the model is not supported or has dropout on, before any forward pass; or if the output
+        of a layer is not finite.
     ArgumentError
-        If the tokens are not ids and lengths that the model takes.
+        If the token ids or the length exceed those of the model.
     ValueError
         If a layer index is out of range.
     RunError
-        If the activations of a layer fit nowhere.
+        If the activations of a layer fit neither into memory nor into the folder.
     """
     decoder = Decoder.of(model)
     check_without_dropout(decoder.model)
@@ -97,7 +97,7 @@ def _capture(
     for index in range(max(wanted) + 1):
         with resident(decoder.layers[index]):
             activations = _run_layer(index, recorded[index], inputs, placement)
-            if propagate is None or index == 0:  # later inputs are not the model's own
+            if propagate is None or index == 0:  # later inputs differ from the model's
                 _check_output(activations, recorded[index])
             if index in wanted:
                 yield activations
@@ -108,16 +108,16 @@ def _capture(
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
-    """A call of a decoder layer by the model.
+    """Call of a decoder layer by the model.
 
     Parameters
     ----------
     call : LayerCall
-        The layer and its arguments.
+        Layer and its arguments.
     cos, sin, mask : Tensor
-        As in `LayerActivations`, in the dtype of the model.
+        Angles and mask as in `LayerActivations`, in the dtype of the model.
     inputs, outputs : Tensor
-        Last rows, (1, rows, hidden).
+        Last rows of its hidden states, (1, rows, hidden).
     """
 
     call: LayerCall
@@ -163,10 +163,10 @@ def _record_calls(decoder: Decoder, tokens: Tensor) -> list[_Recorded]:
 
 
 def _check_output(activations: LayerActivations, recorded: _Recorded) -> None:
-    """Refuse a layer whose output is not that of the layer as the model calls it.
+    """Refuse a layer whose replayed output differs from the model's.
 
-    A family that does something between rotation and attention (HunYuan's norms, say) would
-    otherwise be captured wrongly without an error.
+    A family with an operation between rotation and attention (HunYuan's norms, say) would otherwise
+    be captured wrongly without an error.
     """
     inputs = activations.inputs[:1, -CHECKED_ROWS:]
     outputs = activations.outputs[:1, -CHECKED_ROWS:]
@@ -185,14 +185,14 @@ def _check_output(activations: LayerActivations, recorded: _Recorded) -> None:
 
 
 def _difference(outputs: Tensor, expected: Tensor) -> float:
-    """Return the Frobenius norm of a difference relative to that of `outputs`."""
+    """Return the norm of the difference relative to that of `outputs`."""
     residual = outputs - expected.to(outputs)
     size = torch.linalg.vector_norm(outputs).clamp(min=torch.finfo(outputs.dtype).tiny)
     return float(torch.linalg.vector_norm(residual) / size)
 
 
 def _embeddings(decoder: Decoder, tokens: Tensor, inputs: Tensor) -> Tensor:
-    """Return the inputs of the first layer, written into `inputs`, (S, n, hidden)."""
+    """Write the inputs of the first layer into `inputs`, (S, n, hidden), and return it."""
     rows = iter(inputs.split(SEQUENCES_PER_FORWARD))
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

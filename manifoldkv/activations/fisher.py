@@ -1,4 +1,4 @@
-"""What an error in keys and values costs in nats: Fisher information, layer by layer."""
+"""Fisher information of keys and values: the cost of their errors in nats, layer by layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import checked_tokens
 
 TOKENS_AT_ONCE = 1024
-"""Tokens that pass through a layer together with their gradients, one sequence at least."""
+"""Number of tokens of a backward pass through a layer, at least one sequence."""
 GRADIENT = "fisher-gradient"
 
 
@@ -44,60 +44,57 @@ def fisher_moments(
     prompt: int | None = None,
     folder: str | Path | None = None,
 ) -> list[LayerMoments]:
-    """Return, by layer, the moments of keys and values and their Fisher information.
+    """Return the moments and the Fisher information of keys and values, by layer.
 
     Let x be the keys or the values of one token in one layer, all KV heads side by side, and
     g = ∂/∂x Σ_t log p(y_t | tokens up to t), where t runs over the positions of the sequence and
-    y_t is drawn from the model's own next-token distribution p there: the context stays the text.
+    y_t is sampled from the model's next-token distribution p at t; the context is always the text.
     With F = E[g gᵀ], an error δ in x changes the distributions of the sequence by a
     Kullback-Leibler divergence of ½ δᵀ F δ nats, to second order. This is the Fisher information
-    and not the empirical one, whose y would be the text (Kunstner, Balles and Hennig 2019,
-    Limitations of the empirical Fisher approximation, arXiv 1905.12558); theirs is that of weights,
-    this one that of keys and values, averaged over all tokens but the `first` of a sequence. Errors
-    of different tokens or sites that are independent add up. Not included is the cost of an error
-    that moves a token to another expert: no gradient sees it.
+    and not the empirical one, whose y is the text (Kunstner, Balles and Hennig 2019, Limitations of
+    the empirical Fisher approximation, arXiv 1905.12558); theirs is of weights, this one of keys
+    and values, averaged over all tokens but the `first` of a sequence. Costs of independent errors
+    of tokens or sites add up. An error that moves a token to another expert has no gradient, and
+    its cost is not included.
 
     The model runs layer by layer, forwards and then backwards, and each layer runs again for its
-    gradients. The inputs of all layers are held, (layers + 2) · S · n · hidden elements in the
-    dtype of the model: on the device if they fit there, else in memory, else in files.
+    gradients. The inputs of all layers, (layers + 2) · S · n · hidden elements in the dtype of the
+    model, are held on the device if they fit there, else in memory, else in files.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model with rotary embeddings. It is left unchanged, without gradients of
-        weights, and runs in evaluation mode. Attention is computed in float32 at least.
+        Causal language model with rotary embeddings, left unchanged. It runs in evaluation mode,
+        with attention in float32 or float64.
     tokens : Tensor
         Token ids, (S, n), int64, no padding.
     seed : int
-        Seed of the y. Each sequence takes the next n numbers of one generator.
+        Seed of the sampled y. Each sequence takes the next n numbers of one generator.
     rotary : {"pre", "post"}
-        Whether keys and their gradients are those before rotation (and after a key norm) or those
-        after it.
+        Whether keys and their gradients are taken before rotation (after a key norm) or after it.
     first : int
-        Number of tokens at the beginning of every sequence that do not count: those that a cache
-        stores uncompressed, and whose keys are an order of magnitude larger.
+        Number of first tokens of every sequence that are not counted: those that a cache stores
+        uncompressed, and whose keys are an order of magnitude larger.
     prompt : int, optional
-        Number of tokens at the beginning of every sequence that are a prompt, read without errors;
-        errors in its keys and values cost the tokens after it. The moments are then those of the
-        prompt's tokens alone. Every token counts, and is read, if omitted.
+        Number of first tokens of every sequence that form a prompt, read without errors. Moments
+        are those of its tokens, by their effect on the tokens after it. All tokens if omitted.
     folder : str or Path, optional
-        Where the moments of every layer are saved as soon as they are computed. An interrupted run
-        is resumed from there, with the same moments, unless code, model, text or seed have changed.
+        Folder in which the moments of every layer are saved once computed. An interrupted run
+        resumes from it with equal results, unless code, model, text or seed have changed.
 
     Raises
     ------
     ModelError
         If the attention of the model is not supported.
     ArgumentError
-        If the tokens are not ids and lengths that the model takes, all of them are `first`, or no
-        token is left for the prompt or after it.
+        If the token ids or the length exceed those of the model, `first` covers all tokens, or
+        `prompt` is not between `first` and the length.
         If the seed is not an integer of 64 bits.
     PlanError
         If `rotary` is unknown.
     RunError
-        If another run uses the folder, it cannot be written to, a file in it is damaged, or the
-        activations fit nowhere.
-        If a gradient is not finite.
+        If another run uses the folder, it cannot be written to, a file in it is damaged, the
+        activations fit nowhere, or a gradient is not finite.
     """
     decoder = Decoder.of(model)
     check_seed(seed)
@@ -135,7 +132,7 @@ def _moments(
     counted: slice,
     checkpoints: Checkpoints,
 ) -> list[LayerMoments]:
-    """Return the moments of all layers: the resumed ones of the last, and those below them."""
+    """Return the moments of all layers, of which the last ones may be resumed."""
     layers = len(decoder.layers)
     resumed, moments = _read(checkpoints, layers)
     below = layers - len(moments)
@@ -155,7 +152,7 @@ def _moments(
 def _run_forwards(
     decoder: Decoder, tokens: Tensor, layers: int, folder: Path | None
 ) -> tuple[list[LayerActivations], Tensor]:
-    """Return activations of the first layers, all held, and an empty gradient of outputs.
+    """Return activations of the first layers, and an empty gradient (S, n, hidden) of outputs.
 
     The outputs of a layer and the inputs of the next one are the same tensor.
     """
@@ -178,14 +175,8 @@ def _differentiate_logits(
 ) -> None:
     """Write the gradient of Σ_t log p(y_t) with respect to the last layer's outputs.
 
-    Parameters
-    ----------
-    model, tokens, seed
-        As in `fisher_moments`; the tokens are on the device of the model.
-    states : Tensor
-        Outputs of the last layer, (S, n, hidden).
-    gradient : Tensor
-        Destination, likewise.
+    Outputs `states` and the destination `gradient` are (S, n, hidden); tokens are on the device of
+    the model.
     """
     generator = torch.Generator().manual_seed(seed)
     for index, text in enumerate(follow(tokens, len(tokens), "logits")):
@@ -200,45 +191,31 @@ def _differentiate_logits(
 
 
 def draw(log_p: Tensor, uniform: Tensor) -> Tensor:
-    """Return a token for every position, by inversion of the distribution function.
+    """Return a token id for every position by inverse transform sampling, (B, m), int64.
 
-    A draw depends on its own number alone: neither on the device nor on other draws.
+    A sample depends on its own random number alone, neither on the device nor on other samples.
 
     Parameters
     ----------
     log_p : Tensor
         Log-probabilities, (B, m, vocabulary).
     uniform : Tensor
-        Numbers from [0, 1), (B, m), float64.
-
-    Returns
-    -------
-    Tensor
-        Token ids, (B, m), int64, on the device of the log-probabilities.
+        Random numbers in [0, 1), (B, m), float64.
     """
     cumulative = log_p.double().exp().cumsum(dim=-1)
     thresholds = uniform.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
     ids = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    # NaN puts draws past the end; the moments will be refused for it.
+    # NaN puts samples past the end; the moments are then refused.
     return ids.clamp(max=log_p.shape[-1] - 1)
 
 
 def _differentiate_layer(
     activations: LayerActivations, rotary: Rotary, counted: slice, gradient: Tensor
 ) -> LayerMoments:
-    """Return the moments of a layer, and replace a gradient of its outputs by that of its inputs.
+    """Return the moments of a layer, and backpropagate `gradient` from its outputs to its inputs.
 
-    Parameters
-    ----------
-    activations : LayerActivations
-        The layer and what enters it.
-    rotary
-        As in `fisher_moments`.
-    counted : slice
-        Of the tokens: from `first` to the end of the prompt, if there is one.
-    gradient : Tensor
-        With respect to its outputs, (S, n, hidden); afterwards with respect to its inputs. It is 0
-        at the tokens of a prompt, which are read without errors.
+    The gradient (S, n, hidden) is replaced in place and is 0 at the tokens of a prompt, which are
+    read without errors. The slice `counted` goes from `first` to the end of the prompt.
     """
     features = activations.kv_heads * activations.head_dim
     sums = [MomentSums(features, activations.device) for _ in ("key", "value")]
@@ -265,10 +242,9 @@ def _differentiate_layer(
 
 
 def _run_layer(activations: LayerActivations, inputs: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return outputs, keys and values of a layer for inputs (b, n, hidden).
+    """Return outputs (b, n, hidden), keys and values (b, H_kv, n, d) of a layer.
 
-    Keys and values are (b, H_kv, n, d), and the outputs depend on keys and values through these
-    tensors alone.
+    Gradients of the outputs reach keys and values through these tensors alone.
     """
     sites: list[Tensor] = []
 
@@ -287,7 +263,7 @@ def _run_layer(activations: LayerActivations, inputs: Tensor, rotary: Rotary) ->
 
 
 def _read(checkpoints: Checkpoints, layers: int) -> tuple[Tensor | None, dict[int, LayerMoments]]:
-    """Return what an interrupted run saved: moments of the last layers, and a gradient."""
+    """Return the gradient and the moments of the last layers that an interrupted run saved."""
     last = checkpoints.read_tensors(GRADIENT)
     if last is None:
         return None, {}
@@ -301,7 +277,7 @@ def _read(checkpoints: Checkpoints, layers: int) -> tuple[Tensor | None, dict[in
 
 
 def _write(checkpoints: Checkpoints, layer: int, moments: LayerMoments, gradient: Tensor) -> None:
-    """Save the moments of a layer, and then the gradient with respect to its inputs."""
+    """Save the moments of a layer, then the gradient with respect to its inputs."""
     checkpoints.write_tensors(_name(layer), moments.tensors())
     needed = gradient if layer else gradient[:0]  # nothing comes before the first layer
     state = {"layer": torch.tensor(layer), "gradient": needed.cpu()}

@@ -21,15 +21,15 @@ SEQUENCES_PER_FORWARD = 8
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Part of the calibration set: some sequences and, in each of them, some query rows.
+    """Sequences of the calibration set and query rows within each of them.
 
     Parameters
     ----------
     sequences : Tensor
-        Indices, (b,), int64, on the CPU.
+        Indices of sequences, (b,), int64, on the CPU.
     rows : Tensor or None
-        Positions of queries, (m,), likewise; None for all. Keys and values are those of every
-        position.
+        Positions of queries, (m,), int64, on the CPU; None for all. Keys and values are always
+        those of every position.
     """
 
     sequences: Tensor
@@ -37,7 +37,7 @@ class Batch:
 
 
 class Projections(NamedTuple):
-    """Queries (b, H_q, m, d), keys and values (b, H_kv, m, d) of a layer, after their norms."""
+    """Queries (b, H_q, m, d), keys and values (b, H_kv, m, d) of a layer after their norms."""
 
     queries: Tensor
     keys: Tensor
@@ -48,13 +48,13 @@ class Projections(NamedTuple):
 class LayerActivations:
     """Activations of one decoder layer for S sequences of n tokens.
 
-    `inputs` and `outputs` are in the dtype of the model, without rounding; all else is float32, or
-    float64 for a float64 model. `cos`, `sin` and `mask` are on the device where the layer runs; the
-    large ones too if they fit there, else in memory, else in memory-mapped files. Methods return
+    `inputs` and `outputs` are in the dtype of the model; all other tensors are float32, or float64
+    for a float64 model. `cos`, `sin` and `mask` are on the device where the layer runs; large
+    tensors too if they fit there, else in memory, else in memory-mapped files. Methods return
     tensors on the device.
 
     Only inputs and outputs are held: `projections` runs the layer at each call. The properties
-    `keys` and `values` compute theirs once and hold them.
+    `keys` and `values` are computed once and held.
 
     Parameters
     ----------
@@ -63,22 +63,22 @@ class LayerActivations:
     inputs : Tensor
         Layer inputs, (S, n, hidden).
     query_heads, kv_heads : int
-        H_q and H_kv.
+        Numbers of heads, H_q and H_kv.
     head_dim : int
-        d, of every head.
+        Number of features of a head, d.
     cos, sin : Tensor
         Angles of the rotary embedding, (1, n, rotary dimension).
     mask : Tensor
         Boolean, True where a query (row) sees a key (column), (1, 1, n, n); causal, with the
         layer's sliding window if it has one.
     outputs : Tensor
-        Layer outputs of the uncompressed layer, (S, n, hidden).
+        Outputs of the uncompressed layer, (S, n, hidden).
     settings : AttentionSettings
-        Scaling, soft cap and sinks of the layer's attention.
+        Scaling, soft cap and sink logits of the layer's attention.
     call : LayerCall
-        The decoder layer, called as the model calls it.
+        Decoder layer and the arguments of its call.
     folder : Path or None
-        Folder of tensors that do not fit into memory, as in `capture`.
+        Folder of tensors that do not fit into memory.
     """
 
     layer: int
@@ -118,22 +118,22 @@ class LayerActivations:
 
     @property
     def length(self) -> int:
-        """Return the tokens of a sequence, n."""
+        """Return the number of tokens of a sequence, n."""
         return self.inputs.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of everything but inputs and outputs."""
+        """Return the dtype of all tensors but inputs and outputs."""
         return self.cos.dtype
 
     @property
     def keys(self) -> Tensor:
-        """Return the keys before rotation, (S, H_kv, n, d), held from the first access."""
+        """Return the keys before rotation, (S, H_kv, n, d), computed at the first access."""
         return self._kept[0]
 
     @property
     def values(self) -> Tensor:
-        """Return the values, (S, H_kv, n, d), held from the first access."""
+        """Return the values, (S, H_kv, n, d), computed at the first access."""
         return self._kept[1]
 
     @cached_property
@@ -150,14 +150,14 @@ class LayerActivations:
 
     @torch.no_grad()
     def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
-        """Return queries, keys and values of some sequences and rows or all, from the inputs.
+        """Return queries, keys and values of a batch (all rows have keys and values here).
 
         Parameters
         ----------
         rotary : {"pre", "post"}
-            Before or after the rotation of queries and keys.
+            Space of queries and keys: before or after rotation.
         batch : Batch, optional
-            Sequences and rows, here of keys and values too; all if omitted.
+            Sequences and rows; all if omitted.
         """
         batch = batch or Batch(torch.arange(self.sequences))
         inputs = select_rows(self.inputs, batch).to(self.device)
@@ -167,24 +167,24 @@ class LayerActivations:
         return Projections(self.rotate(queries, batch.rows), self.rotate(keys, batch.rows), values)
 
     def rotate(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rotate (B, H, tokens, d) at the positions `rows`, None for all n."""
+        """Rotate x (B, H, tokens, d) at the positions `rows`, (tokens,); None for all n."""
         cos, sin = (self.cos, self.sin) if rows is None else (self.cos[:, rows], self.sin[:, rows])
         return self.call.rotate(x, cos, sin)
 
     def keys_in(self, rotary: Rotary, sequences: Tensor | None = None) -> Tensor:
-        """Return keys before or after rotation, of some sequences or all: (s, H_kv, n, d)."""
+        """Return keys before or after rotation, (s, H_kv, n, d), of `sequences`; None for all."""
         keys = self._selected(self.keys, sequences)
         return keys if rotary == "pre" else self.rotate(keys)
 
     def values_of(self, sequences: Tensor | None = None) -> Tensor:
-        """Return the values of some sequences or all: (s, H_kv, n, d)."""
+        """Return the values (s, H_kv, n, d) of `sequences`; None for all."""
         return self._selected(self.values, sequences)
 
     def _selected(self, x: Tensor, sequences: Tensor | None) -> Tensor:
         return (x if sequences is None else x[sequences]).to(self.device)
 
     def outputs_of(self, batch: Batch) -> Tensor:
-        """Return the outputs of some sequences and rows, (b, m, hidden)."""
+        """Return the outputs (b, m, hidden) of a batch."""
         return select_rows(self.outputs, batch).to(self.device, self.dtype)
 
     def output_weight(self) -> Tensor:
@@ -195,7 +195,7 @@ class LayerActivations:
 
 
 def select_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Return some sequences and rows of (S, n, features): (b, m, features)."""
+    """Return the sequences and rows of a batch, of x (S, n, features): (b, m, features)."""
     if batch.rows is None:
         return x[batch.sequences]
     return x[batch.sequences.unsqueeze(1), batch.rows]

@@ -1,4 +1,4 @@
-"""Moments of keys and values, and of gradients with respect to them."""
+"""Second moments of keys and values, and of gradients with respect to them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ SITES: tuple[Site, ...] = get_args(Site)
 class SiteMoments:
     """Moments of the keys or values of a layer, and of the gradients with respect to them.
 
-    All KV heads of a token are side by side: D = H_kv · d features. Everything is float64, on the
-    CPU.
+    Features are those of all KV heads of a token, D = H_kv · d. Tensors are float64, on the CPU.
 
     Parameters
     ----------
     mean : Tensor
-        Over all tokens, (D,).
+        Mean of the features, (D,).
     covariance : Tensor
-        E[(x - mean)(x - mean)ᵀ] over all tokens, (D, D).
+        Covariance of the features, (D, D).
     fisher : Tensor
-        E[g gᵀ] over all tokens, (D, D), as `fisher_moments` describes it.
+        Fisher information E[g gᵀ], (D, D); see `fisher_moments`.
     tokens : int
-        Number of tokens.
+        Number of tokens of the averages.
     """
 
     mean: Tensor
@@ -40,7 +39,7 @@ class SiteMoments:
 
     @property
     def second(self) -> Tensor:
-        """Return E[x xᵀ] over all tokens, (D, D)."""
+        """Return the second moment E[x xᵀ], (D, D)."""
         return self.covariance + torch.outer(self.mean, self.mean)
 
     def __eq__(self, other: object) -> bool:
@@ -56,7 +55,7 @@ class SiteMoments:
         return f"SiteMoments({len(self.mean)} features, {self.tokens} tokens)"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by their names, the number of tokens as a scalar, int64."""
+        """Return all fields by name, the number of tokens as a scalar, int64."""
         return {
             "mean": self.mean,
             "covariance": self.covariance,
@@ -67,13 +66,7 @@ class SiteMoments:
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Moments of the two sites of a layer.
-
-    Parameters
-    ----------
-    key, value : SiteMoments
-        Of its keys and of its values.
-    """
+    """Moments of the keys and of the values of a layer."""
 
     key: SiteMoments
     value: SiteMoments
@@ -83,12 +76,12 @@ class LayerMoments:
         return self.key if site == "key" else self.value
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of both sites, named ``"key.mean"``, say."""
+        """Return the tensors of both sites by name, ``"key.mean"``, say."""
         return {f"{s}.{name}": x for s in SITES for name, x in self.of(s).tensors().items()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> LayerMoments:
-        """Return the moments that `tensors` returned."""
+        """Return moments from their `tensors`."""
         sites = []
         for s in SITES:
             fields = {name: tensors[f"{s}.{name}"] for name in ("mean", "covariance", "fisher")}
@@ -97,7 +90,7 @@ class LayerMoments:
 
 
 class MomentSums:
-    """Sums over tokens of features, and of products of features and of gradients, in float64."""
+    """Sums over tokens of features, their products and those of gradients, in float64."""
 
     def __init__(self, features: int, device: torch.device) -> None:
         self._tokens = 0
@@ -114,7 +107,7 @@ class MomentSums:
         self._gradients += gradient.mT @ gradient
 
     def moments(self) -> SiteMoments:
-        """Return the moments of all that was added."""
+        """Return the moments of all added tokens."""
         mean = self._features / self._tokens
         covariance = self._products / self._tokens - torch.outer(mean, mean)
         fisher = self._gradients / self._tokens
@@ -122,10 +115,10 @@ class MomentSums:
 
 
 def _token_rows(x: Tensor) -> Tensor:
-    """Return (b, H_kv, n, d) as one row per token, (b·n, H_kv·d), float64."""
+    """Concatenate heads and flatten tokens, (b, H_kv, n, d) to (b·n, H_kv·d), float64."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1).double()
 
 
 def _symmetric(product: Tensor) -> Tensor:
-    """Return a product of matrices without the asymmetry of its last bits, on the CPU."""
+    """Return a symmetric matrix without the rounding errors of its product, on the CPU."""
     return (product + product.mT).cpu() / 2

@@ -1,7 +1,7 @@
 """Outputs of a decoder layer as differentiable functions of its bases, for a batch of query rows.
 
-Only attention is computed here. All that follows it (output projection, residual paths, norms, MLP)
-is the model's layer, called with a precomputed attention output: no family's code is repeated.
+Only attention is computed here. Output projection, residual connections, norms and MLP are those of
+the model's layer, called with a precomputed attention output: no family's code is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manifoldkv.models.interface import attend, attention_weights
 
 
 def every_sequence(activations: LayerActivations) -> Batch:
-    """Return the batch of all sequences and all query rows."""
+    """Return the batch of all sequences and query rows."""
     return Batch(torch.arange(activations.sequences))
 
 
@@ -29,14 +29,14 @@ def attention_output(
     rotary: Rotary = "pre",
     batch: Batch | None = None,
 ) -> Tensor:
-    """Return the output of attention by head, before W_O, with projected keys and values.
+    """Return the attention output by head, before W_O, with projected keys and values.
 
     Parameters
     ----------
     activations : LayerActivations
-        The layer and what enters it.
+        Activations of the layer.
     key_basis, value_basis : Basis or None
-        None leaves keys or values uncompressed.
+        Bases; None for uncompressed keys or values.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     batch : Batch, optional
@@ -45,7 +45,7 @@ def attention_output(
     Returns
     -------
     Tensor
-        (b, H_q, m, d)
+        Attention output, (b, H_q, m, d).
     """
     batch = batch or every_sequence(activations)
     queries = activations.projections("post", batch).queries
@@ -64,15 +64,10 @@ def mixed_values(
     *,
     rotary: Rotary = "pre",
 ) -> Tensor:
-    """Return attention weights times grouped values.
+    """Return attention weights times grouped values, (b, H_q, m, width·d).
 
     A value basis acts on features and the weights on tokens: the two commute, so that a new value
     basis costs two small products (see `project_mixed_values`).
-
-    Returns
-    -------
-    Tensor
-        (b, H_q, m, width·d)
     """
     weights = attention_weights(
         activations.projections("post", batch).queries,
@@ -99,21 +94,16 @@ def project_mixed_values(mixed: Tensor, basis: Basis) -> Tensor:
 def layer_output(
     activations: LayerActivations, attention: Tensor, batch: Batch | None = None
 ) -> Tensor:
-    """Return the output of the layer for an attention output.
+    """Return the layer's output (b, m, hidden) for an attention output.
 
     Parameters
     ----------
     activations : LayerActivations
-        The layer and what enters it.
+        Activations of the layer.
     attention : Tensor
-        (b, H_q, m, d), for the sequences and rows of `batch`.
+        Attention output of the batch by head, (b, H_q, m, d).
     batch : Batch, optional
-        All sequences and rows if omitted.
-
-    Returns
-    -------
-    Tensor
-        (b, m, hidden)
+        Sequences and query rows; all if omitted.
     """
     batch = batch or every_sequence(activations)
     inputs = select_rows(activations.inputs, batch).to(activations.device)
@@ -143,7 +133,7 @@ def compressed_output(
 
 
 def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
-    """Return some sequences and rows of (S, H, n, features): (b, H, m, features)."""
+    """Return the sequences and rows of a batch, of x (S, H, n, features): (b, H, m, features)."""
     if batch.rows is None:
         return x[batch.sequences]
     heads = torch.arange(x.shape[1])
@@ -153,7 +143,7 @@ def select_head_rows(x: Tensor, batch: Batch) -> Tensor:
 def rotated_keys(
     activations: LayerActivations, basis: Basis | None, rotary: Rotary, batch: Batch
 ) -> Tensor:
-    """Return the keys after rotation, projected before or after it, (b, H_kv, n, d)."""
+    """Return rotated keys (b, H_kv, n, d), projected before or after rotation."""
     if rotary == "post" and basis is not None:
         return basis.project(activations.keys_in("post", batch.sequences))
     keys = activations.keys_in("pre", batch.sequences)
@@ -161,5 +151,5 @@ def rotated_keys(
 
 
 def mask_rows(activations: LayerActivations, batch: Batch) -> Tensor:
-    """Return the mask of the query rows of a batch, (1, 1, m, n), boolean."""
+    """Return the mask of the batch's query rows, (1, 1, m, n), boolean."""
     return activations.mask if batch.rows is None else activations.mask[:, :, batch.rows]

@@ -15,21 +15,21 @@ from torch import Tensor
 from manifoldkv.errors import RunError
 
 SHARE = 0.5
-"""Largest share of the free bytes for the inputs and outputs of a layer: solving it needs more."""
+"""Largest share of free bytes for the inputs and outputs of a layer; solvers need the others."""
 
 
 class Placement:
-    """Allocates tensors on a device if they fit there, else in memory, else in files.
+    """Allocator of tensors on a device if they fit there, else in memory, else in files.
 
     Parameters
     ----------
     nbytes : int
-        Bytes of all tensors together.
+        Total size of the tensors in bytes.
     device : torch.device
-        Device of their use.
+        Device on which the tensors are used.
     folder : Path, optional
-        Folder of the files; the system's temporary one if omitted. Files have no names once their
-        tensors exist, and vanish with them, also if the process is killed.
+        Folder of the files; the system's temporary one if omitted. Files are unlinked at once, and
+        vanish with their tensors, even if the process is killed.
     """
 
     def __init__(self, nbytes: int, device: torch.device, folder: Path | None = None) -> None:
@@ -41,13 +41,7 @@ class Placement:
             self.in_files = nbytes > SHARE * free_bytes(self._device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor.
-
-        Raises
-        ------
-        RunError
-            If the folder cannot hold it.
-        """
+        """Return an uninitialised tensor, or raise `RunError` if the folder cannot hold it."""
         if not self.in_files:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
         elements = math.prod(shape)
@@ -70,10 +64,7 @@ class Placement:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Set the size of a file and, where possible, allocate its blocks.
-
-    A full disk would otherwise kill the process as it writes to the mapped file.
-    """
+    """Set the size of a file and allocate its blocks: writing to a full disk kills the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
@@ -81,7 +72,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a device."""
+    """Return the number of free bytes of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

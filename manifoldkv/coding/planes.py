@@ -15,7 +15,7 @@ from manifoldkv.coding.integers import PLANES
 
 @dataclass(frozen=True)
 class _Range:
-    """Neighbouring integers of which a plane holds the bits from `shift` on."""
+    """Neighbouring integers whose bits from `shift` on are in a plane."""
 
     start: int
     stop: int
@@ -23,42 +23,41 @@ class _Range:
 
 
 class BitPlanes:
-    """How integers of some widths, 1 to 8 bits each, lie in the bytes of a token.
+    """Byte layout of the integers of a token, of 1 to 8 bits each.
 
     A width is the sum of its planes, the widest of which holds the lowest bits: 3 bits are 2 and 1.
-    A plane of all integers together fills its bytes, of which each holds integers that lie far
-    apart: it is then packed and unpacked in a few passes, however many widths there are. Tokens
-    are the last dimension everywhere, so that each pass runs over neighbouring bytes.
+    Each byte of a plane holds distant integers, so that a plane is packed in a few passes for any
+    number of widths. Tokens are the last dimension: passes run over neighbouring bytes.
 
     Parameters
     ----------
     widths : sequence of int
-        Of every integer; passes are fewest where equal ones are neighbours.
+        Width of every integer in bits; passes are fewest where equal widths are neighbours.
     device : torch.device
-        Of what is packed.
+        Device of the packed integers.
     """
 
     def __init__(self, widths: Sequence[int], device: torch.device) -> None:
-        found = {plane: _ranges(widths, plane) for plane in PLANES}
-        self._planes = {plane: ranges for plane, ranges in found.items() if ranges}
+        by_plane = {plane: _ranges(widths, plane) for plane in PLANES}
+        self._planes = {plane: ranges for plane, ranges in by_plane.items() if ranges}
         self._shifts = {
             plane: torch.arange(0, 8, plane, dtype=torch.uint8, device=device).view(-1, 1, 1)
             for plane in self._planes
         }
 
     def pack(self, integers: Tensor) -> Tensor:
-        """Return the bytes (…, bytes, n) of integers (…, count, n), uint8 both."""
+        """Return the bytes (…, bytes, n), uint8, of integers (…, count, n), uint8."""
         parts = []
         for plane, ranges in self._planes.items():
-            own = [integers[..., x.start : x.stop, :] >> x.shift & (2**plane - 1) for x in ranges]
-            rows = torch.cat(own, dim=-2)
+            bits = [integers[..., x.start : x.stop, :] >> x.shift & (2**plane - 1) for x in ranges]
+            rows = torch.cat(bits, dim=-2)
             rows = functional.pad(rows, (0, 0, 0, -rows.shape[-2] % (8 // plane)))
             shifted = rows.unflatten(-2, (8 // plane, -1)) << self._shifts[plane]
             parts.append(shifted.sum(dim=-3, dtype=torch.uint8))
         return torch.cat(parts, dim=-2) if parts else integers
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Write the integers that `pack` was given to `out` (…, count, n), uint8."""
+        """Write the integers of packed bytes (…, bytes, n) to `out` (…, count, n), uint8."""
         first = 0
         for plane, ranges in self._planes.items():
             rows = ceil(sum(x.stop - x.start for x in ranges) * plane / 8)
@@ -66,24 +65,24 @@ class BitPlanes:
             part = (part >> self._shifts[plane]).bitwise_and_(2**plane - 1).flatten(-3, -2)
             first, done = first + rows, 0
             for x in ranges:
-                own = part[..., done : done + x.stop - x.start, :]
+                bits = part[..., done : done + x.stop - x.start, :]
                 done += x.stop - x.start
-                whole = out[..., x.start : x.stop, :]
+                integers = out[..., x.start : x.stop, :]
                 if x.shift:
-                    whole.add_(own, alpha=1 << x.shift)
+                    integers.add_(bits, alpha=1 << x.shift)
                 else:  # lowest bits come first
-                    whole.copy_(own)
+                    integers.copy_(bits)
 
 
 def _ranges(widths: Sequence[int], plane: int) -> list[_Range]:
-    """Return which integers a plane has bits of, in as few ranges as can be."""
-    found: list[_Range] = []
+    """Return the fewest ranges of integers that have bits in a plane."""
+    ranges: list[_Range] = []
     for index, width in enumerate(widths):
         if not width & plane:
             continue
         shift = sum(wider for wider in PLANES if wider > plane and width & wider)
-        if found and (found[-1].stop, found[-1].shift) == (index, shift):
-            found[-1] = _Range(found[-1].start, index + 1, shift)
+        if ranges and (ranges[-1].stop, ranges[-1].shift) == (index, shift):
+            ranges[-1] = _Range(ranges[-1].start, index + 1, shift)
         else:
-            found.append(_Range(index, index + 1, shift))
-    return found
+            ranges.append(_Range(index, index + 1, shift))
+    return ranges

@@ -24,30 +24,30 @@ from manifoldkv.coding.allocation import (
 from manifoldkv.coding.mixed import MixedWidths
 
 RIDGE = 1e-2
-"""Of the mean of a Fisher matrix's diagonal, added to all of it: few tokens leave it singular."""
+"""Ridge of a Fisher matrix, relative to the mean of its diagonal: few tokens leave it singular."""
 PREDICTION_RIDGE = 3e-3
-"""Of the power of every number that predicts, added to it."""
+"""Ridge of a linear prediction, relative to the power of each input."""
 ROUNDING_ERROR = 1e-6
-"""Of float32 activations, relative."""
+"""Relative rounding error of float32 activations."""
 SAMPLES = 4096
-"""Tokens that quantisers are fitted to, of each site."""
+"""Number of tokens of a site that quantizers are fitted to."""
 
 
 @dataclass(frozen=True)
 class WeightedKLT:
-    """Transform to latents of which an error costs half its square, in nats.
+    """Transform to latents whose squared errors cost half their sum, in nats.
 
     Parameters
     ----------
     down, up : Tensor
-        (D, D), float64: latents are ``(x - mean - inputs @ weights) @ down``, by falling
-        variance.
+        Projections, (D, D), float64. Latents are ``(x - mean - inputs @ weights) @ down``, by
+        falling variance.
     mean : Tensor
-        (D,), float64.
+        Constant part of the prediction, (D,), float64.
     weights : Tensor or None
-        Of the linear prediction, (inputs, D), float64.
+        Weights of the linear prediction, (inputs, D), float64.
     latents : Tensor
-        Of some tokens, (samples, D), float64; 0 in directions without variance.
+        Latents of a sample of tokens, (samples, D), float64; 0 in directions without variance.
     """
 
     down: Tensor
@@ -58,24 +58,11 @@ class WeightedKLT:
 
     @property
     def varying(self) -> Tensor:
-        """Return which latents have variance, bool (D,).
-
-        The others are directions that the calibration text does not span.
-        """
+        """Return a mask (D,), False for directions that the calibration text does not span."""
         return self.latents.any(dim=0)
 
     def basis(self, columns: Tensor, grouping: HeadGrouping, step: float = 1.0) -> Basis:
-        """Return the basis of some latents in units of a step, float32.
-
-        Parameters
-        ----------
-        columns : Tensor
-            Which latents, int64.
-        grouping : HeadGrouping
-            Of all heads together.
-        step : float
-            Unit of the latents.
-        """
+        """Return the basis of latents (int64 indices) in units of `step`, float32."""
         down, up = self.down / step, self.up * step
         return Basis(
             detached(down[:, columns].float().unsqueeze(0)),
@@ -84,14 +71,9 @@ class WeightedKLT:
         )
 
     def costs(self, widths: tuple[int, ...]) -> NDArray[np.float64]:
-        """Return the nats that a token's errors cost by pack and width, (packs, widths).
+        """Return the cost of rounding in nats per token, by pack and width, (packs, widths).
 
-        Latents without variance cost nothing at any width, so that they get no bits.
-
-        Parameters
-        ----------
-        widths : tuple of int
-            Bits that a latent may have.
+        Latents without variance cost nothing at any width, and so get no bits.
         """
         varying = self.varying
         fitted = fit_quantizers(self.latents, widths, _scales(self.latents[:, varying]))
@@ -100,7 +82,7 @@ class WeightedKLT:
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Return keys or values (S, H_kv, n, d) with all heads side by side, (S·n, D), on the CPU."""
+    """Concatenate the heads of keys or values, (S, H_kv, n, d) to (S·n, D), on the CPU."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
 
 
@@ -117,16 +99,16 @@ def weighted_klt(
     Parameters
     ----------
     moments : SiteMoments
-        Of its keys or values.
+        Moments of the keys or values.
     x : Tensor
-        Keys or values, the heads side by side, (tokens, D).
+        Keys or values with concatenated heads, (tokens, D).
     inputs : Tensor, optional
-        Of a linear prediction of the same tokens, (tokens, inputs).
+        Inputs of a linear prediction of the same tokens, (tokens, inputs).
     samples : int
-        Tokens of which latents are returned, at most.
+        Largest number of tokens whose latents are returned.
     folds : int
-        Number of folds of a cross-validation, in which each fold is predicted by a regression on
-        the others: residuals of other text are then not underestimated. 1 is one regression on all
+        Number of folds of a cross-validation, which predicts each fold by a regression on the
+        others, so that residuals of other text are not underestimated. 1 is one regression on all
         tokens.
     """
     weights, mean = None, moments.mean
@@ -151,14 +133,9 @@ def weighted_klt(
 
 
 def without_noise(latents: Tensor, size: float) -> Tensor:
-    """Return latents with zeros where a direction has no variance but that of rounding errors.
+    """Return latents (tokens, D) with zeros in directions that vary by rounding errors alone.
 
-    Parameters
-    ----------
-    latents : Tensor
-        (tokens, D)
-    size : float
-        Largest root mean square of keys or values in these coordinates, their mean included.
+    `size` is the largest root mean square of keys or values in these coordinates, mean included.
     """
     deviations = _deviations(latents)
     floor = max(FLOOR * float(deviations.max()), ROUNDING_ERROR * size)
@@ -166,7 +143,7 @@ def without_noise(latents: Tensor, size: float) -> Tensor:
 
 
 def sampled(x: Tensor, samples: int) -> Tensor:
-    """Return at most `samples` tokens of x (tokens, D), spread over all."""
+    """Return at most `samples` rows of x (tokens, D), evenly spaced."""
     if len(x) <= samples:
         return x
     return x[torch.linspace(0, len(x) - 1, samples).long()]
@@ -180,13 +157,13 @@ def mixed_widths(
     Parameters
     ----------
     site : WeightedKLT
-        Of keys or values.
+        Transform of keys or values.
     bits : ndarray
-        Of the latents of each pack, (packs,).
+        Bits of each pack of latents, (packs,).
     widths : tuple of int
-        Bits that a latent may have.
+        Possible widths of a latent in bits.
     grouping : HeadGrouping
-        Of all heads together.
+        Single group of all heads.
     """
     of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths)) * site.varying
     order = of_latents.argsort(descending=True, stable=True)
@@ -204,7 +181,8 @@ def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     columns = latents.shape[1]
     latents = latents[:, :stored]
     scale = _scales(latents)
-    steps, gains, deviations = (torch.ones(columns, dtype=torch.float64) for _ in range(3))
+    steps = torch.ones(columns, dtype=torch.float64)
+    gains, deviations = torch.ones_like(steps), torch.ones_like(steps)
     for width in set(bits[:stored].tolist()):
         chosen = bits == width
         x = latents[:, chosen[:stored]]
