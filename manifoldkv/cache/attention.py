@@ -1,12 +1,12 @@
-"""How a cache is used: attention that never holds full keys or values of the whole cache.
+"""Attention over a compressed cache, without full keys or values of all tokens.
 
-Keys stored after rotation: a query is multiplied by the basis and scored against latents; nothing
-is reconstructed. Keys stored before rotation: latents are up-projected and rotated a tile of tokens
-at a time. Values: attention weights mix latents; the mixed ones are up-projected, once per query.
+Keys stored after rotation: queries are projected and scored against latents. Keys stored before
+rotation: latents are up-projected and rotated one tile of tokens at a time. Values: attention
+weights mix latents, and the mixtures are up-projected, once per query.
 
-Many queries at once, those of a prompt, would do so again and again: for them keys and values of a
-layer are reconstructed for as long as its attention lasts, and the kernel of torch does the rest.
-So they are where latents are what a prediction leaves, for any number of queries.
+With many queries, those of a prompt, that would repeat the same products: keys and values of the
+layer are reconstructed while its attention lasts, for torch's kernel. So are latents of a linear
+predictor's residuals, for any number of queries.
 """
 
 from __future__ import annotations
@@ -28,36 +28,35 @@ from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles
 
 ELEMENTS_AT_A_TIME = 1 << 19
-"""Elements of up-projected keys, or of latents made floating-point again, that are held at a time:
-they should stay in a processor's cache."""
+"""Elements of up-projected keys or dequantized latents held at a time, for a processor's cache."""
 SCORES_AT_A_TIME = 1 << 24
 """Scores held at a time; longer prompts are attended to in blocks of queries."""
 MANY_QUERIES = 32
-"""Queries of a call from which on keys and values are reconstructed for them."""
+"""Smallest number of queries of a call for which keys and values are reconstructed."""
 MASKED_AT_A_TIME = 1 << 26
-"""Elements of the mask that is built for such queries at a time."""
+"""Elements of the mask that is built at a time for such queries."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What some queries attend to: tokens as latents, then uncompressed ones, and sink tokens.
+    """Tokens that some queries attend to: latents, then uncompressed tokens, then sink tokens.
 
-    Tokens are counted from the first one attended to. A sink token is also among the latents: the
-    mask shows it to a query once.
+    Tokens are counted from the first visible one. Sink tokens have latents too: the mask shows each
+    of them to a query once.
 
     Parameters
     ----------
     offset : int
-        Place of the first token in the stores of latents.
+        Index of the first visible token in the stores of latents.
     latents : int
-        Tokens seen as latents: the first ones.
+        Number of first tokens that are visible as latents.
     exact : list of tuple of Tensor
         Keys and values of uncompressed tokens, (B, H_kv, t, d) each; keys are rotated.
     mask : Tensor or None
-        (B or 1, 1, m, `latents` and all t), True where a query sees a token.
+        Visibility of tokens, (B or 1, 1, m, `latents` and all t), bool.
     rebuilt : tuple of Tensor or None
-        Keys before rotation and values of the tokens seen as latents, (B, H_kv, `latents`, d) both,
-        where latents are predicted.
+        Reconstructed keys before rotation and values of the latents, (B, H_kv, `latents`, d) each,
+        with a linear predictor.
     """
 
     offset: int
@@ -67,7 +66,7 @@ class _Seen:
     rebuilt: tuple[Tensor, Tensor] | None = None
 
     def with_rebuilt(self, found: Reconstruction, grouping: HeadGrouping) -> _Seen:
-        """Return the same with reconstructed keys and values of the tokens seen as latents."""
+        """Return a copy with the reconstructed keys and values of the latents."""
         if not self.latents:
             return self
         seen = slice(self.offset, self.offset + self.latents)
@@ -81,11 +80,11 @@ class CachedAttention:
     Parameters
     ----------
     key, value : RunningBasis
-        Bases of the layer.
+        Bases of the layer's keys and values.
     exact_prefill : bool
-        Whether the tokens of a call of several see each other's exact keys and values.
+        Whether tokens of the same call attend to each other's uncompressed keys and values.
     predicted : PredictedSites or None
-        What stores the tokens of a plan whose latents are predicted, keys before rotation.
+        Storage of tokens with a linear predictor, keys before rotation.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class CachedAttention:
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
     ) -> Reconstruction | None:
-        """Store new keys and values, (B, H_kv, m, d), in a layer of the cache.
+        """Store new keys and values (B, H_kv, m, d) in a layer of the cache.
 
-        With predictors the reconstruction of the layer is added to the context, and returned.
+        With predictors, the reconstruction of the layer is appended to the context and returned.
         """
         if self._predicted is not None:
             return self._predicted.store(layer, keys, values, context)
@@ -124,30 +123,24 @@ class CachedAttention:
         angles: Angles | None,
         context: PredictorContext,
     ) -> Tensor:
-        """Store new tokens and attend to what is stored.
+        """Store new tokens and return the attention output, (B, H_q, m, d).
 
         Parameters
         ----------
         layer : CompressedLayer
-            Of the cache.
+            Layer of the cache.
         queries : Tensor
-            Rotated, (B, H_q, m, d).
+            Rotated queries, (B, H_q, m, d).
         keys, values : Tensor
-            New ones, (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
+            New keys and values, (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
         mask : Tensor or None
-            (B or 1, 1, m, n), True where a query sees a token; None if every query sees all tokens
-            up to its own.
+            Visibility of tokens, (B or 1, 1, m, n), bool; None for a causal mask.
         settings : AttentionSettings
-            Scaling, soft cap and sinks.
+            Scaling, soft cap and sink logits.
         angles : Angles or None
-            Of all n tokens attended to, for keys that are stored before rotation.
+            Angles of all n tokens, for keys stored before rotation.
         context : PredictorContext
-            Of the layers below. With predictors the reconstruction of this one is added.
-
-        Returns
-        -------
-        Tensor
-            (B, H_q, m, d)
+            Reconstructions of lower layers, to which predictors append this layer's.
         """
         count = queries.shape[2]
         visible, _ = layer.get_mask_sizes(count)
@@ -157,7 +150,7 @@ class CachedAttention:
             new = slice(done, done + piece)
             done += piece
             rebuilt = self.store(layer, keys[:, :, new], values[:, :, new], context)
-            # The last query sees all that is no padding.
+            # The last query sees all tokens but padding.
             shown = None if mask is None else mask[:, 0, -1, past:][:, new]
             layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
             if self._reconstructs(piece, settings):
@@ -185,10 +178,10 @@ class CachedAttention:
         new: tuple[Tensor, Tensor],
         angles: Angles | None,
     ) -> _Seen:
-        """Return what some queries of a call attend to.
+        """Return the tokens that queries `rows` of a call attend to.
 
-        Tokens are counted from the first one attended to: `past` came before the call, `tokens` are
-        held; `new` are the keys and values of the call.
+        Before the call, `past` tokens were visible, and `tokens` are with those of the call, whose
+        keys and values are `new`.
         """
         device = new[0].device
         own = past if self._exact_prefill and new[0].shape[2] > 1 else tokens
@@ -219,7 +212,7 @@ class CachedAttention:
         settings: AttentionSettings,
         angles: Angles | None,
     ) -> Tensor:
-        """Attend with some queries (B, H_q, m, d) of a call to what they see."""
+        """Return the attention output of some queries (B, H_q, m, d) of a call."""
         batch, heads, rows, head_dim = queries.shape
         kv_heads = self._key.grouping.heads
         queries = queries.reshape(batch, kv_heads, -1, head_dim)  # (B, H_kv, R, d)
@@ -255,7 +248,7 @@ class CachedAttention:
         )
 
     def _attend_at_once(self, layer: CompressedLayer, queries: Tensor, seen: _Seen) -> Tensor:
-        """Run torch's kernel on latents, with all queries of a head group as rows."""
+        """Run torch's kernel on latents; rows are all queries of a head group."""
         stores = layer.key_store, layer.value_store
         tiles = (next(_tiles(store, seen, seen.latents)) for store in stores)
         keys, values = (latents for _, _, latents in tiles)
@@ -279,9 +272,9 @@ class CachedAttention:
         seen: _Seen,
         angles: Angles | None,
     ) -> Tensor:
-        """Run torch's kernel on keys and values as the latents give them back.
+        """Run torch's kernel on reconstructed keys and values.
 
-        Queries are scaled, (B, H_kv, R, d) with `rows` for every query head; so is the output.
+        Queries are scaled, (B, H_kv, R, d) with `rows` of every query head; the output is alike.
         """
         keys, values = [], []
         for start, stop, x in self._rebuilt_keys(layer, seen, _tile_tokens(queries)):
@@ -297,7 +290,7 @@ class CachedAttention:
         dtype = torch.promote_types(values[0].dtype, queries.dtype)
         mask = seen.mask
         if mask is not None:
-            mask = mask | ~mask.any(dim=-1, keepdim=True)  # a padded query sees something
+            mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
         by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2).to(dtype)  # (B, H_q, m, d)
         output = scaled_dot_product_attention(
             by_head,
@@ -312,7 +305,7 @@ class CachedAttention:
     def _scores(
         self, layer: CompressedLayer, queries: Tensor, angles: Angles | None, seen: _Seen
     ) -> Iterator[Tensor]:
-        """Yield the scores (B, H_kv, R, t) of one tile of stored tokens after the other."""
+        """Yield the scores (B, H_kv, R, t) of the latents, by tile."""
         if angles is None:
             queries = self._key.queries(queries)
             for _, _, latents in _tiles(layer.key_store, seen, _tile_tokens(queries)):
@@ -324,7 +317,7 @@ class CachedAttention:
     def _rebuilt_keys(
         self, layer: CompressedLayer, seen: _Seen, size: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield reconstructed keys of the tokens seen as latents, (B, H_kv, t, d), by tile."""
+        """Yield reconstructed keys (B, H_kv, t, d) of the latents, by tile."""
         if seen.rebuilt is not None:
             for start, stop in split_tiles(0, seen.latents, size):
                 yield start, stop, seen.rebuilt[0][:, :, start:stop]
@@ -345,12 +338,12 @@ class CachedAttention:
 
 
 def _tile_tokens(x: Tensor) -> int:
-    """Return the tokens of a tile that has the sequences, heads and features of x (B, H, …, f)."""
+    """Return the number of tokens of a tile with the batch, heads and features of x."""
     return max(1, ELEMENTS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
 
 
 def _tiles(store: Store, seen: _Seen, size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield tiles of the tokens that are seen as latents."""
+    """Yield the visible latents by tile."""
     if not seen.latents:
         return
     for start, stop, latents in store.tiles(seen.offset, size):
@@ -373,10 +366,9 @@ def _blocks(rows: slice, elements_per_row: int, elements: int) -> Iterator[slice
 def _rows_of_mask(
     mask: Tensor | None, rows: slice, past: int, tokens: int, device: torch.device
 ) -> Tensor | None:
-    """Return the mask of some queries of a call, (B or 1, 1, rows, tokens).
+    """Return the mask of some queries of a call, (B or 1, 1, rows, tokens), causal by default.
 
-    Without a given mask it is causal, the call's first query having `past` tokens before it; a mask
-    of a whole long prompt is never built then.
+    The call's first query has `past` tokens before it. The mask of a whole prompt is never built.
     """
     if mask is not None:
         return mask[:, :, rows, :tokens]

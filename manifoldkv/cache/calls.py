@@ -1,4 +1,4 @@
-"""What a model is called with inside a compressed block, checked before anything is stored."""
+"""Checks of the arguments of a compressed model, before anything is stored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from manifoldkv.plan.plan import CompressionPlan
 
 
 def new_tokens(given: dict[str, Any]) -> int:
-    """Return how many new tokens a call has."""
+    """Return the number of new tokens of a call."""
     ids = given.get("input_ids")
     inputs = given.get("inputs_embeds") if ids is None else ids
     return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
 
 
 def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:
-    """Refuse positions that the stock model without a cache takes for several texts in a row."""
+    """Refuse positions that the uncompressed model reads as several texts in a row."""
     if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
         raise CacheError(
             "position_ids that do not follow each other stand for several texts in one row, which "
@@ -32,7 +32,7 @@ def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:
 
 
 def check_unpadded(mask: Any) -> None:
-    """Refuse a mask that hides a token from the last query: KIVI's runs would hold it."""
+    """Refuse a mask with padding, which KIVI's layout would quantize together with tokens."""
     for each in mask.values() if isinstance(mask, dict) else [mask]:
         if each is None:
             continue
@@ -46,7 +46,7 @@ def check_unpadded(mask: Any) -> None:
 
 
 def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
-    """Refuse a cache of another kind, plan or dtype, or an incomplete one."""
+    """Refuse a cache that is not compressed, of another plan or dtype, or incomplete."""
     if not isinstance(cache, CompressedCache):
         raise CacheError(
             f"the model is compressed, and {type(cache).__name__} is not a compressed cache: "
@@ -64,24 +64,23 @@ def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
 
 
 def boolean_masks(mask: Any, tokens: int, cache: CompressedCache, kinds: Sequence[str]) -> Any:
-    """Bring an attention mask into the form that our attention takes.
+    """Return an attention mask in boolean form.
 
     Parameters
     ----------
     mask : Tensor, dict of Tensor or None
-        (B, n), which is returned unchanged, or (B or 1, 1, m, n); a dict has one per kind of
-        layer.
+        Mask (B, n), which is returned unchanged, or (B or 1, 1, m, n); or a dict by kind of layer.
     tokens : int
-        m, new ones.
+        Number of new tokens, m.
     cache : CompressedCache
-        Before the call.
+        Cache before the call.
     kinds : sequence of str
-        Of every layer.
+        Kind of every layer.
 
     Raises
     ------
     CacheError
-        If it is anything else, does not fit the layers, or holds anything besides 0 and -inf.
+        If the mask has another shape or type, or values other than 0 and -inf.
     """
     if not isinstance(mask, dict):
         return _boolean(mask, tokens, cache.layers)
@@ -108,11 +107,11 @@ def _boolean(mask: Any, tokens: int, layers: Sequence[CompressedLayer]) -> Tenso
 
 
 def _seen(mask: Tensor) -> Tensor:
-    """Return a mask that is True where a query sees a token."""
+    """Return a boolean mask, True for visible tokens."""
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        # Whoever has no -inf takes the lowest number of the dtype, or of a shorter one.
+        # Models without -inf use the lowest number of the dtype, or of a shorter one.
         lowest = max(torch.finfo(mask.dtype).min, torch.finfo(torch.bfloat16).min)
         seen = mask == 0
         if bool((seen | (mask <= lowest)).all()):

@@ -1,4 +1,4 @@
-"""One forward pass on a compressed cache: what its hooks tell each other."""
+"""State of one forward pass on a compressed cache, shared by its hooks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class _RotaryCall:
     cos: Tensor
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin that the same call would give for other positions."""
-        # Not the module itself, whose hook would record this as a call of the model.
+        """Return cos and sin of the same call at other positions."""
+        # Not the module itself, whose hook would record another call.
         return self.module.forward(self.inputs, positions, *self.rest)
 
 
 class ForwardPass(threading.local):
-    """The pass that a thread is in; every thread has one of its own.
+    """State of a forward pass, separate in every thread.
 
     Parameters
     ----------
     family : str
-        Name of the model's class, for errors.
+        Name of the model's class, for messages.
     """
 
     def __init__(self, family: str) -> None:
@@ -45,17 +45,17 @@ class ForwardPass(threading.local):
         self._rotary_calls: list[_RotaryCall] = []
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.attended = 0
-        """Layers that have attended to the cache."""
+        """Number of layers that have attended to the cache."""
         self.context = PredictorContext(None, ())
-        """Reconstructions that the next layers are predicted from."""
+        """Reconstructions of lower layers, the inputs of the next layers' predictors."""
 
     def begin(self, cache: CompressedCache, context: PredictorContext) -> None:
-        """Hold the cache and an empty context until the end of the pass."""
-        self.end()  # a call before this one may have ended in an error
+        """Hold the cache and an empty context until `end`."""
+        self.end()  # the previous call may have failed
         self._cache, self.context, self.attended = cache, context, 0
 
     def end(self) -> None:
-        """Let go of the cache, and of angles and tokens, which are large for a long text."""
+        """Release the cache, and angles and tokens, which are large for a long text."""
         self._cache, self.context = None, PredictorContext(None, ())
         self._rotary_calls.clear()
         self._angles.clear()
@@ -83,22 +83,22 @@ class ForwardPass(threading.local):
         kwargs: dict[str, Any],
         output: tuple[Tensor, Tensor],
     ) -> None:
-        """Remember a call of the rotary embedding, and the positions of the new tokens."""
-        if self._cache is None:  # not from inside the model
+        """Record a call of the rotary embedding, and the positions of the new tokens."""
+        if self._cache is None:  # not called from inside the model
             return
         given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        if not self._rotary_calls:  # a second kind of layer has the same positions
+        if not self._rotary_calls:  # all kinds of layers have the same positions
             self._cache.append_positions(given["position_ids"])
         rest = tuple(given[name] for name in ("layer_type",) if name in given)
         self._rotary_calls.append(_RotaryCall(module, given["x"], rest, output[0]))
 
     def angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the newest tokens for layers that are given `cos`, made once.
+        """Return cos and sin of the newest tokens for layers that receive `cos`, cached.
 
         Raises
         ------
         ModelError
-            If `cos` comes from no recorded call.
+            If no recorded call returned `cos`.
         """
         calls = [call for call in self._rotary_calls if call.cos is cos]
         if not calls:

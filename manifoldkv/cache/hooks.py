@@ -1,4 +1,4 @@
-"""What a compressed block changes about a model until it is left, and what it refuses meanwhile."""
+"""Temporary changes to a model inside a compressed block, and operations refused meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manifoldkv.errors import CacheError
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The unchanged output of attention, refusing a gradient: stored tokens have none."""
+    """Identity on the attention output that refuses a gradient: stored tokens have none."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class WithoutGradient(torch.autograd.Function):
 
 
 class _Hook:
-    """A hook that keeps the module it is registered on from being copied."""
+    """A hook that refuses copies of the module it is registered on."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
@@ -62,14 +62,14 @@ def replace_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> No
 def give_generate_a_cache(
     stack: ExitStack, model: PreTrainedModel, new_cache: Callable[[], Any]
 ) -> None:
-    """Let `generate`, which makes a stock cache where it is given none, make one of ours."""
+    """Make `generate` create a compressed cache where it would create an uncompressed one."""
     prepare = model._prepare_cache_for_generation
 
     def prepare_compressed(
         generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         if generation_config.use_cache is not False:
-            # Some models ask for a kind of cache by default, which gives way.
+            # Some models name a default implementation, which is overridden.
             asked = generation_config.cache_implementation
             if asked not in (None, model.generation_config.cache_implementation):
                 raise CacheError(
@@ -87,5 +87,5 @@ def give_generate_a_cache(
 
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse what asks for a paged cache."""
+    """Refuse requests for a paged cache."""
     raise CacheError("continuous batching has a cache of its own kind: call generate instead")

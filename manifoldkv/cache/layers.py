@@ -25,12 +25,11 @@ class CompressedLayer(CacheLayerMixin):
     plan : LayerPlan
         Bases, quantizers and window of the layer.
     dtype : torch.dtype
-        Of the model.
+        Dtype of the model.
     device : torch.device
-        Of the layer.
+        Device of the layer.
     sinks : int
-        Number of first tokens of every sequence that are also kept uncompressed;
-        none in a layer with a window.
+        Number of sink tokens of every sequence, ignored in a layer with a sliding window.
     """
 
     is_compileable = False
@@ -46,7 +45,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.window = plan.window
         self.is_sliding = plan.window is not None
-        # Tokens that were rounded in a run cannot be made exact again.
+        # Tokens that were rounded in a run have lost their exact values.
         self.is_croppable = all(site.quantizer.run is None for _, site in plan.sites)
         self.sinks = Sinks(plan.sink_tokens(sinks))
 
@@ -60,29 +59,29 @@ class CompressedLayer(CacheLayerMixin):
         self.record_past = False
 
     def advance(self, tokens: int) -> None:
-        """Count new tokens, whose latents are stored next."""
+        """Count new tokens, before their latents are stored."""
         self.tokens_seen += tokens
         self.is_initialized = True
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store latents: keys (B, G, m, features) and values likewise."""
+        """Append the latents of keys and of values, (B, G, m, features) each."""
         self.key_store.append(keys)
         self.value_store.append(values)
 
     def forget_old(self) -> None:
-        """Drop what no later query sees, unless the past is recorded for a crop to come."""
+        """Drop tokens behind the window, unless they are recorded for a later crop."""
         if not self.record_past:
             self._forget_windowed()
 
     @property
     def tokens_held(self) -> int:
-        """Return the number of tokens stored."""
+        """Return the number of stored tokens."""
         return len(self.key_store)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> NoReturn:
-        """Refuse the keys and values of a model that is in no compressed block."""
+        """Refuse keys and values from outside a compressed block."""
         raise CacheError(
             "this cache stores latents; use it inside `with manifoldkv.compressed(model, plan)`"
         )
@@ -91,25 +90,25 @@ class CompressedLayer(CacheLayerMixin):
         """Do nothing: stores take their shape from the first tokens."""
 
     def get_seq_length(self) -> int:
-        """Return how many tokens have been seen, held or not."""
+        """Return the number of tokens seen, stored or not."""
         return self.tokens_seen
 
     def get_max_length(self) -> int:
-        """Return the window, -1 for none."""
+        """Return the window in tokens, -1 for none."""
         return -1 if self.window is None else self.window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens the next `query_length` queries see, and the slot of the first."""
+        """Return the number of tokens visible to the next queries, and the slot of the first."""
         past = self.tokens_seen if self.window is None else min(self.tokens_seen, self.window - 1)
         return past + query_length, self.tokens_seen - past
 
     def activate_past_recording(self) -> None:
-        """Keep what a crop to come may need.
+        """Keep the tokens that a later crop may need.
 
         Raises
         ------
         CacheError
-            If nothing that is kept would help.
+            If the layout does not support crops.
         """
         if not self.is_croppable:
             raise CacheError(
@@ -119,12 +118,12 @@ class CompressedLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; the count is given as a negative number.
+        """Remove the last tokens, whose number is given as a negative one.
 
         Raises
         ------
         CacheError
-            As `check_crop`.
+            If the crop is not possible (`check_crop`).
         """
         self.check_crop(tokens_to_remove)
         count = min(-tokens_to_remove, self.tokens_seen)
@@ -135,13 +134,12 @@ class CompressedLayer(CacheLayerMixin):
         self._forget_windowed()
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse a crop that is not possible.
+        """Refuse an impossible crop.
 
         Raises
         ------
         CacheError
-            If the count is positive, or if the window has already dropped tokens that would be
-            seen again.
+            If the number is positive, or the window has dropped tokens that would be visible.
         """
         if tokens_to_remove > 0:
             raise CacheError(f"crop takes a negative number of tokens, not {tokens_to_remove}")
@@ -160,7 +158,7 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         for store in (self.key_store, self.value_store):
             store.clear()
         self.sinks.clear()
@@ -171,7 +169,7 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some sequences, in this order; one may come several times."""
+        """Select sequences by index or mask, with repetitions."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         for store in (self.key_store, self.value_store):
@@ -179,26 +177,26 @@ class CompressedLayer(CacheLayerMixin):
         self.sinks.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
+        """Repeat every sequence `repeats` times."""
         if self.is_initialized:
             batch = self.key_store.parts[0].view.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
-        """Refuse to leave the device of the model."""
+        """Refuse to move the cache off the device of the model."""
         raise CacheError("a compressed cache stays on the device of its model")
 
     def prefetch(self) -> NoReturn:
-        """Refuse to leave the device of the model."""
+        """Refuse to move the cache off the device of the model."""
         self.offload()
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """Return everything that holds tokens."""
+        """Return all stores of tokens."""
         return self.key_store, self.value_store, *self.sinks.stores
 
     def _forget_windowed(self) -> None:
-        """Drop the tokens that are behind the window of every later query, oldest first."""
+        """Drop the tokens behind the window of all later queries."""
         old = 0 if self.window is None else self.tokens_held - (self.window - 1)
         if old > 0:
             self.key_store.drop_first(old)
@@ -206,19 +204,19 @@ class CompressedLayer(CacheLayerMixin):
 
 
 class CompressedCache(Cache):
-    """A key-value cache that holds latents.
+    """A key-value cache of latents.
 
-    Made by the function that `compressed` returns and usable inside that block only; between calls
-    it can be kept, continued, cropped and reordered like any cache of transformers.
+    Created by the function that `compressed` returns and usable inside its block only. Between
+    calls it can be kept, continued, cropped and reordered like other caches of transformers.
 
     Parameters
     ----------
     plan : CompressionPlan
-        What is stored.
+        Plan of the latents.
     dtype : torch.dtype
-        Of the model.
+        Dtype of the model.
     devices : list of torch.device
-        Of every layer.
+        Device of every layer.
     """
 
     def __init__(
@@ -234,20 +232,20 @@ class CompressedCache(Cache):
         # Shared by all layers: a layer that holds n tokens holds the newest n of these.
         self._positions = GrowingTensor()  # (B or 1, 1, n, 1), int32
         self._placed = 0
-        """How many tokens have been given a position."""
+        """Number of tokens that have a position."""
 
     def nbytes(self) -> int:
-        """Return the bytes of all latents with their scales, offsets and sink tokens."""
+        """Return the size of latents, scales, offsets and sink tokens in bytes."""
         return sum(store.nbytes for layer in self.layers for store in layer.stores)
 
     def storage_nbytes(self) -> int:
-        """Return the bytes that are allocated: `nbytes`, positions, and room to grow."""
+        """Return the allocated bytes: `nbytes`, positions and slack."""
         tokens = sum(store.storage_nbytes for layer in self.layers for store in layer.stores)
         begins = sum(layer.sinks.begins.nbytes for layer in self.layers)
         return tokens + begins + self._positions.storage_nbytes
 
     def compact(self) -> None:
-        """Give back the room to grow; the next token allocates some again."""
+        """Free the slack, which the next token allocates again."""
         for part in self._growing():
             part.compact()
 
@@ -271,18 +269,18 @@ class CompressedCache(Cache):
         return self._positions.view[:, 0, len(self._positions) - count :, 0].long()
 
     def _forget_unused_positions(self) -> None:
-        """Drop positions of tokens that were cropped, or never stored as their call failed."""
+        """Drop positions of tokens that were cropped, or not stored because their call failed."""
         if self._placed > self.get_seq_length():
             self._positions.drop_last(self._placed - self.get_seq_length())
             self._placed = self.get_seq_length()
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all layers hold the same tokens: not after a call that failed."""
+        """Return whether all layers have seen the same tokens; False after a failed call."""
         return len({layer.tokens_seen for layer in self.layers}) == 1
 
     def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:  # all of them, before one is changed
+        for layer in self.layers:  # before any layer is changed
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         self._forget_unused_positions()

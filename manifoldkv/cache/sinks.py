@@ -1,4 +1,4 @@
-"""Sink tokens: the first of every sequence, held uncompressed beside their latents."""
+"""Sink tokens: the first tokens of every sequence, stored uncompressed beside their latents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from manifoldkv.models.rotary import Angles
 
 
 class Sinks:
-    """Keys and values of the first tokens of every sequence of one layer.
+    """Keys and values of the sink tokens of one layer.
 
-    A sequence of a left-padded batch begins at its first token that the mask shows, so that the
-    slots of these tokens differ from row to row. Entry i of a row belongs to slot ``begin + i``; it
-    means nothing as long as that slot is not filled.
+    A sequence of a left-padded batch begins at its first unmasked token, so that rows differ in the
+    slots of their sink tokens. Entry i of a row is that of slot ``begin + i``, and undefined until
+    the slot is filled.
 
     Parameters
     ----------
     size : int
-        Tokens of a sequence; 0 if the layer keeps none.
+        Number of sink tokens of a sequence, 0 for none.
     """
 
     def __init__(self, size: int) -> None:
@@ -28,35 +28,35 @@ class Sinks:
         self.keys = ExactStore(smallest_growth=0)
         self.values = ExactStore(smallest_growth=0)
         self.begins = torch.zeros(0, dtype=torch.int64)
-        """Slot of the first token of every row, (B,); that of the next token if none has come."""
+        """Slot of the first token of every row, (B,), or of the next token before the first."""
         self._complete = False
 
     @property
     def stores(self) -> tuple[ExactStore, ...]:
-        """Return what holds tokens: nothing if none are kept."""
+        """Return the stores of keys and values, empty without sink tokens."""
         return (self.keys, self.values) if self.size else ()
 
     def take(
         self, keys: Tensor, values: Tensor, past: int, visible: Tensor | None, angles: Angles | None
     ) -> None:
-        """Keep those of some new tokens that are among the first of their sequences.
+        """Store the sink tokens among new tokens.
 
         Parameters
         ----------
         keys, values : Tensor
-            (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
+            New keys and values, (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
         past : int
-            Tokens that came before.
+            Number of tokens before these.
         visible : Tensor or None
-            (B or 1, m), False for padding; None if there is none.
+            Mask of the new tokens, (B or 1, m), False for padding; None without padding.
         angles : Angles or None
-            Of all tokens up to these.
+            Angles of all tokens up to these.
         """
         if self._complete or not self.size:
             return
         batch, heads, count, head_dim = keys.shape
         tokens, device = past + count, keys.device
-        # What is made in inference mode could not be written to outside of it.
+        # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             begins = self.begins if len(self.begins) else self.begins.new_zeros(batch)
             begins = begins.to(device)
@@ -79,24 +79,19 @@ class Sinks:
         self._complete = bool((self.begins + self.size <= tokens).all())
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """Return keys, in the dtype that scores are computed in, and values, (B, H_kv, s, d)."""
+        """Return keys, in the dtype of scores, and values, (B, H_kv, s, d) each."""
         keys, values = (store.newest(len(store)) for store in (self.keys, self.values))
         return keys.to(working_dtype(keys.dtype, keys.device)), values
 
     def split(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Tell in a mask these tokens from all others.
-
-        Parameters
-        ----------
-        mask : Tensor
-            (B or 1, 1, m, n), True where a query sees one of the first n slots.
+        """Split a mask (B or 1, 1, m, n) of the first n slots into sink tokens and all others.
 
         Returns
         -------
         others : Tensor
-            (B, 1, m, n), True where a query sees a token that is none of these.
+            Mask of the other tokens, (B, 1, m, n).
         sinks : Tensor
-            (B, 1, m, s), True where a query sees one that is.
+            Mask of the sink tokens, (B, 1, m, s).
         """
         tokens = mask.shape[-1]
         slots = self._slots(len(self.keys))[:, None, None]  # (B, 1, 1, s)
@@ -106,7 +101,7 @@ class Sinks:
         return mask & ((places < 0) | (places >= self.size)), sinks
 
     def keep_first(self, tokens: int) -> None:
-        """Forget all that came after the first `tokens` slots."""
+        """Drop all tokens after the first `tokens` slots."""
         for store in self.stores:
             store.drop_last(len(store) - min(tokens, self.size))
         with torch.inference_mode(False):
@@ -114,14 +109,14 @@ class Sinks:
         self._complete = False
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         for store in self.stores:
             store.clear()
         self.begins = self.begins.new_zeros(0)
         self._complete = False
 
     def select(self, sequences: Tensor) -> None:
-        """Keep some sequences, in this order; one may come several times."""
+        """Select sequences by index, with repetitions."""
         for store in self.stores:
             store.select(sequences)
         if len(self.begins):

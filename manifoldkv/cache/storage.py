@@ -1,4 +1,4 @@
-"""Where latents lie: tensors that grow by tokens, and the exact store built of one."""
+"""Storage of latents: tensors that grow by tokens, and a store of unquantized latents."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import torch
 from torch import Tensor
 
 SLACK = 16
-"""A tensor is allocated larger than its n tokens by n / `SLACK`."""
+"""Tokens of a tensor per token of slack that is allocated with them."""
 LARGEST_RATIO = 1.2
-"""A tensor of more than this times its tokens is made smaller."""
+"""Largest ratio of a tensor's capacity to its tokens."""
 
 Tile = tuple[int, int, Tensor]
-"""First and last token (exclusive), counted from the first one asked for, and their latents."""
+"""First and last token (exclusive), relative to the first requested token, and their latents."""
 
 
 def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which latents are computed and up-projected that are stored in `dtype`.
+    """Return the dtype of projections of latents that are stored in `dtype`.
 
-    On a CPU small products in two-byte dtypes take several times as long as those in float32.
+    On a CPU, small products in 16-bit dtypes take several times as long as in float32.
     """
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 def constant_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the constants of a plan are held for a model in `dtype`.
+    """Return the dtype of the constants of a plan for a model in `dtype`.
 
-    Of the 16-bit ones bfloat16, whose range is that of float32: coordinates in nats are scaled by
+    Of 16-bit dtypes bfloat16, whose range is that of float32: scales of latents in nats differ by
     many orders of magnitude.
     """
     return torch.bfloat16 if dtype.itemsize == 2 else dtype
 
 
 class GrowingTensor:
-    """A tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
+    """Tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
 
-    It is allocated a sixteenth larger than needed, so that appending copies old tokens rarely, and
-    drops tokens at either end without copying any.
+    It is allocated a sixteenth larger than needed, so that appending rarely copies old tokens.
+    Tokens at either end are dropped without a copy.
 
     Parameters
     ----------
     smallest_growth : int
-        Tokens it is allocated larger by at least.
+        Smallest number of tokens to grow by.
     dim : int
-        Of the tokens, 2 or 3.
+        Dimension of the tokens, 2 or 3.
     """
 
     def __init__(self, smallest_growth: int = 64, dim: int = 2) -> None:
@@ -60,7 +60,7 @@ class GrowingTensor:
 
     @property
     def view(self) -> Tensor:
-        """Return the tokens held; writing to it writes to the cache."""
+        """Return the tokens, a view of the buffer."""
         assert self._buffer is not None
         return self._buffer.narrow(self._dim, self._start, len(self))
 
@@ -75,38 +75,38 @@ class GrowingTensor:
         self._stop += count
 
     def drop_first(self, count: int) -> None:
-        """Forget the first tokens, all of them if there are no more."""
+        """Drop the first `count` tokens, or all."""
         self._start += min(count, len(self))
         self._shrink()
 
     def drop_last(self, count: int) -> None:
-        """Forget the last tokens, all of them if there are no more."""
+        """Drop the last `count` tokens, or all."""
         self._stop -= min(count, len(self))
         self._shrink()
 
     def select(self, sequences: Tensor) -> None:
-        """Keep some sequences, in this order; one may come several times."""
+        """Select sequences by index, with repetitions."""
         if self._buffer is not None:
             with torch.inference_mode(False):
                 self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
 
     def clear(self) -> None:
-        """Forget all tokens and free their memory."""
+        """Drop all tokens and free their memory."""
         self._buffer, self._start, self._stop = None, 0, 0
 
     def compact(self) -> None:
-        """Give back what is allocated beyond the tokens held."""
+        """Free the memory allocated beyond the tokens."""
         if self._buffer is not None:
             self._reallocate(len(self))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tokens held."""
+        """Return the size of the tokens in bytes."""
         return 0 if self._buffer is None else self.view.numel() * self._buffer.itemsize
 
     @property
     def storage_nbytes(self) -> int:
-        """Return the bytes allocated."""
+        """Return the allocated bytes."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     def _shrink(self) -> None:
@@ -125,9 +125,9 @@ class GrowingTensor:
         self.view.copy_(held)
 
     def _allocated(self, like: Tensor, tokens: int) -> Tensor:
-        """Return memory for a number of tokens, otherwise of the shape of `like`.
+        """Return memory for `tokens` tokens, otherwise shaped as `like`.
 
-        What is allocated in inference mode could not be written to outside of it.
+        A tensor allocated in inference mode could not be written to outside of it.
         """
         shape = list(like.shape)
         shape[self._dim] = tokens
@@ -136,78 +136,72 @@ class GrowingTensor:
 
 
 class Store(ABC):
-    """Latents of one site of one layer, (B, G, n, features), in some form."""
+    """Latents of one site of one layer, (B, G, n, features), in the format of a quantizer."""
 
     parts: list[GrowingTensor]
-    """All that is held; the operations below act on each."""
+    """Tensors of the store, on each of which the operations below act."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of tokens held."""
+        """Return the number of tokens."""
 
     @abstractmethod
     def append(self, latents: Tensor) -> None:
-        """Add tokens: (B, G, m, features)."""
+        """Append tokens, (B, G, m, features)."""
 
     @abstractmethod
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
-        """Yield what attention sees from token `first` on, in tiles of at most `size` tokens.
+        """Yield reconstructed latents from token `first` on, in tiles of about `size` tokens.
 
-        A store that has its latents ready may give them out in larger ones.
+        Tiles may be larger where they need no computation.
         """
 
     def pieces(self, count: int) -> list[int]:
-        """Cut `count` new tokens so that a query sees what it would see if they came alone."""
+        """Split `count` new tokens so that appending the parts equals appending single tokens."""
         return [count]
 
     def can_drop_last(self, count: int) -> bool:
-        """Return whether the store can be put back to what it was `count` tokens ago."""
+        """Return whether the last `count` tokens can be dropped."""
         return True
 
     def drop_first(self, count: int) -> None:
-        """Forget the first tokens."""
+        """Drop the first `count` tokens."""
         for part in self.parts:
             part.drop_first(count)
 
     def drop_last(self, count: int) -> None:
-        """Forget the last tokens."""
+        """Drop the last `count` tokens."""
         for part in self.parts:
             part.drop_last(count)
 
     def select(self, sequences: Tensor) -> None:
-        """Keep some sequences, in this order; one may come several times."""
+        """Select sequences by index, with repetitions."""
         for part in self.parts:
             part.select(sequences)
 
     def clear(self) -> None:
-        """Forget all tokens and free their memory."""
+        """Drop all tokens and free their memory."""
         for part in self.parts:
             part.clear()
 
     def compact(self) -> None:
-        """Give back what is allocated beyond the tokens held."""
+        """Free the memory allocated beyond the tokens."""
         for part in self.parts:
             part.compact()
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tokens held."""
+        """Return the size of the tokens in bytes."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def storage_nbytes(self) -> int:
-        """Return the bytes allocated."""
+        """Return the allocated bytes."""
         return sum(part.storage_nbytes for part in self.parts)
 
 
 class ExactStore(Store):
-    """Latents (or keys or values themselves) in the dtype of the model.
-
-    Parameters
-    ----------
-    smallest_growth : int
-        As of `GrowingTensor`.
-    """
+    """Unquantized latents, keys or values in the dtype of the model, in a `GrowingTensor`."""
 
     def __init__(self, smallest_growth: int = 64) -> None:
         self._latents = GrowingTensor(smallest_growth)
@@ -228,6 +222,6 @@ class ExactStore(Store):
 
 
 def split_tiles(first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens `first` to `stop` into runs of at most `size`."""
+    """Split the range of tokens `first` to `stop` into parts of at most `size`."""
     for start in range(first, stop, size):
         yield start, min(start + size, stop)
