@@ -1,10 +1,10 @@
-"""The format of a stored cache: a header and blocks of tokens, of which nothing is executed.
+"""Format of a stored cache: a header and blocks of tokens, without executable content.
 
 All numbers are little-endian. The header (`HEADER_BYTES`) is ::
 
     8 bytes   magic
     uint32    version
-    uint32    dtype of exact tokens, a place in DTYPES
+    uint32    dtype of uncompressed tokens, an index of DTYPES
     uint32    sequences
     uint32    tokens of each
     32 bytes  digest of the plan
@@ -16,15 +16,15 @@ and each block is ::
 
     uint32    bytes of the payload
     uint32    tokens
-    8 bytes   BLAKE2b, keyed by both digests, of: dtype, sequences, place and count of these tokens
-              (uint32 each), this number of the block before (0 for the first), and the payload
+    8 bytes   BLAKE2b, keyed by both digests, of: dtype, sequences, first token and number of tokens
+              (uint32 each), the checksum of the previous block (0 for the first), and the payload
     payload
 
-A block of another cache does not fit behind the blocks of this one. The number of all tokens plays
-no part in these checksums: blocks stay what they are when others are appended.
+Checksums refuse blocks of other caches. They do not depend on the total number of tokens, so that
+blocks can be appended without changes to earlier ones.
 
-A payload is padded to a `LARGEST_EXPANSION`-th of the bytes that it is read as: a blob cannot ask
-for more memory than this many times its own size.
+A payload is padded to 1 / `LARGEST_EXPANSION` of the bytes that it is decoded to, which bounds the
+memory that a blob can request.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _HEADER = struct.Struct("<8sIIII32s32s8x")
 _BLOCK = struct.Struct("<II8s")
 _CHECK_BYTES = HEADER_BYTES - _HEADER.size
 _FIRST = bytes(8)
-"""What stands for the checksum of the block before the first one."""
+"""Checksum in place of a previous block's in the first block."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a blob says of itself.
+    """Header of a blob.
 
     Parameters
     ----------
     dtype : torch.dtype
-        Of the cache.
+        Dtype of the cache.
     sequences, tokens : int
-        Number of sequences, and of their tokens.
+        Number of sequences, and of tokens of each.
     plan, model : bytes
-        Digests, 32 bytes each.
+        Digests of plan and model, 32 bytes each.
     """
 
     dtype: torch.dtype
@@ -77,15 +77,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Block:
-    """Some tokens of all sequences.
-
-    Parameters
-    ----------
-    start, stop : int
-        Which of the tokens.
-    payload : bytes or memoryview
-        Of these.
-    """
+    """Payload of the tokens from `start` to `stop` of all sequences."""
 
     start: int
     stop: int
@@ -109,7 +101,7 @@ def read_blob(path: str | Path) -> bytes:
 
 
 def write_blob(header: Header, blocks: list[Block]) -> bytes:
-    """Return the bytes of a blob of these blocks, which follow each other from token 0."""
+    """Return the bytes of a blob of consecutive blocks from token 0."""
     fixed = _HEADER.pack(
         MAGIC,
         VERSION,
@@ -128,7 +120,7 @@ def write_blob(header: Header, blocks: list[Block]) -> bytes:
 
 
 def extended(header: Header, tokens: int) -> Header:
-    """Return the header of a blob after tokens were appended."""
+    """Return the header of a blob with `tokens` more tokens."""
     return replace(header, tokens=header.tokens + tokens)
 
 
@@ -138,10 +130,10 @@ def read_header(blob: bytes) -> Header:
     Raises
     ------
     CacheError
-        If it is not one that this version reads, or is damaged.
+        If the bytes are not a stored cache of this version, or are damaged.
     """
     if len(blob) < HEADER_BYTES or blob[: len(MAGIC)] != MAGIC:
-        raise CacheError(f"{len(blob)} bytes are no stored cache")
+        raise CacheError("not a stored cache (bad magic)")
     fixed = blob[: _HEADER.size]
     _, version, dtype, sequences, tokens, plan, model = _HEADER.unpack(fixed)
     if version != VERSION:
@@ -152,50 +144,50 @@ def read_header(blob: bytes) -> Header:
     if blob[_HEADER.size : HEADER_BYTES] != _check(fixed, _CHECK_BYTES):
         raise CacheError("the header of the stored cache is damaged")
     if dtype >= len(DTYPES) or not sequences or not tokens:
-        raise CacheError("the header of the stored cache describes none")
+        raise CacheError("the header of the stored cache is damaged")
     return Header(DTYPES[dtype], sequences, tokens, plan, model)
 
 
 def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Iterator[Block]:
-    """Yield the blocks of the tokens before `stop`, once the length of every block is checked.
+    """Yield the blocks of the tokens before `stop`, after a check of the lengths of all blocks.
 
     Parameters
     ----------
     blob : bytes
-        All of it.
+        Whole blob.
     header : Header
-        From `read_header`.
+        Header of the blob.
     token_bytes : int
-        What a token of a sequence takes in a stock cache.
+        Bytes of a token of one sequence in the uncompressed cache.
     stop : int
-        At most the tokens of the blob.
+        Number of tokens to read, at most those of the blob.
 
     Raises
     ------
     CacheError
-        If the blob is longer or shorter than its blocks, or a block is damaged.
+        If the length of the blob is not that of its blocks, or a block is damaged.
     """
-    view, found, place, start = memoryview(blob), [], HEADER_BYTES, 0
+    view, blocks, offset, start = memoryview(blob), [], HEADER_BYTES, 0
     while start < header.tokens:
-        if len(blob) - place < BLOCK_BYTES:
+        if len(blob) - offset < BLOCK_BYTES:
             raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
-        size, count, check = _BLOCK.unpack_from(blob, place)
-        place += BLOCK_BYTES
-        if len(blob) - place < size:
+        size, count, check = _BLOCK.unpack_from(blob, offset)
+        offset += BLOCK_BYTES
+        if len(blob) - offset < size:
             raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
         if not 0 < count <= min(BLOCK_TOKENS, header.tokens - start):
             raise CacheError(f"the block at token {start} of the stored cache is damaged")
         if size < least_payload(header.sequences * count * token_bytes):
             raise CacheError(f"the block at token {start} asks for more memory than it may")
-        found.append((start, count, place, size, check))
-        place, start = place + size, start + count
-    if place != len(blob):
-        raise CacheError(f"{len(blob) - place} bytes follow the stored cache")
+        blocks.append((start, count, offset, size, check))
+        offset, start = offset + size, start + count
+    if offset != len(blob):
+        raise CacheError(f"{len(blob) - offset} bytes follow the stored cache")
     before = _FIRST
-    for start, count, place, size, check in found:
+    for start, count, offset, size, check in blocks:
         if start >= stop:
             return
-        block = Block(start, start + count, view[place : place + size])
+        block = Block(start, start + count, view[offset : offset + size])
         if check != _block_check(header, block, before):
             raise CacheError(
                 f"the block at token {start} of the stored cache is damaged, or of another one"
@@ -204,9 +196,9 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
         yield block
 
 
-def least_payload(stock_bytes: int) -> int:
-    """Return the padded size of a payload, in bytes."""
-    return -(-stock_bytes // LARGEST_EXPANSION)
+def least_payload(uncompressed_bytes: int) -> int:
+    """Return the size of a padded payload in bytes."""
+    return -(-uncompressed_bytes // LARGEST_EXPANSION)
 
 
 def _check(content: bytes, size: int) -> bytes:
@@ -214,11 +206,11 @@ def _check(content: bytes, size: int) -> bytes:
 
 
 def _block_check(header: Header, block: Block, before: bytes) -> bytes:
-    """Return the checksum of a block, given that of the block before."""
+    """Return the checksum of a block after the checksum of the previous one."""
     count = block.stop - block.start
     dtype = DTYPES.index(header.dtype)
-    place = struct.pack("<IIII", dtype, header.sequences, block.start, count)
-    hashed = hashlib.blake2b(place, digest_size=8, key=header.plan[:32] + header.model[:32])
+    position = struct.pack("<IIII", dtype, header.sequences, block.start, count)
+    hashed = hashlib.blake2b(position, digest_size=8, key=header.plan[:32] + header.model[:32])
     hashed.update(before)
     hashed.update(block.payload)
     return hashed.digest()

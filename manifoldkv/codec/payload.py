@@ -1,4 +1,4 @@
-"""What stands in a block of a stored cache: token ids, exact tokens, and symbols by layer."""
+"""Payload of a block of a stored cache: token ids, uncompressed tokens, and symbols by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manifoldkv.codec.blob import Block
 from manifoldkv.errors import CacheError
 
 LENGTHS = struct.Struct("<II")
-"""Two numbers: whether there are token ids, or how many words of symbols and beside them."""
+"""Two numbers: a flag for token ids and 0, or the numbers of words and of overflows of symbols."""
 
 
 def exact_bytes(x: Tensor) -> bytes:
@@ -31,23 +31,23 @@ def exact_bytes(x: Tensor) -> bytes:
 
 
 class PayloadReader:
-    """Reads the payload of a block from its beginning on.
+    """Sequential reader of the payload of a block.
 
     Parameters
     ----------
     block : Block
-        With the payload.
+        Block of tokens with its payload.
     sequences : int
-        Of the blob.
+        Number of sequences of the blob.
     exact : int
         Number of uncompressed tokens in the block.
     least : int
-        To how many bytes the payload is padded.
+        Size that the payload is padded to, in bytes.
 
     Raises
     ------
     CacheError
-        From here and from all methods, if the payload ends too early.
+        If the payload ends too early, here and in all methods.
     """
 
     def __init__(
@@ -58,41 +58,40 @@ class PayloadReader:
         least: int,
     ) -> None:
         self.start, self.stop, self.exact = block.start, block.stop, exact
-        self._view, self._place = memoryview(block.payload), 0
+        self._view, self._offset = memoryview(block.payload), 0
         self._least = least
         with_ids, _ = LENGTHS.unpack(self._take(LENGTHS.size))
         self.ids: Tensor | None = None
-        """(B, m), int64, if there are some."""
+        """Token ids (B, m), int64, if the block has them."""
         if with_ids:
             shape = (sequences, block.stop - block.start)
             ids = np.frombuffer(self._take(4 * prod(shape)), dtype="<u4").astype(np.int64)
             self.ids = torch.from_numpy(ids.reshape(shape))
 
     def raw(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return uncompressed elements."""
+        """Return uncompressed elements of a shape."""
         content = bytearray(self._take(prod(shape) * dtype.itemsize))
         if not content:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(content, dtype=dtype).view(shape)
 
     def stream(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Return the words of a site, and how far symbols are past their tables."""
+        """Return the words of a site, and distances of symbols past the ends of their tables."""
         words, past = LENGTHS.unpack(self._take(LENGTHS.size))
-        first, second = (
-            np.frombuffer(self._take(4 * count), dtype="<u4").astype(np.uint32)
-            for count in (words, past)
-        )
-        return first, second
+        return self._numbers(words), self._numbers(past)
 
     def end(self) -> None:
-        """Refuse what follows the last stream, but for zeros up to the least size."""
-        rest = bytes(self._view[self._place :])
+        """Refuse bytes after the last stream other than padding with zeros."""
+        rest = bytes(self._view[self._offset :])
         if rest.strip(b"\0") or (rest and len(self._view) != self._least):
             raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
 
+    def _numbers(self, count: int) -> NDArray[np.uint32]:
+        return np.frombuffer(self._take(4 * count), dtype="<u4").astype(np.uint32)
+
     def _take(self, size: int) -> memoryview:
-        taken = self._view[self._place : self._place + size]
-        if len(taken) != size:
+        content = self._view[self._offset : self._offset + size]
+        if len(content) != size:
             raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
-        self._place += size
-        return taken
+        self._offset += size
+        return content

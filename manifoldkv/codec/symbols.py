@@ -1,4 +1,4 @@
-"""Symbols of a site as bytes and back: an asymmetric numeral system with a table per latent.
+"""Entropy coding of the symbols of a site: an asymmetric numeral system with a table per latent.
 
 The coder is constriction's (Bamler 2022, Understanding entropy coding with asymmetric numeral
 systems, arXiv 2201.01741), which takes all symbols of a latent in one call.
@@ -21,19 +21,14 @@ from manifoldkv.errors import CacheError
 from manifoldkv.plan.site import SitePlan
 
 FARTHEST_PAST = 1 << 30
-"""No symbol is farther past the end of its table."""
+"""Largest distance of a symbol past the end of its table."""
 
 
 class SymbolCoder:
-    """Codes symbols by the tables of a site.
+    """Entropy coder of symbols by the tables of a quantizer.
 
-    Symbols past the ends of their table are coded as the end, and how far they are past it is
-    stored beside, in 32 bits each.
-
-    Parameters
-    ----------
-    quantizer : EntropyCoded
-        With the tables.
+    Symbols past the end of their table are coded as the end, and their distances to it are stored
+    separately, in 32 bits each.
 
     Raises
     ------
@@ -52,7 +47,7 @@ class SymbolCoder:
         categorical = constriction.stream.model.Categorical
         self._new_coder = constriction.stream.stack.AnsCoder
         self._reach: NDArray[np.int32] = quantizer.reach.numpy()
-        # Frequencies below 2^24 are what they are in float32.
+        # The frequencies, below 2^24, are exact in float32.
         self._models: list[Any] = [
             categorical(table.float().numpy(), perfect=False) for table in quantizer.split_tables()
         ]
@@ -63,54 +58,50 @@ class SymbolCoder:
         return len(self._models)
 
     def encode(self, symbols: NDArray[np.int32]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Return the words of symbols (features, tokens), and how far some are past their tables.
+        """Return the words of symbols (features, tokens), and distances past their tables.
 
-        Symbols are within `FARTHEST_PAST` of 0.
+        Absolute values of symbols are at most `FARTHEST_PAST`.
         """
         reach = self._reach[:, None]
         within = np.clip(symbols, -reach, reach)
         past = np.abs(symbols - within)[np.abs(within) == reach]
         coder = self._new_coder()
-        for latent in reversed(range(self.features)):  # what is coded last is decoded first
+        for latent in reversed(range(self.features)):  # decoding is last in, first out
             coder.encode_reverse(within[latent] + self._reach[latent], self._models[latent])
         return coder.get_compressed(), past.astype(np.uint32)
 
     def decode(
         self, words: NDArray[np.uint32], past: NDArray[np.uint32], tokens: int
     ) -> NDArray[np.int32]:
-        """Return the symbols (features, tokens) that `encode` was given.
+        """Return the encoded symbols, (features, tokens).
 
         Raises
         ------
         CacheError
-            If words or distances do not belong to this number of tokens and these tables.
+            If words or distances do not fit the number of tokens and the tables.
         """
         symbols = np.empty((self.features, tokens), dtype=np.int32)
         try:
             coder = self._new_coder(words)
             for latent, model in enumerate(self._models):
                 symbols[latent] = coder.decode(model, tokens)
-            whole = coder.is_empty()
+            complete = coder.is_empty()
         except ValueError:
-            whole = False
+            complete = False
         reach = self._reach[:, None]
         symbols -= reach
         ends = np.abs(symbols) == reach
-        if not whole or ends.sum() != len(past) or (past > FARTHEST_PAST).any():
+        if not complete or ends.sum() != len(past) or (past > FARTHEST_PAST).any():
             raise CacheError("symbols are not those of the plan's tables")
         symbols[ends] += np.sign(symbols[ends]) * past.astype(np.int32)
         return symbols
 
 
 class SiteCodec:
-    """Keys (before rotation) or values of a layer as symbols, these as bytes, and back.
+    """Conversion of keys (before rotation) or values of a layer to symbols and bytes, and back.
 
-    Keys and values are (B·m, D), all heads side by side, float32.
-
-    Parameters
-    ----------
-    plan : SitePlan
-        With an `EntropyCoded` quantizer.
+    Keys and values are (B·m, D) with concatenated heads, float32. The quantizer of the plan is
+    `EntropyCoded`.
     """
 
     def __init__(self, plan: SitePlan) -> None:
@@ -121,7 +112,7 @@ class SiteCodec:
         self._coder = SymbolCoder(plan.quantizer)
 
     def expected(self, context: PredictorContext) -> Tensor:
-        """Return the expected keys or values, (D,) or (B·m, D)."""
+        """Return the predicted keys or values, (D,) or (B·m, D)."""
         return self._plan.expected(self._down, context.inputs)
 
     def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
@@ -130,7 +121,7 @@ class SiteCodec:
         Raises
         ------
         CacheError
-            If x is not finite, or far too large.
+            If x is not finite, or too large.
         """
         latents = ((x - expected) @ self._down).mT
         if not bool((latents.abs() < FARTHEST_PAST).all()):  # false of NaN too
@@ -138,15 +129,15 @@ class SiteCodec:
         return latents.round().int().contiguous()
 
     def reconstruct(self, symbols: Tensor, expected: Tensor) -> Tensor:
-        """Return the keys or values of symbols."""
+        """Return the keys or values reconstructed from symbols."""
         return (symbols.mT * self._gain) @ self._up.mT + expected
 
     def encode(self, symbols: Tensor) -> bytes:
-        """Return symbols as bytes, their lengths first."""
+        """Return encoded symbols, preceded by their lengths."""
         words, past = self._coder.encode(symbols.numpy())
         lengths = LENGTHS.pack(len(words), len(past))
         return lengths + words.astype("<u4").tobytes() + past.astype("<u4").tobytes()
 
     def decode(self, words: NDArray[np.uint32], past: NDArray[np.uint32], tokens: int) -> Tensor:
-        """Return the symbols that `encode` was given, of B·m tokens."""
+        """Return the symbols of B·m tokens."""
         return torch.from_numpy(self._coder.decode(words, past, tokens))

@@ -81,7 +81,7 @@ class TestStoredCache:
     @pytest.mark.parametrize(
         ("of", "message"),
         [
-            ("stored", "letter.txt: 11 bytes are no stored cache; take another file as --cache"),
+            ("stored", "letter.txt: not a stored cache (bad magic); take another file as --cache"),
             ("plan", "the plan holds no tables of symbols"),
             (None, "goes with the --plan of recipe stored"),
         ],
