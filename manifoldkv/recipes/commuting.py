@@ -1,4 +1,4 @@
-"""Bases that commute with the rotation of keys, all layers at the same ranks."""
+"""Bases that commute with the rotation of keys, with equal ranks in all layers."""
 
 from __future__ import annotations
 
@@ -39,35 +39,33 @@ if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
 Weights = Literal["fisher", "kq-svd", "layer-output"]
-"""Costs of errors in keys and values."""
+"""Objectives of commuting bases."""
 
 
 @dataclass(frozen=True)
 class CommutingRecipe(Recipe):
-    """Keys in bases that commute with their rotation, values in as many latents.
+    """Key bases that commute with rotation, and value bases of the same rank.
 
-    A plan of it is the only one that `export_checkpoint` can fold into the weights of a model: keys
-    are stored after rotation and never rebuilt, all layers have the same ranks of frequencies, and
-    keys and values of a group of heads the same width (see `manifoldkv.commuting`). The ratio is
-    kept at every length, since no token stays exact. It depends neither on the rank rule nor on
-    whether keys are stored before rotation.
+    Only its plans can be folded into the weights of a model by `export_checkpoint`: keys are stored
+    after rotation and never reconstructed, all layers have the same ranks of frequencies, and keys
+    and values of a head group the same width (see `manifoldkv.commuting`). The ratio holds at every
+    length, without sink tokens. Rank rules and `rotary` have no effect.
 
     Parameters
     ----------
     objective : {"fisher", "kq-svd", "layer-output"}
-        Cost of an error: nats to second order (`fisher_moments`); its relative size in scores and
-        in V W_O (`KQSVD`); or the error at the output of the decoder layer (`LayerOutput`), for
-        which Riemannian Adam refines the bases of ``"kq-svd"`` at their ranks.
+        Cost of errors: nats to second order (`fisher_moments`); relative errors of scores and of
+        V W_O (`KQSVD`); or the decoder-layer output error (`LayerOutput`), for which Riemannian
+        Adam refines the bases of ``"kq-svd"`` at their ranks.
     grouping : str or int
-        Heads that share a basis, ``"all"`` or a number: each group becomes one KV head.
+        Heads that share a basis, ``"all"`` or a number; each group becomes one KV head.
     tuning_steps : int
-        Steps of `tune`, at the end.
+        Number of final steps of `tune`.
 
     Raises
     ------
     ArgumentError
-        If there is no such objective.
-        If the grouping does not exist, or shares one small basis between heads.
+        If the objective or the grouping is unknown, or the grouping is ``"shared"``.
     """
 
     objective: Weights = "fisher"
@@ -88,7 +86,7 @@ class CommutingRecipe(Recipe):
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields under the names that `RankRecipe.describe` has."""
+        """Return all fields under the names of `RankRecipe.describe`."""
         return {
             "objective": {"name": self.objective},
             "solver": {
@@ -110,7 +108,7 @@ class CommutingRecipe(Recipe):
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         check_run(decoder, config)
-        check_turns_halves(decoder)
+        check_rotates_halves(decoder)
         if config.quantization is not None:
             config.quantization.check_windows(decoder.windows)
         self._grouping_and_latents(decoder, config.ratio)
@@ -140,7 +138,7 @@ class CommutingRecipe(Recipe):
         return run.plan(decoder, layers, rotary="post")
 
     def _grouping_and_latents(self, decoder: Decoder, ratio: float) -> tuple[HeadGrouping, int]:
-        """Return the head grouping and the latents of a group, for keys and for values."""
+        """Return the head grouping and the number of latents of a group, for both sites."""
         grouping = HeadGrouping(self.grouping, decoder.kv_heads)
         return grouping, _latents(ratio, decoder.head_dim, grouping)
 
@@ -167,9 +165,9 @@ class CommutingRecipe(Recipe):
 def _refining_seconds(
     activations: LayerActivations, grouping: HeadGrouping, latents: int, share: float
 ) -> float:
-    """Return the seconds of the refinement of a layer, by steps on bases that do not commute.
+    """Return the seconds of the refinement of a layer, measured on bases that do not commute.
 
-    Activations are those of a share of the calibration sequences.
+    `share` is that of the activations in the calibration sequences.
     """
     solver, factor = REFINEMENT.probe_run(share)
     rank = min(latents // grouping.width, activations.head_dim)
@@ -182,10 +180,7 @@ def _refining_seconds(
 
 
 def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
-    """Return the largest number of latents of a group within a ratio.
-
-    It is even and a multiple of the heads of a group.
-    """
+    """Return the largest number of latents of a group within a ratio, even and a multiple of g."""
     features, step = head_dim * grouping.width, math.lcm(2, grouping.width)
     latents = int(ratio * features / step + 1e-9) * step
     if not latents:
@@ -196,14 +191,8 @@ def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
     return latents
 
 
-def check_turns_halves(decoder: Decoder) -> None:
-    """Refuse a model that does not turn features j and d/2 + j of a head by one angle, for all j.
-
-    Raises
-    ------
-    ModelError
-        If it turns neighbours, or a part of the features only.
-    """
+def check_rotates_halves(decoder: Decoder) -> None:
+    """Raise `ModelError` unless features j and d/2 + j of a head have one angle, for all j."""
     start = torch.zeros(1, 1, dtype=torch.long, device=decoder.device)
     for index, layer in enumerate(decoder.layers):
         cos, _ = decoder.angles(index, start, like=start.float())

@@ -1,9 +1,8 @@
-"""Bases that commute with the rotation of keys: in closed form, and refined by layer-output error.
+"""Commuting bases of keys in closed form, and their refinement by layer-output error.
 
-With second moments C_j = E[z zᴴ] and weights W_j of one frequency, errors cost
-tr((I - A Bᴴ) C_j (I - A Bᴴ)ᴴ W_j) when all phases are alike. The least cost is that of the leading
-eigenvectors U of W_j^½ C_j W_j^½, with B = W_j^½ U and A = W_j^-½ U, and an eigenvalue is the
-gain of its direction.
+With second moments C_j = E[z zᴴ] and weights W_j of one frequency, averaged over phases, the cost
+of errors is tr((I - A Bᴴ) C_j (I - A Bᴴ)ᴴ W_j). The minimum is at the leading eigenvectors U of
+W_j^½ C_j W_j^½, with B = W_j^½ U and A = W_j^-½ U; an eigenvalue is the gain of its direction.
 """
 
 from __future__ import annotations
@@ -29,49 +28,43 @@ from manifoldkv.runs.progress import follow
 from manifoldkv.solvers import RiemannianAdam
 
 Forms = tuple[Tensor, Tensor]
-"""Second moments of keys or values and the weight of errors in them, (groups, g·d, g·d) both."""
+"""Second moments of keys or values and weights of their errors, (groups, g·d, g·d) each."""
 
 REFINEMENT = RiemannianAdam(learning_rate=0.3)
-"""Steps and samples of the refinement; points are on manifolds of commuting bases."""
+"""Solver of the refinement, on the manifolds of commuting bases."""
 
 
 def closed_form(forms: Sequence[Forms], pairs: int, grouping: HeadGrouping) -> list[Basis]:
-    """Return commuting bases of the keys of all layers, of the same frequencies.
+    """Return commuting bases of the keys of all layers, with the same frequencies, float32.
 
-    The ranks r_j of frequencies are those of the largest gains in all layers and groups together.
+    The rank r_j of a frequency is its number of largest gains, summed over layers and groups.
 
     Parameters
     ----------
     forms : sequence of tuple of Tensor
-        Forms of the keys of every layer, before rotation or after it.
+        Forms of the keys of every layer, before or after rotation.
     pairs : int
-        Pairs of latents of every group, Σ_j r_j.
+        Number of pairs of latents of every group, Σ_j r_j.
     grouping : HeadGrouping
         Heads that share a basis.
-
-    Returns
-    -------
-    list of Basis
-        float32.
     """
     width, directions = grouping.width, []
     for gram, weight in forms:
         moments, weights = hermitian_parts(gram, width), hermitian_parts(weight, width)
         directions.append(weighted_directions(moments, weights))  # (G, d/2, g), (G, d/2, g, g)
     saved = torch.stack([gains for gains, _, _ in directions]).sum(dim=(0, 1))  # (d/2, g)
-    # Stable, and gains of a frequency fall: the first r_j directions of each are taken.
+    # The sort is stable and gains fall within a frequency: its first r_j directions are taken.
     kept = saved.flatten().sort(descending=True, stable=True).indices[:pairs].sort().values
-    at, column = kept // width, kept % width
-    frequencies, head_dim = tuple(at.tolist()), 2 * saved.shape[0]
+    frequency, column = kept // width, kept % width
+    frequencies, head_dim = tuple(frequency.tolist()), 2 * saved.shape[0]
     bases = []
     for _, down, up in directions:
-        # Two indices that stand apart put their axis first: (pairs, G, g).
-        of_down = down[:, at, :, column].movedim(0, -1)
-        of_up = up[:, at, :, column].movedim(0, -1)
-        of_down, of_up = same_size(of_down, of_up)
-        bases.append(
-            commuting_basis(_stored(of_down), _stored(of_up), frequencies, grouping, head_dim)
-        )
+        # Separated index tensors put their axis first: (pairs, G, g).
+        down_columns = down[:, frequency, :, column].movedim(0, -1)
+        up_columns = up[:, frequency, :, column].movedim(0, -1)
+        down_columns, up_columns = same_size(down_columns, up_columns)
+        columns = _stored(down_columns), _stored(up_columns)
+        bases.append(commuting_basis(*columns, frequencies, grouping, head_dim))
     return bases
 
 
@@ -82,9 +75,9 @@ def _stored(columns: Tensor) -> Tensor:
 def fisher_forms(
     decoder: Decoder, run: Run, grouping: HeadGrouping, folder: str | Path | None
 ) -> Iterator[tuple[Forms, Forms]]:
-    """Yield forms of the keys and of the values of every layer, in nats to second order.
+    """Yield forms of keys and of values by layer, weighted by Fisher information, in nats.
 
-    Fisher moments are stored in the folder, for a run that resumes.
+    Fisher moments are stored in the folder, from which a run resumes.
     """
     moments = fisher_moments(
         decoder.model, run.tokens, seed=run.config.seed, rotary="pre", folder=folder
@@ -101,7 +94,7 @@ def _fisher_forms(moments: SiteMoments, grouping: HeadGrouping) -> Forms:
 
 
 def _diagonal_blocks(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Return the blocks of head groups on the diagonal of a matrix of all heads, (G, g·d, g·d)."""
+    """Return the diagonal blocks (G, g·d, g·d) of head groups in a matrix of all heads."""
     groups = grouping.groups
     blocks = matrix.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))  # (G, p, G, p)
     return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
@@ -110,9 +103,9 @@ def _diagonal_blocks(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
 def query_forms(
     decoder: Decoder, run: Run, grouping: HeadGrouping
 ) -> Iterator[tuple[Forms, Forms]]:
-    """Yield forms of the keys and of the values of every layer, weighted as by `KQSVD`.
+    """Yield forms of keys and of values by layer, with the weights of `KQSVD`.
 
-    The forms of each site are scaled so that the largest possible cost is 1.
+    The forms of each site are scaled to a largest possible cost of 1.
     """
     objective = KQSVD()
     for activations in follow(capture(decoder.model, run.tokens), len(decoder.layers)):
@@ -124,30 +117,24 @@ def query_forms(
 def _relative(gram: Tensor, weight: Tensor) -> Forms:
     gram, weight = gram.cpu(), weight.cpu()
     total = (gram * weight).sum()
-    return gram, weight / total if total > 0 else weight  # a layer of zeros loses nothing
+    return gram, weight / total if total > 0 else weight  # total is 0 for a layer of zeros
 
 
 def refined(
     decoder: Decoder, run: Run, bases: Sequence[tuple[Basis, Basis]]
 ) -> Iterator[tuple[Basis, Basis]]:
-    """Yield the bases of every layer, trained from these on the loss of `LayerOutput`.
+    """Yield the bases of every layer, refined by the loss of `LayerOutput` at constant ranks.
 
-    Keys are trained with exact values and the other way round (Eq. dkv_delta). Ranks and
-    frequencies do not change.
+    Keys are trained with uncompressed values and vice versa (Eq. dkv_delta).
 
     Parameters
     ----------
     decoder : Decoder
-        Unwrapped.
+        View of the model.
     run : Run
         Calibration tokens and seed.
     bases : sequence of tuple of Basis
-        Bases of the keys and the values of every layer.
-
-    Raises
-    ------
-    RunError
-        If a loss is not finite.
+        Bases of keys and of values by layer.
     """
     objective, seed = LayerOutput(), run.config.seed
     for activations in follow(capture(decoder.model, run.tokens), len(bases)):

@@ -1,4 +1,4 @@
-"""The time and memory of a run of `compress`, estimated from a small part of it."""
+"""Estimates of the time and memory of `compress`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def estimate(
     config: CompressionConfig | None = None,
     **settings: Any,
 ) -> Estimate:
-    """Estimate a run of `compress`, whose parameters these are, on this machine.
+    """Estimate time and memory of a run of `compress`, with the same parameters, on this machine.
 
-    The first layer is captured on a few sequences, and a part of the work is done on it.
+    The first layer is captured on a few sequences, and a part of the work is measured on it.
 
     Raises
     ------
     ManifoldKVError
-        What `compress` would raise before any long work.
+        As `compress`, before any long work.
     """
     decoder = Decoder.of(model)
     run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))

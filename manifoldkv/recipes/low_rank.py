@@ -41,29 +41,27 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankRecipe(Recipe):
-    """Bases of an objective by a solver, at the ranks that a rule chooses.
+    """Bases of an objective by a solver, at the ranks of a rank rule.
 
-    Objective, solver and rank rule may be given by their registered names, which stand for objects
-    with default fields.
+    Registered names of objectives, solvers and rank rules stand for objects with default fields.
 
     Parameters
     ----------
     objective : Objective
-        What a good basis keeps.
+        Loss of the bases.
     solver : Solver
-        How it is found.
+        Solver of the objective.
     key_grouping, value_grouping : str or int
-        Which heads share a basis.
+        Heads that share a basis of keys and of values; see `HeadGrouping`.
     ranks : RankRule
-        How the ranks of all layers are chosen.
+        Rank rule over all layers.
     tuning_steps : int
-        Of `tune`, at the end; 0 leaves bases as the solver found them.
+        Number of final steps of `tune`.
 
     Raises
     ------
     ArgumentError
-        If a name is not registered.
-        If a grouping does not exist.
+        If a name or a grouping is unknown.
     """
 
     objective: Objective
@@ -80,11 +78,11 @@ class RankRecipe(Recipe):
             object.__setattr__(self, name, parse_grouping(getattr(self, name)))
 
     def grouping(self, site: Site) -> str | int:
-        """Return which heads share a basis at a site."""
+        """Return the head grouping of a site."""
         return self.key_grouping if site == "key" else self.value_grouping
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields, methods by their names and fields, as a plan's provenance has them."""
+        """Return all fields, methods by names and fields, for a plan's provenance."""
         methods = {
             name: registry.describe(getattr(self, name)) for name, registry in REGISTRIES.items()
         }
@@ -99,7 +97,7 @@ class RankRecipe(Recipe):
         check_run(decoder, config)
         if config.quantization is not None:
             config.quantization.check_windows(decoder.windows)
-        BasisFinder(self, config.rotary, config.seed)  # do objective and solver go together?
+        BasisFinder(self, config.rotary, config.seed)  # raises if the solver does not accept
         self.ranks.candidate_ranks(_budget(decoder, config, context_of(decoder, tokens, config)))
 
     def fit(
@@ -108,8 +106,8 @@ class RankRecipe(Recipe):
         budget = _budget(decoder, run.config, run.context)
         candidates = self.ranks.candidate_ranks(budget)
         rotary, threads = run.config.rotary, torch.get_num_threads()
-        alone = nullcontext() if folder is None else only_run(Path(folder))
-        with alone, on_threads(threads):  # all of it, also what is no task
+        lock = nullcontext() if folder is None else only_run(Path(folder))
+        with lock, on_threads(threads):  # all of it, tasks or not
             checkpoints = run.checkpoints(decoder, folder)
             of_ranks = self._rank_checkpoints(checkpoints, run, candidates)
             finder = BasisFinder(self, rotary, run.config.seed)
@@ -131,10 +129,10 @@ class RankRecipe(Recipe):
         """Return the checkpoints of rank sensitivities, which depend on all bases."""
         described = self.describe()
         of_bases = ("objective", "solver", "key_grouping", "value_grouping")
-        made = checkpoints.made_by(
+        of_code = checkpoints.made_by(
             BasisFinder, type(self.objective), type(self.solver), type(self.ranks)
         )
-        return made.keyed(
+        return of_code.keyed(
             recipe={name: described[name] for name in of_bases},
             rotary=run.config.rotary,
             seed=run.config.seed,
@@ -142,7 +140,7 @@ class RankRecipe(Recipe):
         )
 
     def _chosen(self, problem: RankProblem) -> list[Ranks]:
-        """Return the ranks of all layers by the rule of the recipe, which must meet the budget."""
+        """Return the ranks of all layers, or raise `ArgumentError` if they exceed the budget."""
         name, budget = self.describe()["ranks"]["name"], problem.budget
         LOG.info("choosing ranks by the %s rule", name)
         ranks = self.ranks.choose(problem)
@@ -168,8 +166,8 @@ class RankRecipe(Recipe):
     def _solving(
         self, activations: LayerActivations, run: Run, candidates: list[CandidateRanks]
     ) -> float:
-        """Return the seconds for the bases of all layers; activations are of a few sequences."""
-        solver, longer = self.solver.probe_run(activations.sequences / len(run.tokens))
+        """Return the seconds of the bases of all layers, from activations of a few sequences."""
+        solver, factor = self.solver.probe_run(activations.sequences / len(run.tokens))
         total = 0.0
         for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
             grouping = HeadGrouping(self.grouping(site), activations.kv_heads)
@@ -178,11 +176,11 @@ class RankRecipe(Recipe):
             if solved:  # full rank is the identity
                 middle = sorted(solved)[len(solved) // 2]
                 seconds, _ = timed(partial(solver.solve, problem, middle))
-                total += len(solved) * longer * seconds
+                total += len(solved) * factor * seconds
         return total
 
     def _bytes_per_token(self, activations: LayerActivations) -> int:
-        """Return bytes of inputs and outputs, then of keys, values and mixtures of values."""
+        """Return the bytes of inputs, outputs and tensors held for an iterative solver."""
         nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
         if not isinstance(self.solver, ClosedForm):
             width = HeadGrouping(self.value_grouping, activations.kv_heads).width
@@ -200,4 +198,4 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "solver": SOLVERS,
     "ranks": RANK_RULES,
 }
-"""Of the methods of a `RankRecipe`, by its fields."""
+"""Registries of the methods of a `RankRecipe`, by field."""

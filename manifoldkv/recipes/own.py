@@ -1,4 +1,4 @@
-"""A calibration text sampled from the model itself, where no other text is at hand.
+"""Calibration text sampled from the model itself, where no other text is available.
 
 Samples of a language model are distributed like its training data (Liu et al. 2023, LLM-QAT:
 Data-free quantization aware training for large language models, arXiv 2305.17888).
@@ -21,7 +21,7 @@ from manifoldkv.text.tokens import LENGTH, check_length, check_size, positions
 
 OWN_SEQUENCES = 16
 BATCH_SIZE = 16
-"""Sequences that are sampled together."""
+"""Number of sequences sampled together."""
 
 
 @torch.no_grad()
@@ -32,31 +32,26 @@ def own_text(
     *,
     seed: int = 0,
 ) -> Tensor:
-    """Return token ids sampled from a model, beginning with its start token.
+    """Return token ids sampled from a model, (sequences, length), int64, each from a start token.
 
     Parameters
     ----------
     model : PreTrainedModel
-        From `load_model`.
+        Causal language model, as from `load_model`.
     sequences : int
         Number of sequences.
     length : int, optional
-        Tokens of each; 512, or the positions of the model if it has fewer, if omitted.
+        Number of tokens of each; 512, or the positions of the model if fewer, if omitted.
     seed : int
         Seed of the samples.
-
-    Returns
-    -------
-    Tensor
-        (sequences, length), int64.
 
     Raises
     ------
     ArgumentError
-        If a count is not positive, or the length is above the positions of the model.
-        If the seed is not an integer of 64 bits.
+        If a count is not positive, the length exceeds the positions of the model, or the seed is
+        not an integer of 64 bits.
     ModelError
-        If a weight of the model is not finite, or its logits are not.
+        If a weight or the logits of the model are not finite.
     """
     model = unwrapped(model)
     check_seed(seed)
@@ -78,7 +73,7 @@ def _sampled(
     generator: torch.Generator,
     bar: tqdm[NoReturn],
 ) -> Tensor:
-    """Return a batch of sequences; an end token is followed by another text."""
+    """Return a batch of sequences; sampling continues after an end token."""
     ids = [_first_tokens(model, sequences, generator)]
     cache = DynamicCache(config=model.config)
     bar.update()
@@ -96,7 +91,7 @@ def _sampled(
 
 
 def _first_tokens(model: PreTrainedModel, sequences: int, generator: torch.Generator) -> Tensor:
-    """Return start tokens, (sequences, 1): random ones if the model has no start or end token."""
+    """Return start tokens (sequences, 1), random ones if the model has no start or end token."""
     config = model.config.get_text_config()
     shape, device = (sequences, 1), model.device
     for token in (config.bos_token_id, config.eos_token_id):

@@ -1,4 +1,4 @@
-"""A probe run: the first layer on a few sequences, to estimate what all will take."""
+"""Probe runs: the first layer on a few sequences, to estimate the time and memory of a run."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ T = TypeVar("T")
 
 PROBED_SEQUENCES = 4
 FORWARDS_OF_TUNING = 5
-"""Cost of tuning for each sequence of a step, in forward passes: the exact one, the compressed one,
-and the compressed one again with its gradient."""
+"""Number of forward passes per sequence of a tuning step: uncompressed, compressed, and compressed
+with its gradient."""
 FORWARDS_OF_FISHER = 5
-"""Cost of Fisher moments for each sequence, in forward passes: one forwards and backwards, and
-every layer again."""
+"""Number of forward passes per sequence of Fisher moments: forwards, backwards, and every layer
+again."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time and memory of a run, which are estimates, and the bytes of its cache.
+    """Estimated time and memory of a run, and the size of its cache.
 
     Parameters
     ----------
     seconds : dict
-        Of the parts: ``"capture"``, ``"bases"``, ``"ranks"`` and ``"tuning"``.
+        Seconds of ``"capture"``, ``"bases"``, ``"ranks"`` and ``"tuning"``.
     weight_bytes : int
-        All weights; of an offloaded model those of one decoder layer and all that is not in one.
+        Bytes of all weights; with offloading those of one decoder layer and outside of layers.
     activation_bytes : int
-        Of one layer, with what an iterative solver stores of it at most; they go to files where
-        they do not fit.
+        Largest bytes of one layer's activations, in files where they do not fit into memory.
     cache_bytes : float
-        Most bytes per token of a text as long as the calibration sequences, in the dtype of
-        the model.
+        Largest bytes per token of a text as long as the calibration sequences, in the dtype of the
+        model.
     stock_bytes : int
-        Per token of the uncompressed cache.
+        Bytes per token of the uncompressed cache.
     """
 
     seconds: dict[str, float]
@@ -60,7 +59,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Probe:
-    """The first layer on a few sequences.
+    """Measurements of the first layer on a few sequences.
 
     Parameters
     ----------
@@ -69,11 +68,11 @@ class Probe:
     tokens : Tensor
         All calibration tokens, (sequences, length).
     activations : LayerActivations
-        Of the first layer, on the first sequences.
+        Activations of the first layer on the first sequences.
     forward : float
-        Seconds of a sequence through the model.
+        Seconds of a forward pass of one sequence.
     per_layer : float
-        Seconds of the capture of a layer, on all sequences.
+        Seconds of the capture of a layer on all sequences.
     """
 
     decoder: Decoder
@@ -84,14 +83,14 @@ class Probe:
 
     @classmethod
     def of(cls, decoder: Decoder, tokens: Tensor) -> Probe:
-        """Run the probe."""
-        LOG.info("rehearsing on %d sequences", min(PROBED_SEQUENCES, len(tokens)))
+        """Measure the first layer."""
+        LOG.info("probe run on %d sequences", min(PROBED_SEQUENCES, len(tokens)))
         model = decoder.model
         few = tokens[:PROBED_SEQUENCES].to(model.device)
         with torch.no_grad():
             log_probabilities(model, few[:1])  # the first call is slower than all others
             forward, _ = timed(lambda: log_probabilities(model, few[:1]))
-        captured = capture(model, few, [0])  # keeps the layer's weights while it is there
+        captured = capture(model, few, [0])  # a generator, which keeps the layer's weights loaded
         first, activations = timed(lambda: next(captured))
         per_layer = max(0.0, first - forward) * len(tokens) / len(few)
         return cls(decoder, tokens, activations, forward, per_layer)
@@ -103,12 +102,12 @@ class Probe:
 
     @property
     def input_bytes(self) -> int:
-        """Return the bytes of the inputs of a layer, per token."""
+        """Return the bytes per token of the inputs of a layer."""
         return int(self.activations.inputs.shape[-1] * self.activations.inputs.itemsize)
 
     @property
     def fisher_seconds(self) -> float:
-        """Return the seconds of Fisher moments."""
+        """Return the estimated seconds of Fisher moments."""
         return FORWARDS_OF_FISHER * len(self.tokens) * self.forward
 
     def estimate(
@@ -123,16 +122,8 @@ class Probe:
     ) -> Estimate:
         """Return the estimate of a run.
 
-        Parameters
-        ----------
-        ratio : float
-            Of the cache.
-        capture, bases, ranks : float
-            Seconds of these parts.
-        activation_bytes : int
-            Per token.
-        tuning_steps : int
-            Of `tune`.
+        `ratio` is that of the cache, `capture`, `bases` and `ranks` are seconds, and
+        `activation_bytes` are bytes per token.
         """
         tuning = tuning_steps * SEQUENCES_PER_STEP * FORWARDS_OF_TUNING * self.forward
         elements = 2 * self.decoder.features
@@ -158,5 +149,5 @@ def _weight_bytes(decoder: Decoder) -> int:
 def timed(run: Callable[[], T]) -> tuple[float, T]:
     """Return the seconds of a call and its result."""
     start = time.perf_counter()
-    found = run()
-    return time.perf_counter() - start, found
+    result = run()
+    return time.perf_counter() - start, result

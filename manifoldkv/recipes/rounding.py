@@ -1,4 +1,4 @@
-"""From a plan to one with integer latents: the free rotation of a basis, and static ranges."""
+"""Quantization of a plan's latents: transforms within each subspace, and static ranges."""
 
 from __future__ import annotations
 
@@ -36,36 +36,37 @@ def quantize(
     quantization: Quantization,
     rotation: Rotation = "hadamard",
 ) -> CompressionPlan:
-    """Return the plan with its latents rounded to integers.
+    """Return a plan with integer latents.
 
-    A basis may be rotated within its subspace without any effect on exact latents; on rounded ones
-    the effect is large.
+    An orthogonal transform of the latents does not change their span, and matters only once they
+    are rounded, where its effect is large.
 
     Parameters
     ----------
     plan : CompressionPlan
-        Of unquantised latents.
+        Plan with 16-bit latents.
     model, tokens
-        As in `compress`; the tokens calibrate the rotation and the static ranges, but for the first
-        of every sequence where the plan keeps them as they are.
+        As in `compress`. The tokens calibrate the transform and the static ranges, without the sink
+        tokens of the plan.
     quantization : Quantization
         Bits and layout.
     rotation : {"hadamard", "pca", "none"}
-        ``"hadamard"`` spreads every direction evenly over all elements of a latent (a random
-        orthogonal matrix where the size is no power of two), ``"pca"`` sorts directions by
-        variance, ``"none"`` leaves them as the solver found them. With the same ranks in every
-        layer, the default has the lowest added NLL at 4 bits of the static layout, on both
-        reference models with bases of EigenAttention and of the paper's objective, and at 3 bits on
-        three of these four; at 2 bits none is best throughout, and at 8 bits and in KIVI's layout
-        the differences are small (``docs/not-worth-it.md``). It is no law: on the
-        paper's plan of sequential ranks for reference-llama ``"none"`` has the lowest perplexity
-        (``figures/quantization_llama.png``).
+        Transform of the latents. ``"hadamard"`` spreads every direction evenly over all latents (a
+        random orthogonal matrix where the rank is not a power of two), ``"pca"`` sorts directions
+        by variance, ``"none"`` keeps the solver's. With the same ranks in every layer, the default
+        has the lowest added NLL at 4 bits of the static layout, on both reference models with bases
+        of EigenAttention and of the paper's objective, and at 3 bits on three of these four; at 2
+        bits ``"none"`` is best throughout, and at 8 bits and in KIVI's layout the differences are
+        small (``docs/not-worth-it.md``). On the paper's plan of sequential ranks for
+        reference-llama, ``"none"`` has the lowest perplexity (``figures/quantization_llama.png``).
 
     Raises
     ------
+    ArgumentError
+        If the transform is unknown.
     PlanError
-        If the plan is quantised already or made for another model, if the layout does not fit it,
-        or if the calibration sequences have no tokens besides the first that it keeps.
+        If the plan is quantized or of another model, the layout does not fit it, or the calibration
+        sequences have no tokens but sink tokens.
     """
     if not plan.rank_only:
         raise PlanError(f"the plan is quantised already: its latents are {plan.formats}")
@@ -85,7 +86,7 @@ def quantize(
     layers = []
     for activations in follow(capture(decoder.model, tokens), len(plan.layers)):
         layer = plan.layers[activations.layer]
-        sinks = layer.sink_tokens(plan.sinks)  # whose latents nobody sees
+        sinks = layer.sink_tokens(plan.sinks)  # stored uncompressed: no query reads their latents
         keys = activations.keys_in(plan.rotary)[:, :, sinks:]
         values = activations.values_of()[:, :, sinks:]
         key = _rotated(layer.key.basis, keys, rotation)
@@ -101,19 +102,19 @@ def quantize(
 
 
 def _rotated(basis: Basis, x: Tensor, rotation: Rotation) -> Basis:
-    """Return the same subspace with other coordinates; x are the keys or values (S, H_kv, n, d)."""
+    """Return the basis with transformed latents; x are the keys or values (S, H_kv, n, d)."""
     if rotation == "none":
         return basis
     size = basis.down.shape[2]
-    turn = _pca(basis, x) if rotation == "pca" else _hadamard(size).to(basis.down)
-    down = detached(basis.down @ turn)
+    transform = _pca(basis, x) if rotation == "pca" else _hadamard(size).to(basis.down)
+    down = detached(basis.down @ transform)
     if not basis.orthonormal:
-        return Basis(down, detached(basis.up @ turn), basis.grouping)
+        return Basis(down, detached(basis.up @ transform), basis.grouping)
     return Basis(down, down, basis.grouping)
 
 
 def _pca(basis: Basis, x: Tensor) -> Tensor:
-    """Return the directions of latents by falling variance: (groups, w·r, w·r)."""
+    """Return the principal directions of latents, (groups, w·r, w·r), by falling variance."""
     latents = basis.grouping.split(x).double() @ basis.down.to(x.device, torch.float64)
     flat = latents.transpose(0, 1).flatten(1, 2)  # (head groups, S·n, w·r)
     if basis.grouping.groups == 1:
@@ -124,7 +125,7 @@ def _pca(basis: Basis, x: Tensor) -> Tensor:
 
 
 def _hadamard(size: int) -> Tensor:
-    """Return an orthogonal matrix (size, size) whose entries are all about equally large."""
+    """Return an orthogonal matrix (size, size) of entries of nearly equal magnitude."""
     generator = torch.Generator().manual_seed(size)
     if size & (size - 1) == 0:
         signs = torch.randint(0, 2, (size, 1), generator=generator) * 2.0 - 1

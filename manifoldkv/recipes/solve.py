@@ -1,4 +1,4 @@
-"""The bases of all layers at all candidate ranks, solved by an executor and stored one by one."""
+"""Bases of all layers at all candidate ranks, solved by an executor and stored one by one."""
 
 from __future__ import annotations
 
@@ -27,21 +27,9 @@ LOG = logging.getLogger(__name__)
 
 
 class BasisFinder:
-    """Solves for the bases of a site of a layer at some ranks, as a plan holds them.
+    """Solver of the bases of a site of a layer at several ranks.
 
-    Parameters
-    ----------
-    recipe : RankRecipe
-        Objective, solver and groupings.
-    rotary : {"pre", "post"}
-        Whether keys are projected before or after rotation.
-    seed : int
-        Seed of the solver.
-
-    Raises
-    ------
-    ArgumentError
-        If the objective and the solver do not go together.
+    Raises `ArgumentError` if the recipe's solver does not accept its objective.
     """
 
     def __init__(self, recipe: RankRecipe, rotary: Rotary, seed: int) -> None:
@@ -56,7 +44,7 @@ class BasisFinder:
     def __call__(
         self, activations: LayerActivations, site: Site, ranks: Sequence[int]
     ) -> Iterator[tuple[int, Basis]]:
-        """Yield every rank with its basis."""
+        """Yield ranks and their bases."""
         grouping = HeadGrouping(self._recipe.grouping(site), activations.kv_heads)
         problem = self._recipe.objective.problem(activations, site, grouping, self._rotary)
         for rank in ranks:
@@ -69,7 +57,7 @@ class BasisFinder:
             yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)
 
     def restored(self, tensors: dict[str, Tensor], site: Site, heads: int) -> Basis:
-        """Return the stored basis of a site with `heads` KV heads."""
+        """Return a stored basis of a site with `heads` KV heads."""
         grouping = HeadGrouping(self._recipe.grouping(site), heads)
         return Basis(tensors["down"], tensors.get("up", tensors["down"]), grouping)
 
@@ -95,24 +83,22 @@ def find_bases(
     threads: int,
     checkpoints: Checkpoints,
 ) -> list[LayerBases]:
-    """Return the bases of all layers at their candidate ranks.
-
-    Stored bases are read; every other one is stored before the next is waited for.
+    """Return the bases of all layers at their candidate ranks, resumed or solved and stored.
 
     Parameters
     ----------
     model, tokens
         As in `capture`.
     finder : BasisFinder
-        Solves for missing bases.
+        Solver of missing bases.
     candidates : sequence of CandidateRanks
         Candidate ranks of every layer.
     executor : Executor
-        Runs a task per site of a layer.
+        Executor of a task per layer and site.
     threads : int
-        Threads of a task.
+        Number of threads of a task.
     checkpoints : Checkpoints
-        Checkpoints for the model, the tokens and the number of threads.
+        Checkpoints keyed by model, tokens and number of threads.
     """
     heads = model.config.get_text_config().num_key_value_heads
     stored = {site: finder.checkpoints(checkpoints, site) for site in SITES}

@@ -1,4 +1,4 @@
-"""Bases of a plan as trainable points of manifolds."""
+"""Bases of a plan as trainable points on manifolds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
 
 
 class TrainableBases:
-    """The bases of a plan; those of full rank are not trained."""
+    """Trainable bases of a plan; those of full rank are constant."""
 
     def __init__(self, plan: CompressionPlan, device: torch.device) -> None:
         self._layers = [
@@ -30,12 +30,12 @@ class TrainableBases:
         return [p for layer in self._layers for site in layer for p in site.parameters()]
 
     def now(self) -> dict[int, tuple[Basis | None, Basis | None]]:
-        """Return the bases of keys and values by layer, None at full rank."""
+        """Return the current bases of keys and values by layer, None at full rank."""
         return {index: (key(), value()) for index, (key, value) in enumerate(self._layers)}
 
     @torch.no_grad()
     def plan(self, start: CompressionPlan) -> CompressionPlan:
-        """Return the plan with these bases."""
+        """Return the plan `start` with the trained bases."""
         layers = [
             replace(layer, key=SitePlan(key.trained()), value=SitePlan(value.trained()))
             for layer, (key, value) in zip(start.layers, self._layers, strict=True)
@@ -44,15 +44,14 @@ class TrainableBases:
 
 
 def trainable(basis: Basis, device: torch.device) -> _RealBasis | _CommutingBasis:
-    """Return a basis as trainable points of its manifolds."""
+    """Return a basis as trainable points on its manifolds."""
     return _CommutingBasis(basis, device) if basis.commuting else _RealBasis(basis, device)
 
 
 class _RealBasis(nn.Module):
-    """One basis: `down` and, unless it is orthonormal, the subspace that is projected along.
+    """Trainable real basis: `down` and, unless it is orthonormal, the span of `up`.
 
-    The projector of an oblique basis depends on the spans of `down` and `up` only, so both are
-    kept orthonormal.
+    The projector of an oblique basis depends on the two spans only, so both points are orthonormal.
     """
 
     def __init__(self, basis: Basis, device: torch.device) -> None:
@@ -73,7 +72,7 @@ class _RealBasis(nn.Module):
         return Basis(self._down, _dual(self._up, self._down), self._start.grouping)
 
     def trained(self) -> Basis:
-        """Return the basis at the current points, as a plan holds it."""
+        """Return the basis at the current points, in the dtype of the plan."""
         if self._full:
             return self._start
         down = detached(_span(self._down.double()))
@@ -84,9 +83,9 @@ class _RealBasis(nn.Module):
 
 
 class _CommutingBasis(nn.Module):
-    """A commuting basis: one or two subspaces of C^g for every frequency, as in `_RealBasis`.
+    """Trainable commuting basis: one or two subspaces of C^g for every frequency.
 
-    Frequencies of equal rank are one batch. Those of rank 0 or g are not trained.
+    Frequencies of equal rank are one batch. Those of rank 0 or g are constant.
     """
 
     def __init__(self, basis: Basis, device: torch.device) -> None:
@@ -98,7 +97,7 @@ class _CommutingBasis(nn.Module):
         self._indices = _columns_by_rank(basis, device)
         self._points = [
             # (G, frequencies, g, r) of indices (frequencies, r)
-            [_point(columns[:, :, at].movedim(1, 2)) for at in self._indices]
+            [_point(columns[:, :, index].movedim(1, 2)) for index in self._indices]
             for columns in self._columns
         ]
         self._registered = nn.ParameterList(p for points in self._points for p in points)
@@ -107,7 +106,7 @@ class _CommutingBasis(nn.Module):
         return self._basis(self._points) if self._indices else None
 
     def trained(self) -> Basis:
-        """Return the basis at the current points, as a plan holds it."""
+        """Return the basis at the current points, in the dtype of the plan."""
         if not self._indices:
             return self._start
         spans = [[_span(x.detach().to(torch.complex128)) for x in xs] for xs in self._points]
@@ -116,7 +115,7 @@ class _CommutingBasis(nn.Module):
         return replace(basis, down=down, up=down if basis.orthonormal else detached(basis.up))
 
     def _basis(self, spans: Sequence[Sequence[Tensor]]) -> Basis:
-        """Return the real basis in which trained columns are replaced by those of `spans`."""
+        """Return the real basis with the columns of `spans` in place of the trained ones."""
         down = up = self._with(self._columns[0], spans[0])
         if len(spans) > 1:
             duals = [_dual(up, down) for up, down in zip(spans[1], spans[0], strict=True)]
@@ -126,8 +125,8 @@ class _CommutingBasis(nn.Module):
 
     def _with(self, columns: Tensor, parts: Sequence[Tensor]) -> Tensor:
         columns = columns.to(parts[0].dtype)
-        for at, part in zip(self._indices, parts, strict=True):
-            columns = columns.index_copy(2, at.flatten(), part.movedim(2, 1).flatten(2))
+        for index, part in zip(self._indices, parts, strict=True):
+            columns = columns.index_copy(2, index.flatten(), part.movedim(2, 1).flatten(2))
         return columns
 
 
@@ -140,19 +139,19 @@ def _columns_by_rank(basis: Basis, device: torch.device) -> list[Tensor]:
     frequencies = basis.frequencies or ()
     by_rank: dict[int, list[list[int]]] = {}
     for frequency in sorted(set(frequencies)):
-        at = [i for i, other in enumerate(frequencies) if other == frequency]
-        if len(at) < basis.grouping.width:
-            by_rank.setdefault(len(at), []).append(at)
-    return [torch.tensor(at, device=device) for _, at in sorted(by_rank.items())]
+        columns = [i for i, other in enumerate(frequencies) if other == frequency]
+        if len(columns) < basis.grouping.width:
+            by_rank.setdefault(len(columns), []).append(columns)
+    return [torch.tensor(columns, device=device) for _, columns in sorted(by_rank.items())]
 
 
 def _dual(span: Tensor, down: Tensor) -> Tensor:
-    """Return the columns in a span for which ``upᵀ down``, or ``upᴴ down``, is the identity."""
+    """Return the columns `up` of a span for which ``upᴴ down`` is the identity."""
     return torch.linalg.solve(span.mH @ down, span.mH).mH
 
 
 def _span(columns: Tensor) -> Tensor:
-    """Return orthonormal columns with the same span and the same signs, or phases."""
+    """Return orthonormal columns of the same span, with the same signs or phases."""
     wide = torch.promote_types(columns.dtype, torch.float64)
     q, r = torch.linalg.qr(columns.to(wide))
     return (q * r.diagonal(dim1=-2, dim2=-1).sgn().unsqueeze(-2)).to(columns.dtype)

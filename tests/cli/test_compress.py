@@ -19,7 +19,7 @@ from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
 QUICK = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
-ESTIMATED = ["reading", "rehearsing"]
+ESTIMATED = ["reading", "probe"]
 
 
 def test_the_plan_is_saved(made: tuple[Path, Done]) -> None:
