@@ -1,4 +1,4 @@
-"""The contract of objectives and the problem that a solver minimises."""
+"""Contract of objectives, and the problem that a solver minimises."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ class Objective(ABC):
     """A loss over the bases of one site of one layer.
 
     Subclasses write `loss`, and may write `closed_form` (with `has_closed_form`) and `initial`.
-    Hyper-parameters are fields of a subclass that is a frozen dataclass too; data of a layer are in
-    the `Problem`.
+    They are frozen dataclasses whose fields are hyper-parameters; data are in the `Problem`.
     """
 
     full_batch_is_cheap: ClassVar[bool] = False
-    """Whether the loss over all data costs less than over a sample, because it depends on sums that
-    are computed once (Gram matrices, say). Keys and values are not held then."""
+    """Whether the loss over all data costs less than over a sample, as it depends on sums that are
+    computed once (Gram matrices, say). Keys and values are then not held."""
 
     @abstractmethod
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
         """Return the scalar to minimise, differentiable in the basis.
 
-        It may depend on ``down upᵀ`` only, must not be negative, and must vanish where ``down upᵀ``
-        is the identity.
+        It must be a function of ``down upᵀ``, not negative, and 0 if that is the identity.
 
         Parameters
         ----------
@@ -50,7 +48,7 @@ class Objective(ABC):
         basis : Basis
             Argument of the loss.
         batch : Batch, optional
-            Sequences and query rows; all of the data if omitted.
+            Sequences and query rows; all if omitted.
         """
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
@@ -63,12 +61,12 @@ class Objective(ABC):
         Raises
         ------
         ArgumentError
-            If none is known.
+            If there is no closed form.
         """
         raise ArgumentError(self.has_closed_form(problem.site, problem.grouping.name)[1])
 
     def initial(self, problem: Problem, rank: int) -> Basis:
-        """Return an orthonormal start of iterative solvers: here the basis of K-SVD."""
+        """Return an orthonormal start of iterative solvers, by default the basis of K-SVD."""
         gram = problem.summed(lambda part: gram_by_group(problem.data(part), problem.grouping))
         return leading_basis(gram, rank, problem.grouping, problem.activations.dtype)
 
@@ -79,7 +77,7 @@ class Objective(ABC):
         grouping: HeadGrouping,
         rotary: Rotary = "pre",
     ) -> Problem:
-        """Return the objective as a `Problem`, which has the same parameters."""
+        """Return the `Problem` of this objective, with its parameters."""
         return Problem(self, activations, site, grouping, rotary)
 
 
@@ -89,7 +87,7 @@ class Problem:
     Parameters
     ----------
     objective : Objective
-        Source of the loss.
+        Objective that defines the loss.
     activations : LayerActivations
         Calibration data.
     site : {"key", "value"}
@@ -116,23 +114,22 @@ class Problem:
         self._computed: dict[str, Any] = {}
 
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
-        """Return the objective's loss, see `Objective.loss`."""
+        """Return the loss of a basis; see `Objective.loss`."""
         return self.objective.loss(self, basis, batch)
 
     def closed_form(self, rank: int) -> Basis:
-        """Return the exact minimiser, see `Objective.closed_form`.
+        """Return the exact minimiser; see `Objective.closed_form`.
 
         Raises
         ------
         ArgumentError
-            If the rank is not between 1 and head_dim.
-            If no closed form is known.
+            If the rank is not between 1 and head_dim, or there is no closed form.
         """
         check_rank(rank, self.activations.head_dim)
         return self.objective.closed_form(self, rank)
 
     def initial(self, rank: int) -> Basis:
-        """Return the orthonormal basis to start from, see `Objective.initial`.
+        """Return the orthonormal start of iterative solvers; see `Objective.initial`.
 
         Raises
         ------
@@ -143,9 +140,9 @@ class Problem:
         return self.objective.initial(self, rank)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
-        """Return keys or values of some sequences or all, (s, H_kv, n, d).
+        """Return keys or values (s, H_kv, n, d) of `sequences`; None for all.
 
-        They are held for further steps, unless the objective needs each element only once.
+        They are held for later steps, unless the objective reads each element only once.
         """
         if self.objective.full_batch_is_cheap:
             batch = None if sequences is None else Batch(sequences)
@@ -156,7 +153,7 @@ class Problem:
         return self.activations.values_of(sequences)
 
     def once(self, compute: Callable[[Problem], T]) -> T:
-        """Return a function of this problem, computed at the first call only."""
+        """Return ``compute(self)``, computed at the first call only."""
         name = compute.__qualname__
         if name not in self._computed:
             self._computed[name] = compute(self)
@@ -165,7 +162,7 @@ class Problem:
     def summed(
         self, compute: Callable[[Tensor], Tensor], sequences: Tensor | None = None
     ) -> Tensor:
-        """Return the sum of a function of a few sequences at a time, over some or all sequences."""
+        """Return the sum of a function of a few sequences at a time, over all if None."""
         if sequences is None:
             sequences = torch.arange(self.activations.sequences)
         first, *others = sequences.split(SEQUENCES_AT_A_TIME)
@@ -175,15 +172,9 @@ class Problem:
         return total
 
     def statistics(self) -> Tensor:
-        """Return mean and variance of every feature, [μ; σ²], Eq. (dkv_stats).
-
-        Returns
-        -------
-        Tensor
-            (groups, 2·width·d)
-        """
+        """Return mean and variance of features, [μ; σ²], (groups, 2·width·d), Eq. (dkv_stats)."""
         activations, grouping = self.activations, self.grouping
-        heads = grouping.heads // grouping.width // grouping.groups  # that share a basis
+        heads = grouping.heads // grouping.width // grouping.groups  # number that share a basis
         count = activations.sequences * activations.length * heads
 
         def rows(part: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""EigenAttention: the reconstruction error of keys and queries together (Eq. app_eigen)."""
+"""EigenAttention: reconstruction error of keys and queries together (Eq. app_eigen)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from manifoldkv.objectives.linear_algebra import gram_by_group
 class EigenAttention(KSVD):
     """SVD of [K; Q] for keys; for values the same as K-SVD. The paper's baseline.
 
-    Minimises ||Z - Z P Pᵀ||² / ||Z||² for Z = [K; Q]. All query heads are stacked beside the KV
-    heads they read. Where g heads are concatenated, the i-th query head of each of them are
-    concatenated too, so that Z keeps its g·d columns.
+    Minimises ||Z - Z P Pᵀ||² / ||Z||² for Z = [K; Q], with all query heads stacked beside the KV
+    heads they read. With g concatenated heads, the i-th query heads of each of them are
+    concatenated too, so that Z has g·d columns.
     """
 
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, None]:
@@ -45,15 +45,10 @@ class EigenAttention(KSVD):
 def singular_values(
     activations: LayerActivations, site: Site, grouping: HeadGrouping, rotary: Rotary = "pre"
 ) -> Tensor:
-    """Return the singular values of the matrix that EigenAttention decomposes, by basis.
+    """Return EigenAttention's singular values by basis, (groups, d), descending, float64.
 
-    Where g heads are concatenated, an entry is the sum of g singular values: the gain of one more
-    rank per head.
-
-    Returns
-    -------
-    Tensor
-        (groups, d), descending, float64.
+    With g concatenated heads, an entry is the sum of g singular values: the gain of one more rank
+    per head.
     """
     objective = EigenAttention()
     gram, _ = objective.matrices(objective.problem(activations, site, grouping, rotary), None)

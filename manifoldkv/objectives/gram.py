@@ -19,21 +19,18 @@ from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_
 class GramObjective(Objective):
     """Minimise Σ_g tr(Dᵀ G_g D W_g) / Σ_g tr(G_g W_g) with D = I - down upᵀ.
 
-    G is the Gram matrix of keys or values x, W a weight of residuals (the identity where it is
-    None). This is the squared Frobenius norm of the residual ``x - x down upᵀ`` in the metric W,
-    relative to that of x.
+    G is the Gram matrix of keys or values x, W a weight of residuals, the identity if None. The
+    loss is the squared Frobenius norm of the residual ``x - x down upᵀ`` in the metric W, relative
+    to that of x.
     """
 
     full_batch_is_cheap: ClassVar[bool] = True
 
     @abstractmethod
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return G and W of some sequences (None: all) by head group.
+        """Return G and W by head group, (H/width, width·d, width·d), float64, of `sequences`.
 
-        Returns
-        -------
-        tuple of Tensor
-            Both (H/width, width·d, width·d), float64.
+        All sequences if None.
         """
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""K-SVD: the reconstruction error of keys, or of values (Eq. app_ksvd)."""
+"""K-SVD: reconstruction error of keys, or of values (Eq. app_ksvd)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from manifoldkv.objectives.linear_algebra import gram_by_group
 @register_objective("k-svd")
 @dataclass(frozen=True)
 class KSVD(GramObjective):
-    """Reconstruction of the cached tensor itself: truncated SVD.
+    """Truncated SVD of the cached tensor.
 
-    Minimises ||X - X P Pᵀ||² / ||X||² for the keys or values X. With a basis shared by all heads
-    this is what the released EigenAttention code does to the keys of Llama models, up to its
-    averaging of texts.
+    Minimises ||X - X P Pᵀ||² / ||X||² for the keys or values X. With a basis shared by all heads,
+    this is the released EigenAttention code for keys of Llama models, up to its averaging of texts.
     """
 
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""KQ-SVD: the error of scores QKᵀ, and of V W_O (Eqs. app_kqsvd, app_kqsvd_v)."""
+"""KQ-SVD: error of scores QKᵀ, and of V W_O (Eqs. app_kqsvd, app_kqsvd_v)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from manifoldkv.objectives.linear_algebra import block_diagonal, gram_by_group
 class KQSVD(GramObjective):
     """Low rank of QKᵀ and V W_O. The closed form is oblique; iterative solvers stay orthonormal.
 
-    Keys: ||Q (K - K down upᵀ)ᵀ||² with the query heads of a KV head stacked. Before rotation Q and
-    K are unrotated, so the product is not the score the model computes but the part of it that
-    does not depend on position. Values: ||(V - V down upᵀ) W_O||², summed over the query heads
-    that read the KV head.
+    Keys: ||Q (K - K down upᵀ)ᵀ||² with the query heads of a KV head stacked. Before rotation, the
+    product of Q and K is not the model's score but its part that does not depend on position.
+    Values: ||(V - V down upᵀ) W_O||², summed over the query heads that read the KV head.
     """
 
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ class KQSVD(GramObjective):
 
 
 def _key_matrices(problem: Problem, sequences: Tensor) -> Tensor:
-    """Return Gram matrices of keys and, shaped likewise, of the queries that read them."""
+    """Return Gram matrices of keys and of the queries that read them, stacked."""
     projections = problem.activations.projections(problem.rotary, Batch(sequences))
     one_head = HeadGrouping(1, problem.activations.query_heads)
     queries = gram_by_group(projections.queries, one_head)
@@ -67,6 +66,6 @@ def _squared(matrix: Tensor) -> Tensor:
 
 
 def _by_group(by_head: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Return matrices of query heads, (H_q, d, d), on the diagonal of the head groups they read."""
+    """Return block-diagonal matrices of head groups from matrices of query heads, (H_q, d, d)."""
     shared = by_head.unflatten(0, (grouping.heads, -1)).sum(dim=1)  # (H_kv, d, d)
     return block_diagonal(shared, grouping)

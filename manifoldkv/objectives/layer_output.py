@@ -1,4 +1,4 @@
-"""Decoder-layer output error, the paper's own objective (Eq. dkv_delta)."""
+"""Decoder-layer output error, the paper's objective (Eq. dkv_delta)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from manifoldkv.objectives.eigen_attention import EigenAttention
 class LayerOutput(Objective):
     """Error at the output of the decoder layer; iterative solvers only.
 
-    Minimises Δ: the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F. Keys are solved with
-    exact values and the other way round. The error of a sample of query rows is scaled to the
-    sequence and divided by the norm of the whole output. The start is EigenAttention's basis.
+    Minimises Δ, the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F, for keys with
+    uncompressed values and vice versa. The error of sampled query rows is scaled to the sequence
+    and divided by the norm of the whole output. The start is EigenAttention's basis.
     """
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def _output_norms(problem: Problem) -> Tensor:
 
 
 def _mixed_values(problem: Problem) -> Tensor:
-    """Return attention-weighted values, constant while keys are exact: (S, H_q, n, width·d)."""
+    """Return attention-weighted values (S, H_q, n, width·d), constant for uncompressed keys."""
     activations, dtype = problem.activations, problem.activations.dtype
     features = problem.grouping.width * activations.head_dim
     shape = (activations.sequences, activations.query_heads, activations.length, features)

@@ -1,4 +1,4 @@
-"""Gram matrices of grouped heads and the eigenvalue problems they lead to, in float64."""
+"""Gram matrices of grouped heads and their eigenvalue problems, in float64."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from torch import Tensor
 from manifoldkv.basis import ORTHONORMAL_TOLERANCE, Basis, HeadGrouping, orthonormal_basis
 
 RELATIVE_FLOOR = 1e-10
-"""Eigenvalues of a weight below this share of the largest count as this share."""
+"""Smallest eigenvalue of a weight, relative to the largest."""
 HELD_TOLERANCE = ORTHONORMAL_TOLERANCE / 2
 """Largest entry of ``upᵀ down - I`` in float32."""
 NEGLIGIBLE = 1e-9
-"""A column with less than this share of the gain of the first one counts as useless."""
+"""Gain of a useless column, relative to the largest gain."""
 LARGEST_NORM = 16.0
-"""Largest norm of a column of down and of up at which float32 holds the identity."""
+"""Largest norm of columns of down and of up for which float32 represents the identity."""
 
 
 def gram_by_group(x: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Return Gram matrices of (S, H, n, d) by head group: (H/width, width·d, width·d), float64."""
+    """Return Gram matrices of x (S, H, n, d), (H/width, width·d, width·d), float64."""
     groups = grouping.split(x).transpose(0, 1).flatten(1, 2).double()  # (H/width, S·n, width·d)
     return groups.mT @ groups
 
 
 def block_diagonal(blocks: Tensor, grouping: HeadGrouping) -> Tensor:
-    """Return blocks (H, d, d) on the diagonals of head groups: (H/width, width·d, width·d)."""
+    """Return block-diagonal matrices (H/width, width·d, width·d) of blocks (H, d, d)."""
     by_group = blocks.unflatten(0, (-1, grouping.width))  # (H/width, width, d, d)
     return torch.stack([torch.block_diag(*group) for group in by_group])
 
 
 def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
-    """Return orthonormal eigenvectors of the `count` largest eigenvalues, largest first."""
+    """Return orthonormal eigenvectors of the `count` largest eigenvalues, in falling order."""
     return torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :count]
 
 
 def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.dtype) -> Basis:
-    """Return the orthonormal basis that keeps most of the trace of Gram matrices by head group."""
+    """Return the orthonormal basis with the largest trace of Gram matrices by head group."""
     if grouping.groups == 1:
         gram = gram.sum(dim=0, keepdim=True)
     columns = leading_eigenvectors(gram, rank * grouping.width)
@@ -44,25 +44,20 @@ def leading_basis(gram: Tensor, rank: int, grouping: HeadGrouping, dtype: torch.
 
 @torch.no_grad()
 def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the pair of `count` columns each that minimises ``||G^½ (I - down upᵀ) W^½||``.
+    """Return down and up, (groups, p, count), that minimise ``||G^½ (I - down upᵀ) W^½||``.
 
     By Eckart–Young the best approximation of G^½ W^½ of that rank is its truncated SVD U S Vᵀ =
-    G^½ W^½ V Vᵀ, which is attained by down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
+    G^½ W^½ V Vᵀ, with down = W^½ V and up = W^-½ V; ``upᵀ down`` is the identity.
 
-    With few tokens there are directions without variance or weight, in which W^-½ is so large that
-    float32 does not hold the identity. There, useless columns are replaced by the directions of
-    most variance in the residual, and all are scaled to equal norms in down and up.
+    With few tokens some directions have no variance or weight, and a W^-½ too large for float32 to
+    represent the identity. Useless columns are then replaced by the directions of most variance in
+    the residual, and all are scaled to equal norms in down and up.
 
     Parameters
     ----------
     gram, weight : Tensor
-        Positive semidefinite, (groups, p, p). Eigenvalues of the weight are raised to
-        at least `RELATIVE_FLOOR` of the largest, so that its inverse exists.
-
-    Returns
-    -------
-    tuple of Tensor
-        down and up, (groups, p, count).
+        Positive semidefinite matrices, (groups, p, p). Eigenvalues of the weight are clamped to
+        `RELATIVE_FLOOR` of the largest, so that its inverse exists.
     """
     gains, down, up = weighted_directions(gram, weight)
     pairs = [
@@ -73,10 +68,10 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
 
 
 def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return down and up of a group, (p, count), such that float32 holds their identity."""
+    """Return down and up of a group, (p, count), whose product float32 represents as identity."""
     down, up = same_size(down, up)
     product = up.mT.float().double() @ down.float().double()
-    if product.is_meta:  # of a dry run without weights
+    if product.is_meta:  # dry run without weights
         return down, up
     if float((product - torch.eye(len(product)).to(product)).abs().max()) <= HELD_TOLERANCE:
         return down, up
@@ -93,9 +88,9 @@ def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tup
 
 
 def same_size(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return down and up (…, p, count) scaled by one number to equal norms, which 16 bits hold.
+    """Return down and up (…, p, count) scaled by one number to equal norms, for 16 bits.
 
-    Ratios between latents do not change, so errors in all of them still weigh the same.
+    Ratios between latents, and so the relative weights of their errors, do not change.
     """
     ratio = torch.linalg.matrix_norm(up) / torch.linalg.matrix_norm(down)
     scale = ratio.sqrt()[..., None, None]
@@ -109,21 +104,21 @@ def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all columns that `weighted_closed_form` chooses from, and the gain of each.
+    """Return gains and all columns that `weighted_closed_form` selects from.
 
     Parameters
     ----------
     gram, weight : Tensor
-        Positive semidefinite, symmetric or complex Hermitian, (…, p, p), as there.
+        Positive semidefinite matrices, symmetric or complex Hermitian, (…, p, p).
 
     Returns
     -------
     tuple of Tensor
-        Gains, the reductions of the squared error, (…, p), descending; down and up, (…, p, p).
+        Reductions of the squared error, (…, p), descending; down and up, (…, p, p).
     """
     values, vectors = torch.linalg.eigh(weight)
     largest = values[..., -1:]
-    # Without any weight, all directions weigh the same.
+    # A weight of 0 is replaced by the identity.
     values = torch.where(largest > 0, values.clamp(min=RELATIVE_FLOOR * largest), 1.0)
     root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mH
     inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mH
