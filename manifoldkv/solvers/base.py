@@ -1,4 +1,4 @@
-"""The contract of solvers."""
+"""Contract of solvers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Status = Literal["exact", "converged", "stopped early", "all steps taken"]
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of a solver.
+    """Result of a solver.
 
     Parameters
     ----------
     basis : Basis
-        Basis in the dtype of the calibration data.
+        Solution in the dtype of the calibration data.
     history : list of float
         Training losses, per step or per epoch as the solver documents; empty for a closed form.
     status : str
         ``"exact"`` (closed form), ``"converged"`` (no further descent), ``"stopped early"``
-        (patience ran out) or ``"all steps taken"``.
+        (patience exceeded) or ``"all steps taken"``.
     """
 
     basis: Basis
@@ -38,21 +38,18 @@ class Solution:
 
 @dataclass(frozen=True)
 class Solver(ABC):
-    """Minimises a problem. Hyper-parameters are fields of a subclass, a frozen dataclass too."""
+    """Minimiser of a problem, a frozen dataclass whose fields are hyper-parameters."""
 
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int
     ) -> tuple[bool, str]:
-        """Return whether this solver can solve the problems of an objective, and why not."""
+        """Return whether the solver accepts an objective's problems, and the reason if not."""
         return True, ""
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
         """Return a solver for a probe run, and the ratio of the time of a whole run to its time.
 
-        Parameters
-        ----------
-        share : float
-            Share of the calibration sequences that the probe run is on.
+        `share` is that of the calibration sequences in the probe run.
         """
         return self, 1 / share
 
@@ -72,7 +69,7 @@ class Solver(ABC):
         Raises
         ------
         ArgumentError
-            If the rank is impossible, or the problem is one that the solver does not accept.
+            If the rank is not between 1 and head_dim, or the solver does not accept the problem.
         RunError
             If a loss is not finite.
         """
@@ -83,16 +80,10 @@ register_solver = SOLVERS.register
 
 
 def checked(loss: Tensor, problem: Problem, step: int) -> float:
-    """Return the value of a loss.
-
-    Raises
-    ------
-    RunError
-        If it is not finite.
-    """
+    """Return the value of a loss, or raise `RunError` if it is not finite."""
     return check_loss(loss.item(), step, label_of(problem))
 
 
 def label_of(problem: Problem) -> str:
-    """Return layer and site of a problem, as progress bars and messages name it."""
+    """Return layer and site of a problem, for progress bars and messages."""
     return f"layer {problem.activations.layer}, {problem.site}s"

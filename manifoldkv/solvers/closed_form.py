@@ -1,4 +1,4 @@
-"""The exact minimiser, where an objective has one."""
+"""Exact minimisers of objectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifoldkv.solvers.base import Solution, Solver, register_solver
 @register_solver("closed-form")
 @dataclass(frozen=True)
 class ClosedForm(Solver):
-    """The closed form of a problem."""
+    """Closed form of a problem."""
 
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int

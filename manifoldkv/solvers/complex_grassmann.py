@@ -1,8 +1,8 @@
-"""The complex Grassmann manifold with geoopt's interface, which has real manifolds only.
+"""Complex Grassmann manifold with geoopt's interface, which has real manifolds only.
 
-A product of them over frequencies is a batch in the leading dimensions. Points, tangent vectors and
-gradients are complex tensors; lengths are those of ℝ^2np (Edelman, Arias and Smith 1998,
-arXiv:physics/9806030, with transposes conjugated).
+Leading dimensions are a batch: a product of manifolds. Points, tangent vectors and gradients are
+complex tensors with the metric of ℝ^2np (Edelman, Arias and Smith 1998, arXiv:physics/9806030, with
+transposes conjugated).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Checked = tuple[bool, str | None]
 
 
 class ComplexGrassmann(Manifold):
-    """Subspaces, represented by X, (…, n, p), with Xᴴ X = I, for losses that depend on X Xᴴ alone.
+    """Subspaces, represented by X (…, n, p) with Xᴴ X = I, for losses that depend on X Xᴴ only.
 
     Tangent vectors U are horizontal, Xᴴ U = 0. Retraction is the polar factor of X + U; transport
     is projection onto the new tangent space.
@@ -48,7 +48,7 @@ class ComplexGrassmann(Manifold):
         return False, f"`u` is not tangent with atol={atol}, rtol={rtol}"
 
     def projx(self, x: Tensor) -> Tensor:
-        """Return the nearest point: the polar factor."""
+        """Return the nearest point, the polar factor."""
         left, _, right = torch.linalg.svd(x, full_matrices=False)
         return left @ right
 

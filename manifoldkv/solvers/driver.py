@@ -1,4 +1,4 @@
-"""The training loop of every solver and of tuning."""
+"""Training loop of all solvers and of tuning."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ def descend(
     Parameters
     ----------
     closure : callable
-        Returns the loss of a step, of which it gets the number, and leaves its gradient in the
-        parameters.
+        Function of the index of a step that returns its loss, with gradients in the parameters.
     optimizer, schedule
         Optimiser of the parameters and schedule of its learning rate.
     steps : int
         Largest number of steps.
     label : str
-        Subject of the loss, in the progress bar, in messages and in names of checkpoints.
+        Subject of the loss in the progress bar, messages and names of checkpoints.
     callback : callable, optional
-        Called after each step with the losses up to it; the loop ends when it returns True.
+        Function of all losses so far, called after each step; the loop ends when it returns True.
     checkpoints : Checkpoints, optional
-        Store of the state, written every `STEPS_BETWEEN_WRITES` steps: points, moments, learning
-        rates and losses of an optimiser of the Adam family. The loop resumes from it.
+        Checkpoints of the state, written every `STEPS_BETWEEN_WRITES` steps: points, moments,
+        learning rates and losses of an optimiser of the Adam family. The loop resumes from them.
 
     Raises
     ------
@@ -96,10 +95,10 @@ def _state(optimizer: Optimizer, history: list[float]) -> dict[str, Tensor]:
 
 
 def _restore(optimizer: Optimizer, schedule: LRScheduler, state: dict[str, Tensor]) -> list[float]:
-    """Restore what `_state` returned, and return the losses of the steps already taken."""
+    """Restore the state of `_state`, and return the losses of the steps taken."""
     for index, point in enumerate(_parameters(optimizer)):
         point.data.copy_(state[f"{index}.point"])
-        # Strides like those of the point, as before: products may depend on them in the last bit.
+        # Strides as those of the point: the last bits of products may depend on them.
         moments = {
             name: torch.zeros_like(point.data).copy_(state[f"{index}.{name}"])
             for name in ("exp_avg", "exp_avg_sq")

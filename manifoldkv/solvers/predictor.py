@@ -16,17 +16,17 @@ from manifoldkv.solvers.driver import descend
 
 
 class BasisPredictor(nn.Module):
-    """[μ; σ²] to an orthonormal matrix: three hidden layers (linear, LayerNorm, GELU), head, QR.
+    """Map from [μ; σ²] to an orthonormal matrix: three hidden layers with LayerNorm and GELU, QR.
 
     Parameters
     ----------
     features : int
-        Width of the statistics, 2·p.
+        Number of statistics, 2·p.
     hidden : int
         Width of the hidden layers.
     columns : int
-        Columns of the output. The paper has p and uses the leading ones; the others get no gradient
-        through QR.
+        Number of columns of the output. The paper has p and uses the leading ones; the others have
+        no gradient through QR.
     """
 
     def __init__(self, features: int, hidden: int, columns: int) -> None:
@@ -46,25 +46,25 @@ class BasisPredictor(nn.Module):
 @register_solver("predictor")
 @dataclass(frozen=True)
 class Predictor(Solver):
-    """Trains one `BasisPredictor` per basis with AdamW under a cosine schedule.
+    """The paper's MLP+QR: one `BasisPredictor` per basis, trained by AdamW on a cosine schedule.
 
-    The defaults are the paper's. The history is the mean training loss of each epoch. The solution
-    is the basis at the end of the epoch with the lowest one.
+    The defaults are the paper's. The history is the mean training loss of each epoch, and the
+    solution the basis after the epoch with the lowest one.
 
     Parameters
     ----------
     epochs : int
         Largest number of passes over the calibration sequences.
     patience : int
-        Number of epochs in a row without an improvement after which training stops.
+        Number of epochs without improvement after which training stops.
     delta : float
         Smallest decrease of the mean loss that counts as an improvement.
     learning_rate, weight_decay : float
-        Settings of AdamW.
+        Learning rate and weight decay of AdamW.
     key_batch, value_batch : int
-        Sequences per step.
+        Number of sequences of a step, for keys and for values.
     hidden_per_head_dim : int
-        Hidden width as a multiple of head_dim (the paper gives none).
+        Hidden width as a multiple of head_dim, which the paper does not state.
     """
 
     epochs: int = 50
@@ -77,7 +77,7 @@ class Predictor(Solver):
     hidden_per_head_dim: int = 4
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return this solver with one epoch; the whole run may stop early."""
+        """Return the solver with one epoch; a whole run may stop early."""
         return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -123,7 +123,7 @@ class Predictor(Solver):
         return Solution(orthonormal_basis(best[0], problem.grouping), history, status)
 
     def _samples(self, problem: Problem, seed: int) -> list[tuple[Tensor, ...]]:
-        """Return the sequences of every step, by epoch: all of them once, in random order."""
+        """Return the sequences of every step by epoch, each once in random order."""
         sequences = problem.activations.sequences
         size = min(sequences, self.key_batch if problem.site == "key" else self.value_batch)
         generator = torch.Generator().manual_seed(seed)

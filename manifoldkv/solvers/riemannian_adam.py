@@ -1,4 +1,4 @@
-"""Riemannian Adam over geoopt's Stiefel manifold, on sampled query rows."""
+"""Riemannian Adam on geoopt's Stiefel manifold, with sampled query rows."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from manifoldkv.solvers.base import Solution, Solver, label_of, register_solver
 from manifoldkv.solvers.driver import descend
 
 BETAS = (0.9, 0.95)
-"""Decay of the mean gradient and of its mean square. With the usual 0.999 the steep first steps
+"""Decay rates of the mean gradient and its mean square. The usual 0.999 lets the steep first steps
 shorten all later ones."""
 
 
 def riemannian_adam(
     points: Sequence[geoopt.ManifoldParameter], learning_rate: float
 ) -> geoopt.optim.RiemannianAdam:
-    """Return the optimiser of points on manifolds, by which solvers and tuning move them."""
+    """Return the optimiser of points on manifolds that solvers and tuning use."""
     return geoopt.optim.RiemannianAdam(points, lr=learning_rate, betas=BETAS, stabilize=10)
 
 
 @register_solver("riemannian-adam")
 @dataclass(frozen=True)
 class RiemannianAdam(Solver):
-    """Trains the basis on the manifold, from a closed form or a random point.
+    """Riemannian Adam from the initial basis of an objective or from a random point.
 
-    Every step draws new sequences and query rows, so that none are overfitted. Steps are long and
+    Every step samples sequences and query rows, which prevents overfitting. Steps are long, and
     their noise is averaged: the solution is the subspace nearest to those of the second half of the
-    steps (the leading eigenvectors of the mean of their projectors), while the learning rate falls
-    to zero along a cosine. Where the whole loss is cheap (`Objective.full_batch_is_cheap`), a step
-    is on all data, and the solution is the last point. The history is the loss of each step.
+    steps (the leading eigenvectors of their mean projector), while the learning rate decays to zero
+    along a cosine. With a cheap loss (`Objective.full_batch_is_cheap`), steps are on all data and
+    the solution is the last point. The history is the loss of each step.
 
     Parameters
     ----------
     steps : int
         Largest number of steps.
     learning_rate : float
-        Learning rate at the start. geoopt's Adam normalises a step by the norm of the gradient over
-        a whole matrix, so this is nearly the length of a step on the manifold.
+        Initial learning rate. geoopt's Adam normalises a step by the norm of the gradient of a
+        whole matrix, so this is nearly the length of a step on the manifold.
     metric : {"canonical", "euclidean"}
         Metric of the Stiefel manifold.
     sequences_per_step : int
-        Sequences of a step.
+        Number of sequences of a step.
     visits : int
-        Largest mean number of times that a sequence is drawn, which limits the steps.
+        Largest mean number of samples of a sequence, which limits the steps.
     rows : int
-        Query rows of each sequence of a step.
+        Number of query rows of each sequence of a step.
     start : {"initial", "random"}
-        `Problem.initial`, or a random point.
+        Starting point: `Problem.initial` or a random one.
     """
 
     steps: int = 300
@@ -69,7 +69,7 @@ class RiemannianAdam(Solver):
     start: Literal["initial", "random"] = "initial"
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return this solver with a few steps, whose time does not depend on the data."""
+        """Return the solver with a few steps, whose time does not depend on the data."""
         few = max(1, self.steps // 30)
         return replace(self, steps=few), self.steps / few
 
@@ -108,18 +108,18 @@ class RiemannianAdam(Solver):
         generator: torch.Generator,
         callback: Callable[[list[float]], bool] | None = None,
     ) -> list[float]:
-        """Train points of any manifolds in place and return the loss of each step.
+        """Train points on any manifolds in place and return the loss of each step.
 
         Parameters
         ----------
         problem : Problem
             Loss and data.
         basis : callable
-            Returns the basis at the current points, differentiable in them.
+            Function that returns the basis at the current points, differentiable in them.
         points : sequence of geoopt.ManifoldParameter
-            Trained points; the manifold of each is its own, not `metric`.
+            Points on their manifolds; `metric` has no effect.
         generator : torch.Generator
-            Source of the samples.
+            Random generator of the samples.
         callback : callable, optional
             As in `descend`.
 
@@ -142,7 +142,7 @@ class RiemannianAdam(Solver):
         )
 
     def steps_on(self, problem: Problem) -> int:
-        """Return the number of steps, smaller where there are few sequences."""
+        """Return the number of steps, smaller with few sequences."""
         if problem.objective.full_batch_is_cheap:
             return self.steps
         enough = self.visits * problem.activations.sequences / self.sequences_per_step
@@ -159,7 +159,7 @@ class RiemannianAdam(Solver):
         return torch.linalg.qr(normal).Q.to(problem.activations.cos)
 
     def batch(self, problem: Problem, generator: torch.Generator) -> Batch | None:
-        """Return the sample of a step; None for all data."""
+        """Return a sample of data for a step; None for all."""
         if problem.objective.full_batch_is_cheap:
             return None
         activations = problem.activations
@@ -169,7 +169,7 @@ class RiemannianAdam(Solver):
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Return a random position of each of `count` equal parts, (count,), or None for all rows."""
+    """Return a random position in each of `count` equal parts, (count,), or None for all rows."""
     if count >= length:
         return None
     edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
@@ -179,5 +179,5 @@ def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tens
 
 
 def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return indices of `count` different sequences, (count,); all of them if there are fewer."""
+    """Return indices of `count` distinct sequences, (count,), or of all if there are fewer."""
     return torch.randperm(total, generator=generator)[:count]
