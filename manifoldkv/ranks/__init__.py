@@ -1,4 +1,4 @@
-"""Rank rules, which choose the ranks of every layer, and measures of rank sensitivity."""
+"""Rank rules and measures of rank sensitivity."""
 
 from manifoldkv.ranks.base import (
     RANK_RULES,

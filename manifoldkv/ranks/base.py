@@ -1,4 +1,4 @@
-"""The contract of rank rules and the problem they solve."""
+"""Contract of rank rules and the problem they solve."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ CandidateRanks = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class LayerBases:
-    """Bases of one layer at several ranks.
-
-    Parameters
-    ----------
-    keys, values : dict
-        Rank to Basis.
-    """
+    """Bases of keys and of values of one layer, by rank."""
 
     keys: dict[int, Basis]
     values: dict[int, Basis]
@@ -40,12 +34,12 @@ class LayerBases:
 
 @dataclass(frozen=True)
 class RankProblem:
-    """Bases, data and budget that a rank rule chooses ranks by.
+    """Bases, data and budget of a choice of ranks.
 
     Parameters
     ----------
     model : PreTrainedModel
-        The uncompressed model.
+        Uncompressed model.
     tokens : Tensor
         Calibration token ids, (sequences, length), int64.
     bases : sequence of LayerBases
@@ -57,7 +51,7 @@ class RankProblem:
     executor : Executor
         Executor of independent measurements.
     checkpoints : Checkpoints
-        Store of measurements, keyed by all that the bases depend on.
+        Checkpoints of measurements, keyed by all that the bases depend on.
     """
 
     model: PreTrainedModel
@@ -71,7 +65,7 @@ class RankProblem:
 
 @dataclass(frozen=True)
 class ProbeRun:
-    """A small part of a run, from which the time of the run is estimated.
+    """Measurements of a small part of a run, for estimates of its time.
 
     Parameters
     ----------
@@ -80,7 +74,7 @@ class ProbeRun:
     forward_seconds : float
         Seconds of a forward pass of the model on one sequence.
     sequences, layers, candidates : int
-        Numbers of calibration sequences, of layers, and of candidate ranks of a site.
+        Number of calibration sequences, of layers, and of candidate ranks of a site.
     """
 
     activations: LayerActivations
@@ -92,7 +86,7 @@ class ProbeRun:
 
 @dataclass(frozen=True)
 class RankRule(ABC):
-    """Chooses the key rank and the value rank of every layer. Subclasses write `choose`.
+    """Choice of the key rank and the value rank of every layer. Subclasses write `choose`.
 
     Parameters
     ----------
@@ -106,12 +100,12 @@ class RankRule(ABC):
     multiple: int = 1
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
-        """Return the candidate ranks of every layer, at which `choose` needs bases.
+        """Return the candidate ranks of every layer, which need bases.
 
         Raises
         ------
         ArgumentError
-            If no choice of them is within the budget.
+            If all choices exceed the budget.
         """
         ranks = candidate_ranks(budget.head_dim, self.candidates, self.multiple)
         if not ranks:
@@ -136,7 +130,7 @@ class RankRule(ABC):
         """
 
     def estimated_seconds(self, probe: ProbeRun) -> float:
-        """Return an estimate of the seconds that `choose` will take."""
+        """Return an estimate of the seconds of `choose`."""
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""The budget of a cache over all layers, and candidate ranks."""
+"""Budget of a cache over all layers, and candidate ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from manifoldkv.errors import ArgumentError
 from manifoldkv.windows import cached_tokens
 
 CANDIDATES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-"""Candidate ranks as shares of head_dim: of 128, nearly all multiples of 16."""
+"""Candidate ranks as shares of head_dim, nearly all multiples of 16 for a head_dim of 128."""
 PAPER_CANDIDATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""The paper's five trained ranks, and the full one."""
+"""The paper's five trained ranks and full rank, as shares of head_dim."""
 TOLERANCE = 1e-9
 
 Ranks = tuple[int, int]
@@ -21,22 +21,22 @@ Ranks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of elements that all layers together may cache of a text of `context` tokens.
+    """Largest number of cached elements of all layers, for a text of `context` tokens.
 
-    Elements are counted per KV head: all layers have the same number of heads and the same
-    head_dim, so that their sum is proportional to the bytes of the cache. Layers with a sliding
-    window cache fewer tokens, and count for less.
+    Elements are counted per KV head: layers have equal numbers of heads and head_dim, so that the
+    sum is proportional to the bytes of the cache. Layers with a sliding window cache fewer tokens
+    and count for less.
 
     Parameters
     ----------
     ratio : float
         Largest share of the elements of the uncompressed cache, in (0, 1].
     head_dim : int
-        Features of a head, d.
+        Number of features of a head, d.
     windows : tuple of (int or None)
         Sliding window of every layer in tokens, None for full attention.
     context : int
-        Tokens of the text that the ratio holds for.
+        Number of tokens of the text.
 
     Raises
     ------
@@ -62,26 +62,26 @@ class Budget:
 
     @property
     def full(self) -> int:
-        """Return the elements of the uncompressed cache."""
+        """Return the number of elements of the uncompressed cache."""
         return 2 * self.head_dim * sum(self.latent_tokens)
 
     @cached_property
     def latent_tokens(self) -> tuple[int, ...]:
-        """Return the number of tokens that every layer caches."""
+        """Return the number of cached tokens by layer."""
         return tuple(cached_tokens(self.context, window) for window in self.windows)
 
     @cached_property
     def latent_elements(self) -> int:
-        """Return the largest number of elements of all layers."""
+        """Return the largest number of latent elements of all layers."""
         return int(self.ratio * self.full + TOLERANCE)
 
     def cost(self, ranks: Sequence[Ranks]) -> int:
-        """Return the number of elements of all latents at these ranks of every layer."""
+        """Return the number of latent elements at these ranks of every layer."""
         pairs = zip(self.latent_tokens, ranks, strict=True)
         return sum(tokens * (key + value) for tokens, (key, value) in pairs)
 
     def check(self, cheapest: Sequence[Ranks]) -> None:
-        """Raise `ArgumentError` if not even the cheapest ranks of every layer fit."""
+        """Raise `ArgumentError` if the cheapest ranks of every layer exceed the budget."""
         needed = self.cost(cheapest)
         if needed > self.latent_elements:
             smallest = needed / self.full
@@ -94,7 +94,7 @@ class Budget:
 def candidate_ranks(
     head_dim: int, ratios: Sequence[float] = CANDIDATES, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return the ranks nearest to shares of head_dim, ascending and without repetition.
+    """Return the ranks nearest to shares of head_dim, ascending and unique.
 
     Parameters
     ----------

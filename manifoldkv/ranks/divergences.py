@@ -20,19 +20,18 @@ from manifoldkv.runs.executors import Task
 
 @torch.no_grad()
 def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
-    """Return the rank sensitivity of every layer: divergences of next-token distributions by ranks.
+    """Return the rank sensitivity of every layer: divergences of next-token distributions by rank.
 
-    It is the Kullback-Leibler divergence from the uncompressed model, in nats per token, with one
-    site of one layer compressed and all else exact; that of a pair is the sum over its sites. Sums
-    over layers predict the damage to the model better than sums of layer-output errors or of their
-    squares.
+    Each is the Kullback-Leibler divergence from the uncompressed model, in nats per token, with one
+    site of one layer compressed; that of a pair is the sum over its sites. Sums over layers predict
+    the damage to the model better than sums of layer-output errors or of their squares.
 
     Parameters
     ----------
     problem : RankProblem
         Bases and data.
     sequences : int
-        Number of calibration sequences, the first ones. The divergences on each are stored.
+        Number of first calibration sequences to measure on; results of each are stored.
     """
     model = problem.model
     variants = [
@@ -47,8 +46,8 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
     )
     texts = problem.tokens[:sequences].to(model.device).split(1)
     measure = partial(_divergence_of, model, problem.rotary)
-    nats: dict[int, Tensor] = {}  # by sequence, of all variants
-    parts: dict[int, dict[int, float]] = defaultdict(dict)  # of unfinished sequences
+    nats: dict[int, Tensor] = {}  # by sequence
+    parts: dict[int, dict[int, float]] = defaultdict(dict)  # by unfinished sequence and variant
 
     with tqdm(total=len(texts) * len(variants), desc="ranks", disable=None, leave=False) as bar:
 
@@ -71,7 +70,7 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
                 of_text = [value for _, value in sorted(parts.pop(number).items())]
                 nats[number] = torch.tensor(of_text, dtype=torch.float64)
                 checkpoints.write_tensors(f"divergences-{number}", {"nats": nats[number]})
-    # Summed in the order of sequences, whatever was finished first: the last bits depend on it.
+    # Summed in order of sequences, not of completion, on which the last bits would depend.
     zero = torch.zeros(len(variants), dtype=torch.float64)
     mean = (sum((nats[number] for number in sorted(nats)), zero) / len(texts)).tolist()
     costs = {variant[:3]: value for variant, value in zip(variants, mean, strict=True)}
@@ -81,7 +80,7 @@ def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
 def _divergence_of(
     model: PreTrainedModel, rotary: Rotary, data: tuple[Tensor, Tensor], bases: Bases
 ) -> Iterator[float]:
-    """Yield the divergence with these bases; data are token ids and exact log-probabilities."""
+    """Yield the divergence with these bases; data are token ids and uncompressed log-probs."""
     tokens, exact = data
     with torch.no_grad(), projected(model, bases, rotary=rotary):
         value = divergence(exact, log_probabilities(model, tokens))

@@ -1,4 +1,4 @@
-"""Ranks that are chosen in advance."""
+"""Ranks chosen in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifoldkv.ranks.budget import Budget, Ranks
 
 @dataclass(frozen=True)
 class GivenRanks(RankRule):
-    """Ranks that are chosen in advance: another plan's, say, to compare bases at equal ranks.
+    """Ranks chosen in advance, those of another plan, say, to compare bases at equal ranks.
 
     Parameters
     ----------

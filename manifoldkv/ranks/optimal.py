@@ -1,4 +1,4 @@
-"""Ranks over all layers at once, by the rank sensitivity of the model's logits."""
+"""Ranks of all layers by the rank sensitivity of the model's logits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from manifoldkv.ranks.surfaces import ErrorSurface
 @register_rank_rule("optimal")
 @dataclass(frozen=True)
 class Optimal(RankRule):
-    """The allocation with the smallest sum of divergences over layers and sites.
+    """Allocation with the smallest sum of divergences over layers and sites.
 
-    The divergence of the model's logits is measured for every layer, site and candidate rank alone
+    The divergence of logits is measured for every layer, site and candidate rank separately
     (`divergences`); the allocation under the budget is exact (`allocate`).
 
     Parameters
@@ -27,7 +27,7 @@ class Optimal(RankRule):
     candidates, multiple
         As in `RankRule`.
     sequences : int
-        Number of calibration sequences that the divergence is measured on, the first ones.
+        Number of first calibration sequences that divergences are measured on.
     """
 
     sequences: int = 8
@@ -44,20 +44,20 @@ class Optimal(RankRule):
 def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
     """Return the pairs of ranks with the smallest sum of costs: a multiple-choice knapsack.
 
-    Exact, by dynamic programming over the allocations that no other beats in both elements and
-    cost. Of equal sums the one with fewer elements wins.
+    Exact, by dynamic programming over allocations that are not dominated in both elements and cost.
+    Of equal sums the one with fewer elements is chosen.
 
     Parameters
     ----------
     costs : sequence of ErrorSurface
-        Cost of each pair of each layer: its rank sensitivity, say.
+        Cost of each pair of ranks of each layer.
     budget : Budget
         Budget of all layers.
 
     Raises
     ------
     ArgumentError
-        If not even the cheapest pairs fit.
+        If the cheapest pairs exceed the budget.
     """
     budget.check([(min(c.key_ranks), min(c.value_ranks)) for c in costs])
     elements, sums = np.zeros(1, dtype=np.int64), np.zeros(1)  # of the best allocations so far
@@ -83,10 +83,7 @@ def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:
 def _undominated(
     elements: NDArray[np.int64], sums: NDArray[np.float64], most: int
 ) -> NDArray[np.int64]:
-    """Return the indices of allocations that no cheaper one beats, by rising elements.
-
-    Allocations of more than `most` elements are omitted.
-    """
+    """Return indices of allocations within `most` elements that are not dominated, ascending."""
     order = np.lexsort((sums, elements))
     order = order[elements[order] <= most]
     least_before = np.minimum.accumulate(sums[order])

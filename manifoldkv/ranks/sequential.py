@@ -1,4 +1,4 @@
-"""The paper's rule: layer by layer, on inputs from the compressed layers below."""
+"""The paper's rank rule: layer by layer, on inputs from compressed lower layers."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ LOG = logging.getLogger(__name__)
 class Sequential(RankRule):
     """The paper's greedy rule (Alg. error_surface), one layer after the other.
 
-    A layer takes the pair with the lowest layer-output error among those that cost at most the
-    average of the remaining budget, τ = B / (tokens of the remaining layers); the rest remains for
-    later layers. Errors are measured on inputs that have passed the compressed layers below. A
-    warning reports surfaces on which a larger rank has a larger error.
+    Each layer gets the pair with the lowest layer-output error among those that cost at most the
+    average remaining budget, τ = B / (tokens of the remaining layers); the unused part remains for
+    later layers. Errors are measured on inputs from the compressed lower layers. A warning reports
+    surfaces on which a larger rank has a larger error.
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int or None
-        Number of calibration sequences that errors are measured on, the first ones; None for all
-        of them (the paper).
+        Number of first calibration sequences that errors are measured on; None for all (the paper).
     rows : int or None
-        Number of query rows of each, spread evenly; None for all of them (the paper).
+        Number of evenly spaced query rows of each; None for all (the paper).
     """
 
     sequences: int | None = SEQUENCES
@@ -59,14 +58,9 @@ class Sequential(RankRule):
 def sequential_ranks(
     problem: RankProblem, sequences: int | None = None, rows: int | None = None
 ) -> tuple[list[Ranks], list[ErrorSurface]]:
-    """Return the ranks of the paper's rule, and the surfaces it saw (Alg. error_surface).
+    """Return the ranks of the paper's rule, and the error surfaces (Alg. error_surface).
 
-    Parameters
-    ----------
-    problem : RankProblem
-        Bases, data and budget.
-    sequences, rows : int or None
-        As in `Sequential`.
+    Sequences and rows are as in `Sequential`.
     """
     tokens = problem.tokens[:sequences]
     checkpoints = problem.checkpoints.keyed(
@@ -110,13 +104,7 @@ def sequential_ranks(
 
 
 class Selection:
-    """The greedy choice itself.
-
-    Parameters
-    ----------
-    budget : Budget
-        For all layers.
-    """
+    """State of the greedy choice under a budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._tokens = budget.latent_tokens
@@ -125,18 +113,12 @@ class Selection:
 
     @property
     def share(self) -> float:
-        """Return the largest r_K + r_V of the next layer: the average of the remaining budget."""
+        """Return the largest r_K + r_V of the next layer, the average remaining budget."""
         tokens_left = sum(self._tokens[len(self.ranks) :])
         return self._elements_left / tokens_left if tokens_left else float("inf")
 
     def select(self, surface: ErrorSurface) -> Ranks:
-        """Return the ranks of the next layer.
-
-        Raises
-        ------
-        ArgumentError
-            If no candidate fits.
-        """
+        """Return the ranks of the next layer, or raise `ArgumentError` if no candidate fits."""
         pair = surface.best(self.share)
         if pair is None:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Error surfaces: the layer-output error of one layer for every pair of candidate ranks."""
+"""Error surfaces: layer-output error of one layer for every pair of candidate ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from manifoldkv.ranks.budget import TOLERANCE, Ranks
 
 SEQUENCES = 16
 ROWS = 64
-"""Calibration sequences, and query rows of each, that rules measure error surfaces on."""
+"""Default numbers of calibration sequences, and of query rows of each, of error surfaces."""
 
 
 @dataclass(frozen=True, eq=False)
 class ErrorSurface:
-    """The layer-output error of one layer for every pair of candidate ranks.
+    """Layer-output error of one layer for every pair of candidate ranks.
 
     Parameters
     ----------
     key_ranks, value_ranks : tuple of int
-        Candidates, ascending.
+        Candidate ranks, ascending.
     errors : Tensor
-        (key ranks, value ranks), float64: Δ(r_K, r_V), or any other cost of a pair.
+        Δ(r_K, r_V) or another cost of pairs, (key ranks, value ranks), float64.
     """
 
     key_ranks: tuple[int, ...]
@@ -68,10 +68,9 @@ class ErrorSurface:
         ]
 
     def best(self, share: float) -> Ranks | None:
-        """Return the pair with the lowest error among those with r_K + r_V at most `share`.
+        """Return the pair of lowest error with r_K + r_V at most `share`, or None.
 
-        Of equal errors the cheaper pair wins, then the one with more rank for values. None if no
-        pair is cheap enough.
+        Of equal errors the cheaper pair is chosen, then the one with the larger value rank.
         """
         affordable = [
             (error, key + value, key, value)
@@ -81,17 +80,17 @@ class ErrorSurface:
         return min(affordable)[2:] if affordable else None
 
     def rising_steps(self) -> int:
-        """Return the number of steps to the next larger rank of a site that raise the error."""
+        """Return the number of steps to the next rank of a site that raise the error."""
         return sum(int((self.errors.diff(dim=axis) > 0).sum()) for axis in (0, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the surface as checkpoints store it."""
+        """Return the tensors of the surface for checkpoints."""
         keys, values = torch.tensor(self.key_ranks), torch.tensor(self.value_ranks)
         return {"errors": self.errors, "key_ranks": keys, "value_ranks": values}
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> ErrorSurface:
-        """Return the surface of which these are the `tensors`."""
+        """Return a surface from its `tensors`."""
         keys, values = tensors["key_ranks"].tolist(), tensors["value_ranks"].tolist()
         return cls(tuple(keys), tuple(values), tensors["errors"])
 
@@ -105,18 +104,18 @@ def error_surface(
     rotary: Rotary = "pre",
     rows: Tensor | None = None,
 ) -> ErrorSurface:
-    """Return Δ(r_K, r_V) of one layer on its own inputs, for all pairs of bases.
+    """Return Δ(r_K, r_V) of one layer for all pairs of bases.
 
     Parameters
     ----------
     activations : LayerActivations
-        Activations on inputs from compressed layers below (the paper), or on clean ones.
+        Activations on inputs from compressed lower layers (the paper), or from uncompressed ones.
     key_bases, value_bases : mapping
-        Rank to basis; None at rank head_dim is for exact keys or values.
+        Basis by rank, None for uncompressed keys or values at rank head_dim.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     rows : Tensor, optional
-        Query positions of outputs and their norms, (m,), int64; all if omitted.
+        Positions of queries, (m,), int64; all if omitted.
     """
     keys, values = tuple(sorted(key_bases)), tuple(sorted(value_bases))
     shared = HeadGrouping("shared", activations.kv_heads)
@@ -139,23 +138,16 @@ def error_surface(
                 ratio = torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(exact)
                 errors[i, j] += float(ratio) / len(batches)
     if key_bases[keys[-1]] is None and value_bases[values[-1]] is None:
-        errors[-1, -1] = 0  # up to rounding
+        errors[-1, -1] = 0  # uncompressed: rounding errors only
     return ErrorSurface(keys, values, errors)
 
 
 def layer_surface(
     activations: LayerActivations, bases: LayerBases, rotary: Rotary, rows: int | None
 ) -> ErrorSurface:
-    """Return the surface of a layer over its candidate bases; full rank is exact.
+    """Return the surface of a layer over its candidate bases, on `rows` evenly spaced query rows.
 
-    Parameters
-    ----------
-    activations, rotary
-        As in `error_surface`.
-    bases : LayerBases
-        Bases at the candidate ranks.
-    rows : int or None
-        Number of query rows, spread evenly; None for all.
+    None is all rows. Full rank is uncompressed.
     """
 
     def of_site(by_rank: Mapping[int, Basis]) -> dict[int, Basis | None]:
@@ -170,7 +162,7 @@ def layer_surface(
 
 
 def spread_rows(length: int, count: int | None) -> Tensor | None:
-    """Return `count` positions spread evenly over a length, (count,), or None for all of them."""
+    """Return `count` evenly spaced positions, (count,), or None for all."""
     if count is None or count >= length:
         return None
     return torch.linspace(0, length - 1, count).round().long()

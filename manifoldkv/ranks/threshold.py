@@ -1,4 +1,4 @@
-"""EigenAttention's rule: one threshold on the singular values of keys and values."""
+"""EigenAttention's rank rule: a threshold on the singular values of keys and values."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from manifoldkv.runs.progress import follow
 
 STEP = 0.02
 SMALLEST_SHARE = 0.45
-"""By how much the release of EigenAttention lowers the threshold, and where it stops."""
+"""Decrement of the threshold, and smallest share of head_dim, of the release of EigenAttention."""
 
 
 @register_rank_rule("threshold")
 @dataclass(frozen=True)
 class Threshold(RankRule):
-    """EigenAttention's rule, at the smallest error per layer that keeps the budget.
+    """EigenAttention's rule, at the smallest error per layer within the budget.
 
-    The threshold of every layer is lowered while its layer-output error on clean inputs is below
-    that error (`threshold_search`, without a smallest rank); ranks are rounded up to candidates.
+    The threshold of every layer is lowered while its layer-output error on uncompressed inputs is
+    below that error (`threshold_search`, without a smallest rank); ranks are rounded up to
+    candidates.
 
     Parameters
     ----------
     candidates, multiple
         As in `RankRule`.
     sequences : int or None
-        Calibration sequences that errors are measured on, the first ones; None for all of them.
+        Number of first calibration sequences that errors are measured on; None for all.
     rows : int or None
-        Query rows of each, spread evenly; None for all of them.
+        Number of evenly spaced query rows of each; None for all.
     """
 
     sequences: int | None = SEQUENCES
@@ -60,7 +61,7 @@ class Threshold(RankRule):
 
         budget = problem.budget
         errors = sorted({float(e) for surface, *_ in searches for e in surface.errors.flatten()})
-        budget.check(chosen(math.inf))  # the smallest ranks that the rule reaches
+        budget.check(chosen(math.inf))  # the smallest ranks of the rule
         smallest = bisect_left(
             errors, True, key=lambda error: budget.cost(chosen(error)) <= budget.latent_elements
         )
@@ -73,12 +74,7 @@ class Threshold(RankRule):
 def threshold_rank(spectra: Tensor, threshold: float) -> int:
     """Return the number of singular values that reach a share of their sum (not of their energy).
 
-    Parameters
-    ----------
-    spectra : Tensor
-        Singular values by head, descending, (heads, d); the largest rank of any head counts.
-    threshold : float
-        Share, in [0, 1].
+    Singular values are by head, descending, (heads, d); the largest number of any head counts.
     """
     shares = spectra.cumsum(dim=-1) / spectra.sum(dim=-1, keepdim=True)
     return max(1, int((shares < threshold).sum(dim=-1).max()))
@@ -92,18 +88,18 @@ def threshold_search(
     *,
     smallest_share: float = SMALLEST_SHARE,
 ) -> Ranks:
-    """Return EigenAttention's ranks of one layer, as the release for Llama searches them.
+    """Return EigenAttention's ranks of one layer, as in the release for Llama.
 
-    One threshold serves keys and values. From 1 it falls in steps of `STEP` while the layer-output
-    error is below its budget and *both* ranks are above `smallest_share` of head_dim; then it is
-    raised by one step, whichever condition has ended the search. The cache has no budget.
+    Keys and values have one threshold. From 1 it decreases by `STEP` while the layer-output error
+    is below its budget and *both* ranks are above `smallest_share` of head_dim, then increases by
+    one step, whichever condition ended the search. The size of the cache has no bound.
 
     Parameters
     ----------
     key_spectra, value_spectra : Tensor
-        As in `threshold_rank`.
+        Singular values by head, descending, (heads, d).
     error : callable
-        Layer-output error of (r_K, r_V).
+        Function of (r_K, r_V) that returns the layer-output error.
     error_budget : float
         Largest error; 0.025 in the release.
     smallest_share : float
@@ -123,7 +119,7 @@ def threshold_search(
 def _searches(
     problem: RankProblem, sequences: int | None, rows: int | None
 ) -> list[tuple[ErrorSurface, Tensor, Tensor]]:
-    """Return the error surface and the singular values of keys and values of every layer."""
+    """Return the error surface and the singular values of keys and of values by layer."""
     tokens = problem.tokens[:sequences]
     checkpoints = problem.checkpoints.keyed(ranks="threshold", sequences=len(tokens), rows=rows)
     layers = range(len(problem.bases))
@@ -160,7 +156,7 @@ def _measure(
 def _search_on_candidates(
     surface: ErrorSurface, keys: Tensor, values: Tensor, error_budget: float
 ) -> Ranks:
-    """Return the rule's choice on a surface, each rank rounded up to a candidate."""
+    """Return the rule's choice on a surface, with ranks rounded up to candidates."""
 
     def index(rank: int, candidates: tuple[int, ...]) -> int:
         return min(bisect_left(candidates, rank), len(candidates) - 1)

@@ -1,4 +1,4 @@
-"""The same ranks for every layer."""
+"""Equal ranks in all layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from manifoldkv.ranks.budget import Budget, Ranks, candidate_ranks
 @register_rank_rule("uniform")
 @dataclass(frozen=True)
 class Uniform(RankRule):
-    """The same pair of ranks for every layer: the largest one that fits, as even as can be.
+    """The largest, most even pair of ranks within the budget, the same for every layer.
 
-    Of two uneven pairs the one with more rank for values is taken: their error grows more.
+    Of two uneven pairs the one with the larger value rank is chosen: value errors grow faster.
 
     Parameters
     ----------
