@@ -1,4 +1,4 @@
-"""Results of long steps, in files named by all that they depend on, from which a run resumes."""
+"""Results of long steps, in files named by all that they depend on, for runs to resume from."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ DIGEST = "sha256"
 
 
 class Checkpoints:
-    """Results of the steps of a run, each in a file that is named by all that it depends on.
+    """Results of the steps of a run, in files named by all that they depend on.
 
     Parameters
     ----------
     folder : Path, optional
         Folder of the files, created if missing; nothing is stored if omitted.
     settings : dict, optional
-        Settings that every result depends on, of JSON's types.
+        Settings that all results depend on, of JSON's types.
     force : bool
-        Whether stored results are computed again, once.
+        Whether stored results are recomputed, once.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Checkpoints:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of all settings, which files are named by."""
+        """Return the SHA-256 of all settings, part of the names of files."""
         return hashlib.sha256(json.dumps(self._settings, sort_keys=True).encode()).hexdigest()
 
     def keyed(self, **settings: Any) -> Checkpoints:
@@ -80,7 +80,7 @@ class Checkpoints:
             return pd.read_csv(BytesIO(compute().to_csv(index=False).encode()))
         if self._is_missing(path):
             self._write(path, compute().to_csv(index=False).encode())
-        # Always read back: a first run and a repeated one see the same values.
+        # Always read from its file: a first run and a resumed one have the same values.
         return pd.read_csv(BytesIO(path.read_bytes()))
 
     def has_frame(self, name: str) -> bool:
@@ -89,13 +89,7 @@ class Checkpoints:
         return path is not None and not self._is_missing(path)
 
     def tensors(self, name: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return named tensors, read if they are stored, else computed and stored.
-
-        Raises
-        ------
-        RunError
-            As in `read_tensors`.
-        """
+        """Return named tensors, read if they are stored, else computed and stored."""
         tensors = self.read_tensors(name)
         if tensors is None:
             tensors = compute()
@@ -108,7 +102,7 @@ class Checkpoints:
         Raises
         ------
         RunError
-            If the file, which is named, is damaged.
+            If the file is damaged.
         """
         path = self._path(name, "safetensors")
         if path is None or self._is_missing(path):

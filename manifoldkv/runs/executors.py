@@ -1,8 +1,8 @@
-"""Where independent tasks run: in this process, or on a Ray cluster.
+"""Executors of independent tasks: in this process, or on a Ray cluster.
 
-Tasks are the bases of a site of a layer, computed on clean activations, and rank sensitivities
-under the threshold and the optimal rule. Results do not depend on the executor. The sequential
-rule and tuning, in which layers depend on each other, always run in this process.
+Tasks are the bases of a site of a layer on uncompressed activations, and rank sensitivities of the
+threshold and the optimal rule. Results do not depend on the executor. The sequential rule and
+tuning, in which layers depend on each other, always run in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class Task(NamedTuple, Generic[Key]):
-    """A call ``function(data, *arguments)``, which yields results, and a name for it."""
+    """A named call ``function(data, *arguments)`` that yields results."""
 
     key: Key
     data: Any
@@ -30,32 +30,32 @@ class Task(NamedTuple, Generic[Key]):
 
 
 class Executor(ABC):
-    """Runs tasks, each on the same number of threads."""
+    """Executor of tasks, each on the same number of threads."""
 
     @abstractmethod
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
     ) -> Iterator[tuple[Key, Result]]:
-        """Yield keys and results in order of completion; tasks are drawn when a worker is free.
+        """Yield keys and results in order of completion; tasks are taken when a worker is free.
 
         Parameters
         ----------
         function : callable
-            Function of the data and the arguments of a task; an iterator over its results.
+            Function of the data and arguments of a task that returns an iterator over results.
         tasks : iterable of Task
-            Consecutive tasks on the same data hold the same object: it is transferred once.
+            Tasks; consecutive ones on the same data hold one object, which is transferred once.
         threads : int
-            Threads of every task: sums differ between thread counts, plans must not.
+            Number of threads of every task: sums, and so plans, depend on it.
 
         Raises
         ------
         RunError
-            If a task is lost for good.
+            If a task fails more often than it is retried.
         """
 
 
 class LocalExecutor(Executor):
-    """Runs one task after the other in this process, and yields each result at once."""
+    """Executor of one task after the other in this process, which yields each result at once."""
 
     def run(
         self, function: Callable[..., Iterator[Result]], tasks: Iterable[Task[Key]], threads: int
@@ -65,16 +65,16 @@ class LocalExecutor(Executor):
             with on_threads(threads):
                 for result in function(task.data, *task.arguments):
                     yield key, result
-            del task  # frees its data before the next are computed
+            del task  # frees its data before the next is taken
 
 
 LOCAL = LocalExecutor()
 
 
 class RayExecutor(Executor):
-    """Runs tasks on the workers of a Ray cluster; data are transferred once per node.
+    """Executor on the workers of a Ray cluster, with data transferred once per node.
 
-    A task whose worker or node dies is run again elsewhere.
+    Tasks of a dead worker or node run again elsewhere.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class RayExecutor(Executor):
         Address of a running cluster (``"auto"`` finds one on this machine); a cluster of this
         machine is started and stopped if omitted.
     retries : int
-        Largest number of times that a task may be lost before the run ends.
+        Largest number of retries of a task.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def executor_named(executor: str | Executor) -> Executor:
     Raises
     ------
     ArgumentError
-        If there is none of this name.
+        If the name is unknown.
     RunError
         If it cannot be started.
     """
@@ -159,17 +159,11 @@ def executor_named(executor: str | Executor) -> Executor:
 
 
 MOST_THREADS = 1024
-"""Above the cores of any machine; torch ends the process where it cannot start threads."""
+"""Largest number of threads, above the cores of any machine: torch ends the process on failure."""
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads of torch.
-
-    Raises
-    ------
-    RunError
-        If that is not between 1 and `MOST_THREADS`.
-    """
+    """Set the number of threads of torch, or raise `RunError` above `MOST_THREADS` or below 1."""
     if not 1 <= count <= MOST_THREADS:
         raise RunError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
     torch.set_num_threads(count)
@@ -179,8 +173,8 @@ def set_threads(count: int) -> None:
 def on_threads(count: int) -> Iterator[None]:
     """Set the number of threads of torch inside the block.
 
-    A call that sets the number already in use counts: before the first one MKL may take fewer
-    threads, and sums in another order, so a run that resumes everything would end in other bytes.
+    Setting the current number has an effect too: before the first call MKL may use fewer threads
+    and sum in another order, and a run that resumes everything would end in other bytes.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""Writing results: checked before long work, and whole or not at all."""
+"""Atomic writes of results, and checks before long work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ PROBE_BYTES = 4 << 20
 
 
 def check_writable(folder: Path) -> None:
-    """Write a few megabytes into a folder and remove them again.
-
-    A missing folder is created with its parents and removed again: a run that fails later leaves no
-    empty folder.
+    """Write a few megabytes into a folder and remove them again, with the folder if it was missing.
 
     Raises
     ------
@@ -36,33 +33,27 @@ def check_writable(folder: Path) -> None:
     finally:
         if probe.exists():
             probe.unlink()
-        with suppress(OSError):  # another process may write there by now
+        with suppress(OSError):  # another process may have written there
             for path in missing:
                 path.rmdir()
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader never sees a part, not even after a crash.
+    """Write a file atomically: readers never see a part, even after a crash.
 
     Of several writers of one path, the last one wins.
 
     Raises
     ------
     RunError
-        If it cannot be written; a former file is unchanged.
+        If the file cannot be written; an existing one is then unchanged.
     """
     write_together({path: content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write several files, each as `write_whole` does, and replace them right after each other.
-
-    Raises
-    ------
-    RunError
-        If one cannot be written.
-    """
-    # Unique names: another writer of the same path has others.
+    """Write several files as `write_whole` does, replacing them right after each other."""
+    # Unique names, for concurrent writers of the same path.
     partials = {path: path.parent / f".{uuid4().hex}.partial" for path in contents}
     try:
         try:
@@ -106,7 +97,7 @@ def only_run(folder: Path) -> Iterator[None]:
     Raises
     ------
     RunError
-        If another run is at work there, or the folder cannot be written to.
+        If another run uses the folder, or it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The code that a result depends on: a run never resumes from results of other code."""
+"""Digests of the code that results depend on: runs never resume from results of other code."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def versions() -> dict[str, str]:
 def digest_of_code(*parts: Callable[..., Any]) -> str:
     """Return the SHA-256 of the code of classes and functions.
 
-    It is the source of their modules and of all modules these refer to; of an installed package it
-    is the version.
+    It covers the source of their modules and of all modules these refer to; of installed packages
+    the version.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def digest_of_code(*parts: Callable[..., Any]) -> str:
     Raises
     ------
     RunError
-        If a source cannot be read: no result of it can be stored.
+        If a source cannot be read.
     """
     described = versions()
     classes = [base for part in parts for base in getattr(part, "__mro__", [part])]
@@ -75,14 +75,14 @@ def _describe(module: ModuleType, described: dict[str, str]) -> None:
 
 
 def _module_of(value: object) -> ModuleType | None:
-    """Return the module that defines a function or a class, or the class of another value."""
+    """Return the module of a function or class, or of the class of another value."""
     name = getattr(value, "__module__", None)
     return sys.modules.get(name) if isinstance(name, str) else None
 
 
 @cache
 def _version(distribution: str) -> str:
-    """Return a version, read from its file once: a digest of code needs thousands."""
+    """Return a version, cached: a digest of code needs thousands."""
     return version(distribution)
 
 
