@@ -1,4 +1,4 @@
-"""Laws of objectives, solvers, rank rules, recipes and quantizers, as test classes to inherit.
+"""Conformance tests of objectives, solvers, rank rules, recipes and quantizers, to inherit from.
 
     from manifoldkv.testing import ObjectiveConformance
 

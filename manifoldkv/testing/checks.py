@@ -1,4 +1,4 @@
-"""Assertions of several suites."""
+"""Assertions shared by suites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of objectives."""
+"""Laws of objectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manifoldkv.testing.tiny import HEAD_DIM, KV_HEADS, random_basis, tiny_activ
 
 
 class ObjectiveConformance:
-    """Inherit, set `objective`, and narrow `sites`, `groupings` or `rotaries` if need be."""
+    """Laws of `objective`; narrow `sites`, `groupings` or `rotaries` where it needs that."""
 
     objective: Objective
     sites: ClassVar[tuple[Site, ...]] = ("key", "value")

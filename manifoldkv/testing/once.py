@@ -1,4 +1,4 @@
-"""Results that several laws share, computed once."""
+"""Results shared by several laws, computed once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_KEPT: dict[tuple[Hashable, ...], tuple[tuple[object, ...], Any]] = {}
+_RESULTS: dict[tuple[Hashable, ...], tuple[tuple[object, ...], Any]] = {}
 
 
 def once(objects: tuple[object, ...], key: Hashable, compute: Callable[[], T]) -> T:
-    """Return a result that is computed at the first call for these objects and this key.
+    """Return ``compute()``, computed at the first call for these objects and this key.
 
-    The objects need not be hashable. They are kept, so that no others take their identity.
+    Objects need not be hashable. They are kept alive, so that no others get their identity.
     """
-    at = (*map(id, objects), key)
-    if at not in _KEPT:
-        _KEPT[at] = (objects, compute())
-    return _KEPT[at][1]
+    identity = (*map(id, objects), key)
+    if identity not in _RESULTS:
+        _RESULTS[identity] = (objects, compute())
+    return _RESULTS[identity][1]

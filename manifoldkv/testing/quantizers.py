@@ -1,4 +1,4 @@
-"""The laws of quantizers and of their stores."""
+"""Laws of quantizers and their stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manifoldkv.coding.quantizers import quantizer_from
 
 
 class QuantizerConformance:
-    """Inherit and set `quantizer`; `features` and `groups` are those of the latents it fits."""
+    """Laws of `quantizer`, on latents of `groups` head groups and `features`."""
 
     quantizer: Quantizer
     features: ClassVar[int] = 12
@@ -23,7 +23,7 @@ class QuantizerConformance:
     tokens: ClassVar[int] = 23
 
     def latents(self, tokens: int | None = None) -> Tensor:
-        """Random latents (2, groups, tokens, features), of falling size."""
+        """Return random latents (2, groups, tokens, features) of falling magnitude."""
         generator = torch.Generator().manual_seed(0)
         shape = 2, self.groups, self.tokens if tokens is None else tokens, self.features
         return torch.randn(shape, generator=generator) * torch.logspace(1, -1, self.features)
@@ -113,5 +113,5 @@ class QuantizerConformance:
 
 
 def read(store: Store, size: int = 64) -> Tensor:
-    """All latents of a store, in tiles of at most `size` tokens."""
+    """Return all latents of a store, read in tiles of at most `size` tokens."""
     return torch.cat([tile for _, _, tile in store.tiles(0, size)], dim=2)

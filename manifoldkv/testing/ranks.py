@@ -1,4 +1,4 @@
-"""The laws of rank rules."""
+"""Laws of rank rules."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from manifoldkv.testing.tiny import (
 
 
 class RankRuleConformance:
-    """Inherit and set `rule`; narrow `ratios` to feasible ones.
+    """Laws of `rule`, at `ratios` that it can meet.
 
-    Ranks of every problem are chosen once, and once more where two choices are compared.
+    Ranks of every problem are chosen once, and once more to compare two choices.
     """
 
     rule: RankRule

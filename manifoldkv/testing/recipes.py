@@ -1,4 +1,4 @@
-"""The laws of recipes."""
+"""Laws of recipes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from manifoldkv.testing.tiny import tiny_llama, tiny_tokens
 
 
 class RecipeConformance:
-    """Inherit and set `recipe`; narrow `ratios` to feasible ones on a tiny model.
-
-    Plans are computed once for all laws.
-    """
+    """Laws of `recipe`, at `ratios` that it can meet on a tiny model. Plans are computed once."""
 
     recipe: Recipe
     ratios: ClassVar[tuple[float, ...]] = (0.6, 1.0)
     context: ClassVar[int] = 400
-    """Tokens that ratios hold for."""
+    """Number of tokens of the text that ratios are measured on."""
 
     def model(self) -> PreTrainedModel:
         return once((RecipeConformance,), "model", partial(tiny_llama, torch.float32))

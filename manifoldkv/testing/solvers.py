@@ -1,4 +1,4 @@
-"""The laws of solvers."""
+"""Laws of solvers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from manifoldkv.testing.tiny import HEAD_DIM, KV_HEADS, random_basis, tiny_activ
 
 
 class _Solved(NamedTuple):
-    """A solution that several laws look at."""
+    """A solution shared by several laws."""
 
     basis: Basis
     history: list[float]
     random_state_is_left: bool
-    """Torch's global one."""
+    """Whether torch's global random state is unchanged."""
 
 
 class SolverConformance:
-    """Inherit and set `solver`, and `objective`, the loss of the problems.
+    """Laws of `solver` on problems of `objective`.
 
-    Every problem is solved once, and once more where two solutions are compared.
+    Every problem is solved once, and once more to compare two solutions.
     """
 
     solver: Solver

@@ -1,4 +1,4 @@
-"""Tiny random models, activations of a layer, and random bases of its size."""
+"""Tiny random models, activations of a layer, and random bases."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tiny_llama(dtype: torch.dtype) -> PreTrainedModel:
 
 @cache
 def tiny_gemma() -> PreTrainedModel:
-    """Return a model of a layer with a sliding window and one with full attention."""
+    """Return a random Gemma 3 of a layer with a sliding window and one with full attention."""
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=kinds)
     return _random_model(config, torch.float64)
