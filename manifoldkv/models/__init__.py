@@ -1,1 +1,1 @@
-"""What a transformers model is asked for: support, loading, attention, weights."""
+"""Models of transformers: support, loading, attention, weights."""

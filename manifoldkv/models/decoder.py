@@ -1,4 +1,4 @@
-"""A frozen view of a causal language model, made once at each public function."""
+"""Frozen views of causal language models, made once at each public function."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from manifoldkv.models.support import attention_of, check_supported, decoder_lay
 class Decoder:
     """A supported model and the shape of its KV cache.
 
-    Fields are read once, by `of`. Dtype, devices and weights may change while a view is in use
+    Fields are read once, by `of`. Dtype, devices and weights may change during the use of a view
     (``model.to(…)``, offloading): properties and methods read them from the model at every call.
 
     Parameters
     ----------
     model : PreTrainedModel
-        The model itself, without wrappers of `torch.compile` or PEFT.
+        Model without wrappers of `torch.compile` or PEFT.
     layers : tuple of nn.Module
-        Its decoder layers, in order.
+        Decoder layers, in order.
     kinds : tuple of str
-        ``"full_attention"`` or ``"sliding_attention"``, by layer.
+        Kind of every layer, ``"full_attention"`` or ``"sliding_attention"``.
     windows : tuple of (int or None)
-        Sliding windows in tokens, by layer; None for full attention.
+        Sliding window of every layer in tokens; None for full attention.
     kv_heads : int
-        KV heads of a layer, H_kv.
+        Number of KV heads of a layer, H_kv.
     head_dim : int
-        Features of a head, d.
+        Number of features of a head, d.
     """
 
     model: PreTrainedModel
@@ -78,12 +78,12 @@ class Decoder:
 
     @property
     def config(self) -> PretrainedConfig:
-        """Return the configuration of the language model, in multimodal models one of several."""
+        """Return the configuration of the language model, one of several in multimodal models."""
         return self.model.config.get_text_config()
 
     @property
     def features(self) -> int:
-        """Return the features of the keys of a token in a layer, H_kv · d."""
+        """Return the number of features of the keys of a token in a layer, H_kv · d."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -108,7 +108,7 @@ class Decoder:
 
     @property
     def rotary_embedding(self) -> nn.Module:
-        """Return the module that makes the angles of all layers.
+        """Return the module that computes the angles of all layers.
 
         Raises
         ------
@@ -125,9 +125,9 @@ class Decoder:
         layer : int
             Index of the layer.
         positions : Tensor
-            (B or 1, n), int64.
+            Positions of tokens, (B or 1, n), int64.
         like : Tensor
-            A tensor in the dtype and on the device of the angles.
+            Tensor of the dtype and the device of the angles.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class Decoder:
     def fingerprint(self) -> Tensor:
         """Return a few elements of the weights, (matrices, elements), float32, on the CPU.
 
-        They tell the weights that a plan was fitted to from others of the same shape.
+        They identify the weights that a plan was fitted to among others of the same shape.
 
         Raises
         ------

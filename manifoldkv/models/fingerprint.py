@@ -1,4 +1,4 @@
-"""Fingerprints of weights, to tell them from others of the same shape."""
+"""Fingerprints of weights, to distinguish weights of the same shape."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from manifoldkv.models.offloading import weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
 SIDE = 8
-"""Number of rows and of columns of a matrix whose elements are taken."""
+"""Number of sampled rows, and of sampled columns, of a matrix."""
 
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> Tensor:
-    """Return a few elements of the embedding and of the attention of the first and the last layer.
+    """Return elements of the embedding and of attention in the first and the last layer.
 
-    Active adapters are included. Of an offloaded model only these matrices are read.
-
-    Returns
-    -------
-    Tensor
-        (matrices, SIDE²), float32, on the CPU.
+    They are (matrices, SIDE²), float32, on the CPU. Active adapters are included. Of an offloaded
+    model only these matrices are read.
 
     Raises
     ------
@@ -42,7 +38,7 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
 
 
 def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and columns of the matrices, (out, SIDE)."""
+    """Yield names and sampled columns of the matrices, (out, SIDE)."""
     embedding = model.get_input_embeddings().weight
     yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
     layers = decoder_layers(model)

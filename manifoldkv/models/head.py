@@ -1,7 +1,6 @@
-"""Logits from the outputs of the last decoder layer.
+"""Logits from the outputs of the last decoder layer, a few tokens at a time.
 
-Logits are far larger than these outputs. Where they are only compared, they are never held for all
-tokens at once.
+Logits are far larger than these outputs.
 """
 
 from __future__ import annotations
@@ -16,28 +15,23 @@ from manifoldkv.models.projected import divergence, log_probabilities
 from manifoldkv.models.support import uncompiled
 
 LOGITS_AT_ONCE = 2**24
-"""Number of logits that are held at a time, those of one position at least."""
+"""Number of logits held at a time, at least those of one position."""
 
 
 def log_probabilities_from(model: PreTrainedModel, tokens: Tensor, states: Tensor) -> Tensor:
-    """Return the log-probabilities that follow from the outputs of the last decoder layer.
+    """Return log-probabilities (B, m, vocabulary) from outputs of the last decoder layer.
 
-    The model itself is called, with one module in place of all of its decoder layers: last norm,
-    head, soft cap and scale are the model's, whatever the family.
+    They are float32 or wider and differentiable in `states`. The model is called with one module in
+    place of its decoder layers: last norm, head, soft cap and scale are those of every family.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model with a list of decoder layers. It is left unchanged.
+        Causal language model with a list of decoder layers, left unchanged.
     tokens : Tensor
         Token ids, (B, m), int64; only their shape matters.
     states : Tensor
         Outputs of the last decoder layer, (B, m, hidden), in the dtype of the model.
-
-    Returns
-    -------
-    Tensor
-        (B, m, vocabulary), float32 at least, differentiable in `states`.
     """
     decoder = model.get_decoder()
     layers = decoder.layers
@@ -50,7 +44,7 @@ def log_probabilities_from(model: PreTrainedModel, tokens: Tensor, states: Tenso
 
 
 class _Constant(nn.Module):
-    """Returns a constant, whatever the inputs."""
+    """Module with a constant output."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__()
@@ -61,15 +55,7 @@ class _Constant(nn.Module):
 
 
 def last_outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the outputs of the last decoder layer, (B, n, hidden), without logits.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model with a list of decoder layers.
-    tokens : Tensor
-        Token ids, (B, n), int64.
-    """
+    """Return the outputs of the last decoder layer, (B, n, hidden), of token ids (B, n)."""
     decoder = model.get_decoder()
     outputs: list[Tensor] = []
     handle = decoder.layers[-1].register_forward_hook(
@@ -89,21 +75,18 @@ def tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def differentiate_divergence(model: PreTrainedModel, tokens: Tensor, expected: Tensor) -> float:
-    """Return how far changed decoder layers move the logits, and accumulate the gradients.
+    """Return the divergence of changed decoder layers, and accumulate its gradients.
+
+    It is the Kullback-Leibler divergence of next-token distributions, nats per token.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model whose layers are changed, inside `projected`, say.
+        Causal language model with changed layers, inside `projected`, say.
     tokens : Tensor
         Token ids, (B, n), int64.
     expected : Tensor
         `last_outputs` of the unchanged layers, (B, n, hidden).
-
-    Returns
-    -------
-    float
-        Kullback-Leibler divergence of next-token distributions, nats per token.
     """
     outputs = last_outputs(model, tokens)
     count = tokens.numel()
@@ -117,6 +100,6 @@ def differentiate_divergence(model: PreTrainedModel, tokens: Tensor, expected: T
         loss = divergence(target, log_p) * (len(part) / count)
         loss.backward(inputs=[leaf])
         total += loss.item()
-    assert leaf.grad is not None  # there is a token
+    assert leaf.grad is not None  # tokens are not empty
     outputs.backward(leaf.grad.view_as(outputs))
     return total

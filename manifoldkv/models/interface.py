@@ -1,8 +1,8 @@
 """Attention of manifoldkv, registered as an attention function of transformers.
 
 Every supported decoder rotates queries and keys and then calls the attention function that its
-configuration names, here `NAME`; a caller inside `intercepted` passes a layer a replacement as the
-keyword `manifoldkv_attend`, which the layer passes on.
+configuration names, here `NAME`. Inside `intercepted`, the keyword `manifoldkv_attend` of a layer
+replaces its attention.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """Scores of an attention module besides masking.
+    """Parameters of the scores of an attention module.
 
     Parameters
     ----------
     scaling : float
         Factor of the scores.
     softcap : float or None
-        Scores pass through ``softcap * tanh(scores / softcap)`` (Gemma 2).
+        Bound c of scores, ``c * tanh(scores / c)`` (Gemma 2).
     sinks : Tensor or None
-        One extra logit per query head that takes part in the softmax only, (H_q,) (gpt-oss).
+        Sink logits, one per query head, which take part in the softmax only, (H_q,) (gpt-oss).
     """
 
     scaling: float
@@ -49,12 +49,12 @@ class AttentionSettings:
 
     @classmethod
     def from_arguments(cls, module: nn.Module, arguments: dict[str, Any]) -> AttentionSettings:
-        """Return the settings in the keywords a module passes to its attention function.
+        """Return the settings in the keywords that a module passes to its attention function.
 
         Raises
         ------
         ModelError
-            If another keyword is set: ignoring it would change the result.
+            If another keyword is set, which would change the result.
         """
         if arguments.get("dropout"):
             raise ModelError(
@@ -72,33 +72,30 @@ class AttentionSettings:
 
 
 Attend = Callable[..., Tensor]
-"""A replacement of attention in a call of a layer.
+"""Replacement of attention in a call of a layer.
 
-Receives the attention module, queries, keys, values (B, H, tokens, d), the mask and the keywords
-the module passes on; returns the attention output, (B, m, H_q, d).
+A function of the attention module, queries, keys, values (B, H, tokens, d), the mask and further
+keywords of the module, which returns the attention output, (B, m, H_q, d).
 """
 
 
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, settings: AttentionSettings
 ) -> Tensor:
-    """Return grouped-query attention over rotated queries and keys.
+    """Return grouped-query attention over rotated queries and keys, (B, H_q, m, e).
 
     Parameters
     ----------
     queries : Tensor
-        (B, H_q, m, d)
+        Rotated queries, (B, H_q, m, d).
     keys : Tensor
-        (B, H_kv, n, d)
+        Rotated keys, (B, H_kv, n, d).
     values : Tensor
-        (B, H_kv, n, e); e may differ from d
+        Values, (B, H_kv, n, e); e may differ from d.
     mask : Tensor
         Boolean, True where a query sees a key, (B or 1, 1, m, n).
-
-    Returns
-    -------
-    Tensor
-        (B, H_q, m, e)
+    settings : AttentionSettings
+        Scaling, soft cap and sink logits.
     """
     batch, heads, rows, _ = queries.shape
     kv_heads = keys.shape[1]
@@ -106,7 +103,7 @@ def attend(
     if settings.softcap is not None or settings.sinks is not None:
         mixed = attention_weights(queries, keys, mask, settings) @ values.unsqueeze(2)
         return mixed.reshape(batch, heads, rows, -1)
-    # The query heads of a group become rows of its KV head: no key or value is repeated.
+    # Query heads of a group are rows of its KV head: keys and values are not repeated.
     grouped = queries.reshape(batch, kv_heads, share * rows, -1)
     mixed = nn.functional.scaled_dot_product_attention(
         grouped, keys, values, attn_mask=mask.repeat(1, 1, share, 1), scale=settings.scaling
@@ -127,21 +124,21 @@ def attention_weights(
 
 
 def weights_from_scores(scores: Tensor, mask: Tensor | None, settings: AttentionSettings) -> Tensor:
-    """Return the softmax of scores after soft cap, mask and sinks, in the dtype of the scores.
+    """Return the softmax of scores after soft cap, mask and sink logits, in their dtype.
 
     Parameters
     ----------
     scores : Tensor
-        Scaled, (B, H_kv, H_q/H_kv, m, n).
+        Scaled scores, (B, H_kv, H_q/H_kv, m, n).
     mask : Tensor or None
         As in `attend`; None if every query sees every key.
     settings : AttentionSettings
-        Soft cap and sinks.
+        Soft cap and sink logits.
     """
     if settings.softcap is not None:
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
     if mask is not None:
-        # Not -inf: a padded query sees nothing, and its output must stay a number.
+        # Not -inf: the output of a fully masked query must be finite.
         scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
     if settings.sinks is None:
         return scores.softmax(dim=-1)
@@ -161,17 +158,14 @@ def rotation_of(layer: nn.Module) -> Rotate:
 
 
 def identity_rotation(like: Tensor, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (1, tokens, rotary_dim), of angle 0.
-
-    Attention then receives queries and keys straight from their projections and norms.
-    """
+    """Return cos and sin of angle 0, (1, tokens, rotary_dim)."""
     cos = like.new_ones(1, tokens, rotary_dim)
     return cos, torch.zeros_like(cos)
 
 
 @contextmanager
 def intercepted(config: PretrainedConfig, name: str = NAME) -> Iterator[None]:
-    """Use manifoldkv's attention in layers with this configuration inside the block."""
+    """Use manifoldkv's attention in layers of this configuration inside the block."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -200,7 +194,7 @@ def _attention_function(
 
 
 def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the default boolean mask, never None: query rows may be any subset."""
+    """Return a boolean mask, never None, of which any query rows can be selected."""
     return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": False})
 
 

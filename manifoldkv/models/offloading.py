@@ -1,4 +1,4 @@
-"""Weights that stay in their safetensors shards until their decoder layer runs."""
+"""Offloading: weights on disk, in safetensors shards, until their decoder layer runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ATTRIBUTE = "manifoldkv_weights"
 
 
 class LayerWeights:
-    """Weights of a decoder layer, loaded while at least one user holds them.
+    """Weights of a decoder layer, loaded while they are held at least once.
 
-    A layer holds its weights while it runs; `resident` holds them for longer.
+    A layer holds its weights while it runs, and `resident` for longer.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class LayerWeights:
     prefix : str
         Prefix of the layer's parameters in the model.
     weights : mapping
-        Tensors by the names of the parameters in the model, read from disk at each access.
+        Tensors by parameter name in the model, read from disk at each access.
     device : torch.device
         Device where the layer runs.
     """
@@ -49,11 +49,11 @@ class LayerWeights:
         self._runs = False
 
     def named(self) -> dict[str, Tensor]:
-        """Return all weights by their names in the model, read from disk."""
+        """Return all weights by parameter name in the model, read from disk."""
         return {self.prefix + name: self.read(name) for name in self._names}
 
     def read(self, name: str) -> Tensor:
-        """Return a weight by its name in the layer, read from disk."""
+        """Return a weight by parameter name in the layer, read from disk."""
         return self._weights[self.prefix + name]
 
     def before_run(self, *ignored: Any) -> None:
@@ -63,12 +63,12 @@ class LayerWeights:
 
     def after_run(self, *ignored: Any) -> None:
         """Release the weights: a forward hook."""
-        if self._runs:  # not if an earlier hook ended the call
+        if self._runs:  # False if an earlier hook ended the call
             self._runs = False
             self.release()
 
     def hold(self) -> None:
-        """Load the weights, unless they are held already."""
+        """Load the weights, unless they are held."""
         self._holders += 1
         if self._holders == 1:
             for name in self._names:
@@ -98,7 +98,7 @@ def resident(layer: nn.Module) -> Iterator[None]:
 
 
 def weight_of(layer: nn.Module, name: str) -> Tensor:
-    """Return a parameter of a decoder layer by its name there, read from its shard if offloaded."""
+    """Return a parameter of a decoder layer by name, read from disk if offloaded."""
     parameter = layer.get_parameter(name)
     weights = _weights_of(layer)
     return parameter if weights is None or not parameter.is_meta else weights.read(name)
@@ -116,7 +116,7 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights in the order of their names; offloaded ones are read layer by layer."""
+    """Yield names and weights, sorted by name; offloaded ones are read layer by layer."""
     offloaded = [w for w in map(_weights_of, model.modules()) if w is not None]
     read: dict[str, Tensor] = {}
     for name, tensor in sorted(model.state_dict().items()):
@@ -132,10 +132,10 @@ def _weights_of(layer: nn.Module) -> LayerWeights | None:
 def load_offloaded(
     name: str, dtype: torch.dtype, device: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a model that reads decoder layers from shards as they run, and its loading info.
+    """Return a model with decoder layers on disk, and its loading info.
 
-    transformers maps parameters to tensors of shards. Parameters that it has to rebuild (experts,
-    say) it writes into a folder that exists as long as the model.
+    Parameters that transformers has to rebuild (experts, say) are written into a temporary folder,
+    deleted with the model.
     """
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
@@ -163,7 +163,7 @@ def load_offloaded(
 def _device_map(
     module: nn.Module, name: str, layers: set[int], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield names and devices of modules: decoder layers on disk, the rest on the device."""
+    """Yield names and devices of modules: decoder layers on disk, all others on the device."""
     if id(module) in layers:
         yield name, "disk"
     elif not any(id(inner) in layers for inner in module.modules()):
@@ -174,7 +174,7 @@ def _device_map(
 
 
 def _all_weights(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    """Return accelerate's mapping of offloaded weights, by the names in the model."""
+    """Return accelerate's mapping of offloaded weights, by parameter name in the model."""
     for module in model.modules():
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         if weights is not None:

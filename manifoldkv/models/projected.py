@@ -1,7 +1,7 @@
-"""A whole model with projected keys and values: no cache, and differentiable in the bases.
+"""A model with projected keys and values: without a cache, and differentiable in the bases.
 
-Logits equal those of a compressed cache, in one pass over whole sequences. They serve to fit bases
-and ranks; reported losses are measured on the cache itself.
+Logits equal those of a compressed cache, in one pass over whole sequences. They are used to fit
+bases and ranks; reported losses are measured on the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.support import check_without_dropout, uncompiled
 
 Bases = Mapping[int, tuple[Basis | None, Basis | None]]
-"""Key basis and value basis by layer; missing or None is uncompressed."""
+"""Key basis and value basis by layer; missing or None for uncompressed."""
 
 
 @contextmanager
@@ -40,14 +40,14 @@ def projected(
 ) -> Iterator[None]:
     """Project the keys and values of a model inside the block.
 
-    Call the model with ``use_cache=False``. Leaving the block restores it.
+    Call the model with ``use_cache=False``.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model with rotary embeddings.
+        Causal language model with rotary embeddings, restored after the block.
     bases : mapping
-        Bases of the layers to compress, read at each call: they may be trained.
+        Bases of the compressed layers, read at each call, so that they may be trained.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation.
     sinks : int
@@ -56,7 +56,7 @@ def projected(
     Raises
     ------
     ModelError
-        If the attention of the model cannot be handled, or dropout is on.
+        If the model is not supported, or has dropout on.
     """
     decoder = Decoder.of(model)
     check_without_dropout(decoder.model)
@@ -95,7 +95,7 @@ def _before_attention(
                 old_keys = rotate(_project(keys, key_basis), cos, sin)
             old_values = _project(values, value_basis)
             if sinks:
-                # Every token twice, projected and not; a query sees one of the two.
+                # Every token twice, projected and not; the mask shows a query one of the two.
                 first = torch.arange(mask.shape[-1], device=mask.device) < sinks
                 mask = torch.cat([mask & ~first, mask & first], dim=-1)
                 old_keys = torch.cat([old_keys, rotated], dim=2)
@@ -116,14 +116,14 @@ def _before_attention(
 
 
 def _project(x: Tensor, basis: Basis | None) -> Tensor:
-    """Return `x` projected, in its own dtype, computed in the wider one of the two."""
+    """Return the reconstruction of `x` in its dtype, computed in the wider of the two dtypes."""
     if basis is None:
         return x
     return basis.project(x.to(torch.promote_types(x.dtype, basis.dtype))).to(x.dtype)
 
 
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return log-probabilities of the next tokens, (B, n, vocabulary), in float32 at least."""
+    """Return log-probabilities of the next tokens, (B, n, vocabulary), in float32 or wider."""
     logits = model(input_ids=tokens, use_cache=False).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 

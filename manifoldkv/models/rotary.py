@@ -15,15 +15,7 @@ from manifoldkv.models.support import attention_of
 
 @dataclass(frozen=True)
 class Angles:
-    """Angles of the tokens of a layer, and the rotation by them.
-
-    Parameters
-    ----------
-    cos, sin : Tensor
-        (B or 1, n, rotary dimension)
-    rotate : Rotate
-        Rotation of the layer.
-    """
+    """Angles of the tokens of a layer, (B or 1, n, rotary dimension), and the layer's rotation."""
 
     cos: Tensor
     sin: Tensor
@@ -36,20 +28,20 @@ class Angles:
     def of_slots(self, keys: Tensor, slots: Tensor) -> Tensor:
         """Rotate keys (B, H_kv, s, d) of the tokens `slots` of each row, (B, s), int64.
 
-        Keys keep their dtype; they are rotated in that of the angles.
+        Rotation is in the dtype of the angles, the result in that of the keys.
         """
         cos = self.cos.take_along_dim(slots.unsqueeze(2), dim=1)
         sin = self.sin.take_along_dim(slots.unsqueeze(2), dim=1)
         return self.rotate(keys.to(cos.dtype), cos, sin).to(keys.dtype)
 
     def inverse(self) -> Angles:
-        """Return the inverse rotation, which also divides by any scale of cos and sin."""
+        """Return the inverse rotation, which also inverts any scale of cos and sin."""
         squares = self.cos**2 + self.sin**2
         return Angles(self.cos / squares, -self.sin / squares, self.rotate)
 
 
 def tokens_last(x: Tensor) -> Tensor:
-    """Return angles (B, n, rotary dimension) with tokens last in memory, as in reconstructed keys.
+    """Return angles (B, n, rotary dimension) with tokens last in memory, as reconstructed keys.
 
     Rotation then runs over neighbours.
     """
@@ -57,10 +49,7 @@ def tokens_last(x: Tensor) -> Tensor:
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate features j and d/2 + j by one angle, as most models do, in few passes.
-
-    Parameters as those of `Rotate`.
-    """
+    """Rotate features j and d/2 + j by one angle, as most models do; a fast `Rotate`."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[..., :half].unsqueeze(1), sin[..., :half].unsqueeze(1)
@@ -71,7 +60,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
-    """Return the rotation of a layer, `rotate_halves` if the two agree on random keys."""
+    """Return the rotation of a layer: `rotate_halves` if the two agree on random keys."""
     rotate = rotation_of(layer)
     head_dim = attention_of(layer).head_dim
     if rotary_dim != head_dim or head_dim % 2:
@@ -86,13 +75,7 @@ def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
 
 
 def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
-    """Return the module that computes the angles of a decoder.
-
-    Raises
-    ------
-    ModelError
-        If it has none.
-    """
+    """Return the module that computes the angles of a decoder; raise `ModelError` if missing."""
     embedding = getattr(decoder, "rotary_emb", None)
     if not isinstance(embedding, nn.Module):
         raise ModelError(
@@ -111,14 +94,14 @@ def angles_at(
     Parameters
     ----------
     embedding : nn.Module
-        `rotary_embedding_of` the decoder.
+        Rotary embedding of the decoder.
     positions : Tensor
-        (B or 1, n)
+        Positions of tokens, (B or 1, n), int64.
     kind : str
-        Kind of the layer; Gemma 3 has other angles for each.
+        Kind of the layer; Gemma 3 has different angles for each.
     like : Tensor
-        A tensor in the dtype and on the device of the angles.
+        Tensor of the dtype and the device of the angles.
     """
     by_kind = "layer_type" in signature(embedding.forward).parameters
-    # Not the module itself, whose hooks would count a call of the model.
+    # Not the module itself, whose hooks would record a call of the model.
     return embedding.forward(like, positions, *([kind] if by_kind else []))

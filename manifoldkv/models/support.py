@@ -1,4 +1,4 @@
-"""Supported models: their wrappers, layers and windows, and why others are refused."""
+"""Supported models: wrappers, layers and windows, and reasons of refusals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from manifoldkv.errors import ModelError
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return a model without the wrappers of `torch.compile` and PEFT, with its active adapters.
+    """Return a model without wrappers of `torch.compile` and PEFT, with its active adapters.
 
     Raises
     ------
     ModelError
-        If it is no model of transformers, or has prefix tuning, which fills the cache.
+        If it is not a transformers model, or has prefix tuning, which fills the cache.
     """
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
@@ -45,9 +45,9 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Run a model or a layer of it without compilation inside the block.
+    """Run a model or a part of it without compilation inside the block.
 
-    Compiled code ignores hooks that are registered later.
+    Compiled code ignores hooks registered later.
 
     Raises
     ------
@@ -91,26 +91,21 @@ def attention_of(layer: nn.Module) -> Any:
 
 
 def linear_weight(linear: nn.Module, columns: Tensor | None = None) -> Tensor:
-    """Return W of a linear layer ``x ↦ x Wᵀ + b``, with its active adapters.
+    """Return W of a linear layer ``x ↦ x Wᵀ + b`` with its active adapters, (out, in).
 
     Parameters
     ----------
     linear : nn.Module
         ``nn.Linear``, or an adapter of PEFT around one.
     columns : Tensor, optional
-        Indices, (c,), int64; all if omitted.
-
-    Returns
-    -------
-    Tensor
-        (out, in), or (out, c)
+        Indices of the returned columns, (c,), int64; all if omitted.
     """
     weight: Any = linear.weight
     if isinstance(linear, nn.Linear):
         return weight if columns is None else weight[:, columns.to(weight.device)]
     if columns is None:
         columns = torch.arange(weight.shape[1])
-    # Outputs for unit vectors are the columns, whatever the kind of adapter.
+    # Outputs for unit vectors are the columns, for any kind of adapter.
     units = nn.functional.one_hot(columns, weight.shape[1]).to(weight)
     with torch.no_grad(), evaluating(linear):
         return (linear(units) - linear(torch.zeros_like(units))).mT
@@ -129,12 +124,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def modeling_module(layer: nn.Module) -> Any:
-    """Return the transformers module that defines a layer's attention, and how it rotates."""
+    """Return the transformers module that defines a layer's attention and rotation."""
     return sys.modules[type(attention_of(layer)).__module__]
 
 
 def sliding_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Return the sliding window of every layer, in tokens."""
+    """Return the sliding window of every layer in tokens, None for full attention."""
     _, keywords = get_layer_types_and_kwargs(config.get_text_config())
     return tuple(layer.get("sliding_window") for layer in keywords)
 
@@ -145,9 +140,9 @@ def check_supported(model: PreTrainedModel) -> None:
     Raises
     ------
     ModelError
-        Naming the family and the obstacle: latent attention (MLA), linear or recurrent layers,
-        chunked attention, layers that share their cache, rotations that depend on length, or
-        attention that does not call transformers' attention interface.
+        If the cache is another: latent attention (MLA), linear or recurrent layers, chunked
+        attention, layers that share their cache, rotations that depend on length, or attention that
+        does not call transformers' attention interface. The message names family and obstacle.
     """
     config = model.config.get_text_config()
     obstacle = _obstacle(config)
@@ -159,13 +154,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def check_without_dropout(model: PreTrainedModel) -> None:
-    """Refuse a model with dropout in training mode.
-
-    Raises
-    ------
-    ModelError
-        Naming the dropout layer.
-    """
+    """Raise `ModelError` if a dropout layer is in training mode."""
     for name, part in model.named_modules():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
             raise ModelError(f"{name} drops elements at random: call model.eval() first")

@@ -1,4 +1,4 @@
-"""Check that the weights of a model are finite."""
+"""Check of the weights of a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from manifoldkv.models.offloading import is_offloaded, named_weights
 
 @torch.no_grad()
 def check_finite(model: PreTrainedModel) -> None:
-    """Refuse a model with NaN or infinity in a weight; all weights are read once.
-
-    Raises
-    ------
-    ModelError
-        Naming the weight.
-    """
+    """Raise `ModelError` if a weight has NaN or infinity; all weights are read once."""
     if not is_offloaded(model) and any(p.is_meta for p in model.parameters()):
-        return  # without weights, refused elsewhere
+        return  # a model without weights is refused elsewhere
     for name, weight in named_weights(model):
         if weight.is_floating_point() and weight.numel() and not _is_finite(weight):
             raise ModelError(

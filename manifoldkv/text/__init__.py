@@ -1,1 +1,1 @@
-"""Text sources, and the tokens that are read of them."""
+"""Text sources, and token ids sampled from them."""

@@ -1,8 +1,8 @@
-"""The ``docstrings`` text source: English technical prose every installation already has.
+"""The ``docstrings`` text source: English technical prose of every installation.
 
-Documents are the docstrings of the packages manifoldkv depends on, read from their source files
-with :mod:`ast` and never by importing them. The split of a document is a hash of its words, so that
-another version of a package cannot move held-out text into calibration.
+Documents are docstrings of the packages that manifoldkv depends on, parsed from source files with
+:mod:`ast`, without imports. A hash of the words of a document determines its split, so that another
+version of a package cannot move held-out text into calibration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGES = (
     "geoopt",
     "PIL",
 )
-"""Packages read beside the standard library: dependencies of manifoldkv, direct or not."""
+"""Direct and indirect dependencies of manifoldkv, read beside the standard library."""
 
 MINIMUM_CHARACTERS = 200
 HELD_OUT_FRACTION = 1 / 5
@@ -51,11 +51,10 @@ def split_of(document: str) -> Split:
 
 
 def read_docstrings(split: Split | None = None) -> Iterator[str]:
-    """Yield the documents of one split (both if None), each once, in a fixed order.
+    """Yield the documents of a split (both if None), each once, in a fixed order.
 
-    Source files are in the order of a hash of their names, so that the first documents are a fair
-    mixture of all packages. Documents have at least `MINIMUM_CHARACTERS` characters, without their
-    indentation.
+    Source files are ordered by a hash of their names, so that the first documents are a mixture of
+    all packages. Documents are dedented and have at least `MINIMUM_CHARACTERS` characters.
     """
     seen: set[bytes] = set()
     for path in _source_files(tuple(_roots())):
@@ -69,7 +68,7 @@ def read_docstrings(split: Split | None = None) -> Iterator[str]:
 
 
 def read_pydoc_topics() -> Iterator[str]:
-    """Yield the chapters of Python's reference, ``pydoc_data.topics``: a second corpus."""
+    """Yield the chapters of Python's reference, ``pydoc_data.topics``, a second corpus."""
     path = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Dict):
@@ -100,7 +99,7 @@ def _roots() -> Iterator[tuple[str, Path]]:
 def _documents(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's source
+            warnings.simplefilter("ignore")  # invalid escapes in third-party source
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return

@@ -1,4 +1,4 @@
-"""From a text source to token ids: text, split, sampler."""
+"""Token ids of text sources: windows of a split, and checks."""
 
 from __future__ import annotations
 
@@ -30,35 +30,29 @@ def sample_tokens(
     length: int,
     split: Split | None = None,
 ) -> Tensor:
-    """Return the first windows of a text, one after the other.
+    """Return the first windows of a text, (sequences, length), int64.
 
-    Every document begins with the tokenizer's start token or, if it has none, ends with its
-    end-of-sequence token, if any: a model that sees other bounds than in training has a far higher
-    loss. Windows do not overlap and may begin inside a document. The text is read only as far as
-    needed.
+    Documents begin with the tokenizer's start token or, if it has none, end with its
+    end-of-sequence token, if any: a model has a far higher loss without the bounds of its training.
+    Windows do not overlap and may begin inside a document. The text is read only as far as needed.
 
     Parameters
     ----------
     source : TextSource
-        From `open_text`.
+        Source of the documents.
     tokenizer : PreTrainedTokenizerBase
-        The model's tokenizer.
+        Tokenizer of the model.
     sequences : int or None
         Number of windows; None for all of the text.
     length : int
-        Tokens of a window.
+        Number of tokens of a window.
     split : {"calibration", "held-out"}, optional
-        The whole text if omitted.
-
-    Returns
-    -------
-    Tensor
-        (sequences, length), int64.
+        Split of the text; the whole text if omitted.
 
     Raises
     ------
     ArgumentError
-        If the text is empty or too short, naming its length.
+        If the text is empty or too short; the message has its length.
     """
     check_size(sequences, length)
     needed = math.inf if sequences is None else sequences * length
@@ -89,12 +83,12 @@ def sample_tokens(
 
 
 def positions(model: PreTrainedModel) -> int:
-    """Return the largest number of tokens of one text that a model takes."""
+    """Return the largest number of tokens of a sequence of a model."""
     return model.config.get_text_config().max_position_embeddings
 
 
 def check_size(sequences: int | None, length: int) -> None:
-    """Raise `ArgumentError` unless both are at least 1; `sequences` may be None, for all."""
+    """Raise `ArgumentError` unless both are at least 1; `sequences` may be None."""
     if length < 1:
         raise ArgumentError(f"length must be >= 1, got {length}")
     if sequences is not None and sequences < 1:
@@ -102,7 +96,7 @@ def check_size(sequences: int | None, length: int) -> None:
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
-    """Raise `ArgumentError` if sequences are longer than the model takes."""
+    """Raise `ArgumentError` if `length` exceeds the positions of the model."""
     if length > positions(model):
         raise ArgumentError(
             f"sequences of {length:,} tokens are longer than the {positions(model):,} positions of "
@@ -111,21 +105,21 @@ def check_length(model: PreTrainedModel, length: int) -> None:
 
 
 def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1) -> Tensor:
-    """Return token ids as int64; refuse those that a model does not take.
+    """Return token ids as int64.
 
     Parameters
     ----------
     model : PreTrainedModel
         Model with a vocabulary and positions.
     tokens : Tensor
-        (sequences, length), of any integer dtype.
+        Token ids, (sequences, length), of any integer dtype.
     shortest : int
         Smallest length.
 
     Raises
     ------
     ArgumentError
-        If they are not such a tensor, or an id or the length is more than the model takes.
+        If they are not such a tensor, or an id or the length exceeds those of the model.
     """
     shape = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
     if not isinstance(tokens, Tensor):
@@ -159,7 +153,7 @@ def calibration_length(
     Raises
     ------
     ArgumentError
-        As `calibration_tokens`, but for a text that is too short.
+        As `calibration_tokens`, except for texts that are too short.
     """
     if not isinstance(tokens, str | TextSource):
         return checked_tokens(model, tokens).shape[1]
@@ -177,14 +171,14 @@ def calibration_tokens(
 ) -> tuple[str, Tensor]:
     """Return name and token ids of calibration data, (sequences, length), int64.
 
-    From a text these are the first windows, by default 64 of 512 tokens or as many as the model
-    takes.
+    Of a text, these are the first windows, by default 64 of 512 tokens or of the positions of the
+    model.
 
     Raises
     ------
     ArgumentError
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
-        short, or the sequences are longer than the model takes.
+        short, or the sequences are longer than the positions of the model.
     """
     if not isinstance(tokens, str | TextSource):
         return "tokens", checked_tokens(model, tokens)
