@@ -1,4 +1,4 @@
-"""The compressed cache: what is stored, how it is used, how it is packed."""
+"""Compressed caches: stores of latents, attention over them, packed integers."""
 
 from manifoldkv.cache.compressed import compressed
 from manifoldkv.cache.layers import CompressedCache

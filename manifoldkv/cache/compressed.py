@@ -83,17 +83,17 @@ def compressed(
     plan : CompressionPlan
         From `compress` or `CompressionPlan.load`.
     prefill : {"compressed", "exact"}
-        With ``"compressed"`` every query sees exactly what the cache stores, of its own prompt and
-        its own token too: a prompt in chunks gives what it gives at once, and a perplexity is that
+        With ``"compressed"`` every query attends to stored latents, also of its own prompt and its
+        own token: a prompt in chunks and at once give the same output, and a perplexity is that
         of the cache. With ``"exact"`` the tokens of a call of several tokens see each other
-        unprojected; only what is stored for later is compressed.
+        uncompressed; later calls attend to stored latents.
 
     Yields
     ------
     callable
         ``new_cache(stock=None, position_ids=None)`` makes a `CompressedCache`: an empty one, or one
         that holds the tokens of a `DynamicCache` which the model filled outside of the block, as a
-        prompt under ``prefill="exact"`` would have left them. The stock cache stays as it is, for
+        prompt under ``prefill="exact"`` would have left them. The stock cache is unchanged, for
         the next plan. `position_ids`, (1 or B, n), are those the model was called with, if any;
         for padded texts `generate` takes ``(mask.cumsum(1) - 1).masked_fill(mask == 0, 0)``.
 
@@ -106,8 +106,8 @@ def compressed(
         that are stored and not attended to.
     CacheError
         If the model is inside such a block already, if the options contradict each other, or, from
-        a call inside the block, if it is given what a compressed cache cannot do, or a gradient is
-        wanted of it.
+        a call inside the block, if its arguments are not supported, or a gradient passes through
+        it.
     """
     decoder = Decoder.of(model)
     plan.check_model(decoder)
@@ -153,21 +153,21 @@ class _Run:
     def new_cache(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
     ) -> CompressedCache:
-        """Return a cache for the model as it is now, with the tokens of a stock cache if given one.
+        """Return a cache for the current dtype and devices, filled from a stock cache if any.
 
         Parameters
         ----------
         stock : DynamicCache, optional
             Filled by the model outside of the block, in the dtype and on the devices it has now.
         position_ids : Tensor, optional
-            What the model was called with to place its n tokens, int64 or int32 (1 or B, n); 0, …,
+            Positions of the n tokens in the calls of the model, int64 or int32 (1 or B, n); 0, …,
             n - 1 if omitted. They are used for keys that are stored before rotation, and tell where
             the texts of a padded batch begin, whose first tokens a plan with `sinks` keeps.
 
         Returns
         -------
         CompressedCache
-            Holding what a call with the same tokens stores under ``prefill="exact"``.
+            Cache as after a call with the same tokens under ``prefill="exact"``.
 
         Raises
         ------

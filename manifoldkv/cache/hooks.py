@@ -73,7 +73,7 @@ def give_generate_a_cache(
             asked = generation_config.cache_implementation
             if asked not in (None, model.generation_config.cache_implementation):
                 raise CacheError(
-                    f"a compressed model has a cache of its own kind: call generate without "
+                    f"a compressed model has a compressed cache: call generate without "
                     f"cache_implementation={asked!r}"
                 )
             generation_config.cache_implementation = None
@@ -88,4 +88,6 @@ def give_generate_a_cache(
 
 def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     """Refuse requests for a paged cache."""
-    raise CacheError("continuous batching has a cache of its own kind: call generate instead")
+    raise CacheError(
+        "continuous batching has a paged cache, which cannot be compressed: call generate"
+    )

@@ -13,7 +13,7 @@ from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
 Reconstruction = tuple[Tensor, Tensor]
-"""Reconstructed keys before rotation and values of all tokens of a layer, all heads side by side,
+"""Reconstructed keys before rotation and values of all tokens of a layer, heads concatenated,
 tokens last, (B, D, n)."""
 
 TOKENS_AT_A_TIME = 2048

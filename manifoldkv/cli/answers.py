@@ -1,4 +1,4 @@
-"""What a command prints: lines for people, or one JSON object for machines."""
+"""Output of commands: lines for people, or one JSON object for machines."""
 
 from __future__ import annotations
 

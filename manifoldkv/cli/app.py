@@ -211,7 +211,7 @@ class Export(TextOptions):
     """Write a plain checkpoint with the smaller cache.
 
     The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
-    other engines load it like any model. Its card says what was lost on held-out text.
+    other engines load it like any model. Its card has the loss on held-out text.
     """
 
     plan: Plan
@@ -243,7 +243,7 @@ class Compare(TextOptions, ModelOptions):
 
 @command(app, "describing.inspect")
 class Inspect:
-    """Show what a plan stores, and its provenance."""
+    """Show the contents of a plan and its provenance."""
 
     plan: Annotated[
         Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")

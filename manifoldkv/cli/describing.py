@@ -1,4 +1,4 @@
-"""What a plan stores, for people and for machines; the command inspect."""
+"""Contents of a plan, for people and for machines; the command inspect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that lists what is registered."""
+"""The command that lists registered names."""
 
 from __future__ import annotations
 

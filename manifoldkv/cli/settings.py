@@ -13,7 +13,7 @@ from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import recipe_named
 
 RUN = ("rotary", "seed", "bits")
-"""Settings of the run, whatever its recipe."""
+"""Settings of runs of any recipe."""
 PLAIN = (int, float, bool, str, type(None))
 
 T = TypeVar("T", bound=Any)

@@ -39,8 +39,8 @@ T = TypeVar("T")
 class Codec:
     """Turns the stock cache of a model into bytes, a *blob*, and a blob into a stock cache.
 
-    Keys are rotated back by their positions, 0, 1, … in every sequence; of keys and values of all
-    heads what the plan predicts from the layers below is subtracted, the residual is transformed
+    Keys are rotated back by their positions, 0, 1, … in every sequence; the
+    plan's prediction from lower layers is subtracted from keys and values, the residual transformed
     and rounded, and the symbols are entropy-coded with the tables of the plan. A decoded cache is
     a `DynamicCache` with the errors of the rounding, ready for any attention; the plan's sink
     tokens are exact. Tokens lie in blocks of at most 256, each with a checksum.
@@ -84,7 +84,7 @@ class Codec:
             is.
         input_ids : Tensor, optional
             Its tokens, (B, n) or more of them, int64, which the blob then holds too; without them
-            nobody can tell whose cache it is.
+            the text of the cache is unknown.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class Codec:
         blob : bytes
             From `encode` or `append`.
         tokens : int, optional
-            So many of the first tokens, of which only the blocks are read; all if omitted.
+            Number of first tokens to decode, whose blocks alone are read; all if omitted.
 
         Raises
         ------
@@ -243,7 +243,7 @@ class Codec:
         return int(tokens)
 
     def _check(self, cache: DynamicCache) -> int:
-        """Refuse what is no filled cache of the model; return its tokens."""
+        """Return the number of tokens of a cache, or refuse one that the model has not filled."""
         check_stock(cache, self._plan, self._decoder.dtype, self._decoder.devices)
         tokens = int(cache.get_seq_length())
         if not tokens:

@@ -24,7 +24,7 @@ TOKEN_ID_BYTES = 4
 HEADER_BYTES = 112
 BLOCK_BYTES = 16
 STREAM_BYTES = 24
-"""Lengths of a layer's symbols in a block, and what an entropy coder adds to their entropy."""
+"""Lengths of a layer's symbols in a block, and bytes of an entropy coder beside their entropy."""
 
 
 def frame_bytes(tokens: int, layers: int) -> int:

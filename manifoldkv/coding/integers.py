@@ -101,7 +101,7 @@ class Integers(Quantizer):
     bits: int
     group_size: int
     residual: ClassVar[int | None] = None
-    """Newest tokens that are not rounded; None if tokens are rounded as they are stored."""
+    """Number of newest tokens that are not rounded; None if tokens are rounded at once."""
     ranges_of: ClassVar[str]
     """Elements that share a range, in words."""
 
@@ -209,7 +209,7 @@ class TokenIntegers(Integers):
     ----------
     residual : int or None
         Newest tokens that are not rounded until a run of `group_size` tokens leaves them; None if
-        tokens are rounded as they are stored.
+        tokens are rounded at once.
     """
 
     name: ClassVar[str] = "token-integers"
@@ -290,7 +290,7 @@ def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tens
 
 
 def stored_ranges(by_run: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return offsets and scales of runs of tokens, as they are stored: float16.
+    """Return offsets and scales of runs of tokens, float16.
 
     Parameters
     ----------

@@ -59,7 +59,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def reconstruct(self, latents: Tensor) -> Tensor:
-        """Return latents (..., n, features) as they are after storing all n tokens.
+        """Return the reconstruction of latents (..., n, features) once all n tokens are stored.
 
         Rounding has the gradient of the identity (the straight-through estimator).
         """

@@ -27,7 +27,7 @@ NARROWEST, WIDEST = 2.0**-9, 2.0**9
 TOLERANCE = 1e-4
 """Of a step, relative."""
 NEIGHBOUR = 0.2
-"""What the logarithm of a step is changed by where a Gaussian's leaves bits, or takes more."""
+"""Change of the logarithm of a step in the search for a bracket around a Gaussian's step."""
 GAUSSIAN_BITS = math.log2(2 * math.pi * math.e) / 2
 """Entropy of a Gaussian rounded to integers, of a deviation of 1: of a wider one its log2 more."""
 

@@ -92,7 +92,7 @@ def threshold_search(
 
     Keys and values have one threshold. From 1 it decreases by `STEP` while the layer-output error
     is below its budget and *both* ranks are above `smallest_share` of head_dim, then increases by
-    one step, whichever condition ended the search. The size of the cache has no bound.
+    one step, whether error or rank ended the search. The size of the cache has no bound.
 
     Parameters
     ----------

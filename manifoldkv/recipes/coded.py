@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 Allocation = TypeVar("Allocation")
-"""What a budget is spent on: bits of latents, or the step of a quantiser."""
+"""Unit of a budget: bits of latents, or the step of a quantizer."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
 
     @abstractmethod
     def budget(self, decoder: Decoder, ratio: float, context: int) -> float:
-        """Return what is left for latents, in the unit of `allocate`.
+        """Return the budget of latents, in the unit of `allocate`.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         return site
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields and what they stand for, as `RankRecipe.describe` does."""
+        """Return all fields under the names of `RankRecipe.describe`."""
         return {
             "objective": {"name": "fisher"},
             "solver": {"name": "closed-form"},

@@ -48,11 +48,9 @@ def compress(
     config : CompressionConfig, optional
         What plan to make.
     folder : str or Path, optional
-        Where every basis is stored as soon as it is found, then rank sensitivities, and the state
-        of the tuning every few steps. A run that was interrupted, by whatever, goes on there when
-        it is started again, and ends in the same plan; other settings in the same folder share
-        what they have in common. Nothing is taken from there that other code has made. One run at
-        a time.
+        Folder of checkpoints: every basis once solved, rank sensitivities, and the state of tuning
+        every few steps. An interrupted run resumes from it with the same plan; runs with other
+        settings share common results, and results of other code are ignored. One run at a time.
     executor : {"local", "ray"} or Executor
         Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
         plan is the same. The sequential rule, tuning, rounding and all of a `BitRecipe` or a
@@ -64,7 +62,7 @@ def compress(
     ------
     ModelError
         If the attention of the model cannot be handled.
-        If a weight of the model is not finite, or what a layer computes is not.
+        If a weight of the model is not finite, or the output of a layer is not.
     ArgumentError
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
         given to a recipe other than a `RankRecipe`, or packs of latents do not fit the features of
@@ -74,8 +72,8 @@ def compress(
         If the tokens are not a (sequences, length) tensor of the model's ids, the text is too
         short, or the sequences are longer than the model takes.
     PlanError
-        If the layout of the quantisation does not fit the model, there is no plan for a context
-        of so many tokens, or a `StoredRecipe` is asked for a model with sliding windows.
+        If the layout of the quantisation does not fit the model, the context
+        is too long for a plan, or a `StoredRecipe` is asked for a model with sliding windows.
     RunError
         If Ray is not installed or reached, or a task is lost for good.
         If another run is at work in the folder, it cannot be written to, or a file in it is
@@ -160,7 +158,7 @@ def ratio_from_bytes(
         Tokens of the sequence.
     recipe : Recipe or str
         Whose ratio it is: that of a `BitRecipe` is one to a cache in 16 bits, in which the first
-        tokens are counted too, whatever they take in the dtype of the model. That of a
+        tokens are counted too, in any dtype of the model. That of a
         `StoredRecipe` is also one to a cache in 16 bits, to which all that is stored is compared.
 
     Raises

@@ -1,4 +1,4 @@
-"""The settings of a run, and whether they go together."""
+"""Settings of a run, checked together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manifoldkv.seeds import check_seed
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """All that decides what plan `compress` makes, beside the model and the text.
+    """Settings of `compress`, which determine a plan together with the model and the text.
 
     Parameters
     ----------
@@ -23,30 +23,29 @@ class CompressionConfig:
         take, before quantisation, in (0, 1]. The achieved one is `CompressionPlan.ratio`;
         `ratio_from_bytes` returns the one of a budget in bytes.
     recipe : Recipe or str
-        How: a recipe, or a name out of `RECIPES`.
+        Recipe, or a name of `RECIPES`.
     ranks : RankRule or str, optional
-        The recipe's own rule if omitted; a name stands for a registered one with default fields
-        (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``). Rules go with a
-        `RankRecipe` alone.
+        Rank rule of a `RankRecipe`, the recipe's if omitted; a name stands for a registered one
+        with default fields (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``).
     rotary : {"pre", "post"}
-        Whether keys are stored before rotation (better) or after it (faster). Those of a
-        `CommutingRecipe` are the same either way, and stored after it.
+        Whether keys are stored before rotation (smaller error) or after it (faster). A
+        `CommutingRecipe` stores them after rotation in both cases.
     quantization : Quantization, optional
-        Also round the latents to integers; see `quantize`. Those of a `BitRecipe` or a
-        `StoredRecipe` are rounded already.
+        Format of integer latents; see `quantize`. Latents of a `BitRecipe` or a `StoredRecipe` are
+        quantized already.
     seed : int
-        Of everything random.
+        Seed of all random numbers.
     sequences, length : int, optional
-        Number of windows of a text, and tokens of each; 64 of 512, or of what the
-        model can take, if omitted.
+        Number of windows of a text, and of tokens of each; 64 of 512, or of the positions of the
+        model if fewer, if omitted.
     context : int, optional
-        Tokens of the text that the ratio holds for, 2^20 at most; those of a calibration sequence
-        if omitted. It matters where tokens stay exact, and where layers have sliding windows.
+        Number of tokens of the text that the ratio holds for, at most 2^20; those of a calibration
+        sequence if omitted. It matters with sink tokens and with sliding windows.
 
     Raises
     ------
     ArgumentError
-        If a recipe, a rank rule or a rotary space does not exist.
+        If a recipe, a rank rule or a rotary space is unknown.
         If the seed is not an integer of 64 bits.
     ArgumentError, PlanError
         If a rank rule is given to a recipe other than a `RankRecipe`, or a quantisation or keys

@@ -24,10 +24,10 @@ TRIED_TOKENS = 16
 def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> CompressionPlan:
     """Return the plan whose cache holds keys and values whole, by identity bases of every head.
 
-    A model on its cache puts out what it does on a stock cache, but for rounding errors of sums.
+    A model on its cache has the same output as on a stock cache, but for rounding errors of sums.
     Rounded by `quantize` in the token layout it is the integer cache of inference engines: one
     range per token and group of features, behind a Hadamard matrix per head (as in QuaRot, Ashkboos
-    et al. 2024, arXiv:2404.00456) or, with ``rotation="none"``, as it is.
+    et al. 2024, arXiv:2404.00456) or, with ``rotation="none"``, without one.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 def with_predicted_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) -> CompressionPlan:
     """Return the plan with its predicted loss in its provenance.
 
-    Errors in keys and values are those of held-out sequences, and what they cost is read from the
+    Errors in keys and values are those of held-out sequences, and their cost is read from the
     Fisher information of the same sequences: the plan was fitted to neither.
     """
     tokens = run.held_out

@@ -68,7 +68,7 @@ def recipe_named(recipe: str | Recipe) -> Recipe:
     Raises
     ------
     ArgumentError
-        If there is none of this name.
+        If the name is unknown.
     """
     if isinstance(recipe, Recipe):
         return recipe

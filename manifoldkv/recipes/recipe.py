@@ -31,7 +31,7 @@ class Recipe(ABC):
     """
 
     in_sixteen_bits: ClassVar[bool] = False
-    """Whether a ratio compares bytes to a cache in 16 bits, whatever the dtype of the model."""
+    """Whether a ratio compares bytes to a cache in 16 bits, for any dtype of the model."""
     tuning_steps = 0
 
     def with_ranks(self, ranks: RankRule | str) -> Self:
@@ -48,7 +48,7 @@ class Recipe(ABC):
         )
 
     def check_config(self, config: CompressionConfig) -> None:
-        """Refuse settings of a run that contradict the recipe, whatever the model.
+        """Refuse settings of a run that contradict the recipe, for any model.
 
         Raises
         ------

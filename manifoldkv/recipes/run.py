@@ -109,7 +109,7 @@ class Run:
 
 
 def check_run(decoder: Decoder, config: CompressionConfig) -> None:
-    """Refuse what no recipe can do, before the text is read."""
+    """Refuse settings that no recipe supports, before the text is read."""
     if not 0 < config.ratio <= 1:
         raise ArgumentError(f"ratio {config.ratio:g} is not in (0, 1]")
     if config.context is not None:
