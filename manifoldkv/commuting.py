@@ -104,6 +104,6 @@ def check_commuting(name: str, basis: Basis) -> None:
     columns = basis.down.shape[-1]
     if 2 * len(frequencies) != columns:
         raise PlanError(f"{name}: {len(frequencies)} frequencies of {columns} latents")
-    again = commuting_basis(*complex_columns(basis), frequencies, basis.grouping, basis.head_dim)
-    if not (torch.equal(again.down, basis.down) and torch.equal(again.up, basis.up)):
+    rebuilt = commuting_basis(*complex_columns(basis), frequencies, basis.grouping, basis.head_dim)
+    if not (torch.equal(rebuilt.down, basis.down) and torch.equal(rebuilt.up, basis.up)):
         raise PlanError(f"{name}: the basis has frequencies but does not commute with the rotation")

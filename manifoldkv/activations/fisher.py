@@ -105,9 +105,9 @@ def fisher_moments(
         raise ArgumentError(f"first must be >= 0 and < {length} tokens, got {first}")
     if prompt is not None and not first < prompt < length:
         raise ArgumentError(f"prompt must be > first ({first}) and < {length} tokens, got {prompt}")
-    alone = nullcontext() if folder is None else only_run(Path(folder))
+    lock = nullcontext() if folder is None else only_run(Path(folder))
     threads = torch.get_num_threads()
-    with alone, on_threads(threads), evaluating(decoder.model), torch.no_grad():
+    with lock, on_threads(threads), evaluating(decoder.model), torch.no_grad():
         checkpoints = Checkpoints()
         if folder is not None:
             checkpoints = Checkpoints(Path(folder)).made_by(fisher_moments)

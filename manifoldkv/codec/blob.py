@@ -178,7 +178,9 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
         if not 0 < count <= min(BLOCK_TOKENS, header.tokens - start):
             raise CacheError(f"the block at token {start} of the stored cache is damaged")
         if size < least_payload(header.sequences * count * token_bytes):
-            raise CacheError(f"the block at token {start} asks for more memory than it may")
+            raise CacheError(
+                f"the block at token {start} of the stored cache requests too much memory"
+            )
         blocks.append((start, count, offset, size, check))
         offset, start = offset + size, start + count
     if offset != len(blob):

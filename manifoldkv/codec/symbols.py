@@ -92,7 +92,7 @@ class SymbolCoder:
         symbols -= reach
         ends = np.abs(symbols) == reach
         if not complete or ends.sum() != len(past) or (past > FARTHEST_PAST).any():
-            raise CacheError("symbols are not those of the plan's tables")
+            raise CacheError("the symbols of the stored cache do not fit the plan's tables")
         symbols[ends] += np.sign(symbols[ends]) * past.astype(np.int32)
         return symbols
 

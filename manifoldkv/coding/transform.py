@@ -199,9 +199,9 @@ class _Regression:
     Parameters
     ----------
     x, inputs : tuple of Tensor
-        Of every fold, with the means of all tokens subtracted.
+        Centred outputs and inputs of every fold.
     means : tuple of Tensor
-        These means, (D,) and (inputs,), float64.
+        Means over all tokens, (D,) and (inputs,), float64.
     grams, crossed : tuple of Tensor
         ``inputsᵀ inputs`` and ``inputsᵀ x`` of every fold, float64.
     """

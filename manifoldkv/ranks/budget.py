@@ -114,7 +114,7 @@ def candidate_ranks(
         if not 0 < ratio <= 1:
             raise ArgumentError(f"candidate ratio {ratio:g} is not in (0, 1]")
     if multiple < 1:
-        raise ArgumentError(f"ranks cannot be multiples of {multiple}")
+        raise ArgumentError(f"multiple must be >= 1, got {multiple}")
     rounded = {round(ratio * head_dim / multiple) * multiple for ratio in ratios if ratio < 1}
     full = {head_dim} if 1 in ratios else set()
     return tuple(sorted({r for r in rounded if 0 < r < head_dim} | full))

@@ -24,7 +24,9 @@ class GivenRanks(RankRule):
 
     def candidate_ranks(self, budget: Budget) -> list[CandidateRanks]:
         if len(self.ranks) != budget.layers:
-            raise ArgumentError(f"ranks of {len(self.ranks)} layers for {budget.layers}")
+            raise ArgumentError(
+                f"ranks must be those of {budget.layers} layers, got {len(self.ranks)}"
+            )
         for pair in self.ranks:
             for rank in pair:
                 check_rank(rank, budget.head_dim)

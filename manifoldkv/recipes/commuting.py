@@ -82,7 +82,7 @@ class CommutingRecipe(Recipe):
         object.__setattr__(self, "grouping", parse_grouping(self.grouping))
         if self.grouping == "shared":
             raise ArgumentError(
-                "a commuting basis is one of heads side by side: take grouping all, or a number"
+                "grouping of commuting bases must be all or a number of heads, got shared"
             )
 
     def describe(self) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:
     latents = int(ratio * features / step + 1e-9) * step
     if not latents:
         raise ArgumentError(
-            f"ratio {ratio:g} leaves no latent: {grouping.width} heads of {head_dim} together have "
-            f"a multiple of {step}, so that {step / features:g} is the least"
+            f"ratio must be >= {step / features:g} for {step} latents of {grouping.width} heads of "
+            f"{head_dim}, got {ratio:g}"
         )
     return latents
 

@@ -165,7 +165,7 @@ MOST_THREADS = 1024
 def set_threads(count: int) -> None:
     """Set the number of threads of torch, or raise `RunError` above `MOST_THREADS` or below 1."""
     if not 1 <= count <= MOST_THREADS:
-        raise RunError(f"cannot compute on {count} threads: possible are 1 to {MOST_THREADS}")
+        raise RunError(f"threads must be from 1 to {MOST_THREADS}, got {count}")
     torch.set_num_threads(count)
 
 

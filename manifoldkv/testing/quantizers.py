@@ -99,9 +99,9 @@ class QuantizerConformance:
     def test_described_and_read_it_is_the_same(self) -> None:
         described = json.loads(json.dumps(self.quantizer.describe()))
         tensors = dict(self.quantizer.tensors())
-        again = quantizer_from(described, tensors)
-        assert again == self.quantizer
-        assert hash(again) == hash(self.quantizer)
+        loaded = quantizer_from(described, tensors)
+        assert loaded == self.quantizer
+        assert hash(loaded) == hash(self.quantizer)
         assert not tensors
 
     def test_rounding_has_the_gradient_of_the_identity(self) -> None:

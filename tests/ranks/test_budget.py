@@ -35,7 +35,7 @@ class TestCandidates:
     def test_impossible_ratios_and_multiples(self) -> None:
         with pytest.raises(ArgumentError, match="candidate ratio"):
             candidate_ranks(8, (0.5, 1.2))
-        with pytest.raises(ArgumentError, match="multiples of 0"):
+        with pytest.raises(ArgumentError, match="multiple must be >= 1, got 0"):
             candidate_ranks(8, multiple=0)
 
 

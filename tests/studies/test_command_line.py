@@ -53,7 +53,7 @@ TOO_LONG = "tokens, the model 1,024: ask for shorter prompts"
 EVERYWHERE: list[Any] = [
     (("--out", ""), "argument --out: the name is empty"),
     (("--out", "{file}"), "cannot write to {file}"),
-    (("--threads", 0), "cannot compute on 0 threads"),
+    (("--threads", 0), "threads must be from 1 to 1024, got 0"),
     (("--model", "no/such/model"), "no model at no/such/model"),
     (("--redraw",), ".csv to draw"),  # nothing is measured for it
 ]
@@ -112,7 +112,7 @@ IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
     ],
     LLAMA: [
         SEED,
-        (("--threads", 0), "cannot compute on 0 threads"),
+        (("--threads", 0), "threads must be from 1 to 1024, got 0"),
         (("--batch", 0), "tokens, batch and checkpoint-every must be >= 1"),
         (("--work", ""), "argument --work: the name is empty"),
     ],
