@@ -24,7 +24,17 @@ WHAT = re.compile(
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = (
     *("activations", "basis.py", "cache", "cli", "codec", "coding", "commuting.py", "diagnostics"),
-    *("models", "objectives", "ranks", "recipes", "registry.py", "reports", "runs", "seeds.py"),
+    *(
+        "models",
+        "objectives",
+        "plan",
+        "ranks",
+        "recipes",
+        "registry.py",
+        "reports",
+        "runs",
+        "seeds.py",
+    ),
     *("solvers", "testing", "text", "windows.py"),
 )
 """Rooms whose docstrings are checked too, those of attributes among them."""

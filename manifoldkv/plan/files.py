@@ -75,11 +75,11 @@ def write(folder: str | Path, contents: PlanContents, summary: dict[str, Any]) -
     Parameters
     ----------
     folder : str or Path
-        Made if need be.
+        Folder, created if it does not exist.
     contents : PlanContents
-        All that `read` returns.
+        Fields of the plan.
     summary : dict
-        What readers of the description want to see beside it.
+        Further fields of the description, for its readers.
 
     Raises
     ------
@@ -105,10 +105,10 @@ def signed(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_both(folder: Path, payload: bytes, description: bytes) -> None:
-    """Write both files so that the last of several writers leaves two that belong together.
+    """Write both files so that the last of several writers leaves a matching pair.
 
-    Every writer replaces the tensors first. If those of another one are there when the own
-    description is, the two would stay a mixture, and both are written again.
+    Every writer replaces the tensors first. If the tensors are those of another writer once the
+    description is written, the pair does not match, and both are written again.
     """
     tensors, described = folder / TENSORS, folder / DESCRIPTION
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def _write_both(folder: Path, payload: bytes, description: bytes) -> None:
 
 
 def read(folder: str | Path) -> PlanContents:
-    """Return what `write` wrote. Nothing in the files is executed.
+    """Read the files of a plan. Nothing in them is executed.
 
     Files that do not belong together are read again, in case they are being replaced.
 

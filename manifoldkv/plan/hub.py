@@ -17,14 +17,13 @@ CARD = "README.md"
 
 
 class OnHub:
-    """What can be saved into a folder and loaded from one, there and back over the Hub.
+    """Upload to the Hub and download from it, for objects that save to a folder.
 
-    huggingface_hub's own mixin sets attributes on new objects, which frozen ones refuse; the calls
-    beneath it are the same.
+    The mixin of huggingface_hub sets attributes on new objects, which frozen dataclasses refuse.
     """
 
     FILES: tuple[str, ...]
-    """All that `save` writes, and all that is ever downloaded."""
+    """Names of the files that `save` writes; no others are downloaded."""
 
     @abstractmethod
     def save(self, folder: str | Path) -> None: ...
@@ -79,22 +78,22 @@ class OnHub:
     def from_pretrained(
         cls, name: str | Path, *, revision: str | None = None, token: str | None = None
     ) -> Self:
-        """Return what is in a folder, or on the Hub, of which only `FILES` are fetched.
+        """Load from a folder or from the Hub, where only `FILES` are downloaded.
 
         Parameters
         ----------
         name : str or Path
-            A folder, or ``"user/name"``.
+            Folder, or repository ``"user/name"``.
         revision : str, optional
             Branch, tag or commit.
         token : str, optional
-            For private repositories; the one that is logged in if omitted.
+            Token for private repositories; that of the logged-in user if omitted.
 
         Raises
         ------
         PlanError
             If there is no such folder or repository, the Hub cannot be reached and nothing is in
-            the cache, or what comes cannot be used.
+            the cache, or the files are not a plan.
         """
         if not str(name) or Path(name).is_dir():
             return cls.load(name)

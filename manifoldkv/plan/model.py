@@ -1,4 +1,4 @@
-"""What a plan knows of its model: a hash of the configuration and a fingerprint of the weights."""
+"""Identity of a plan's model: hash of the configuration and fingerprint of the weights."""
 
 from __future__ import annotations
 

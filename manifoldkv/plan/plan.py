@@ -27,7 +27,7 @@ from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-"""What a model on the Hub is called; a folder of one's own is not named on a card."""
+"""Name of a repository on the Hub; other names are not linked on a card."""
 CARD = Path(__file__).with_name("card.md")
 
 
@@ -52,9 +52,9 @@ class CompressionPlan(OnHub):
         Where the bases come from.
     sinks : int
         Number of first tokens of every sequence that are kept uncompressed beside their latents,
-        in layers without a sliding window. Many models attend to them whatever they are, and their
-        keys, far larger than others, suffer most from rounding. Set it before `quantize`, whose
-        ranges then leave these tokens out.
+        in layers without a sliding window. Many models attend to them at every step, and their
+        keys, far larger than others, lose most by rounding. Set it before `quantize`, whose ranges
+        then leave these tokens out.
 
     Raises
     ------
@@ -201,7 +201,7 @@ class CompressionPlan(OnHub):
         return sum(layer.elements(tokens, self.sinks) for layer in self.layers) / full
 
     def nbytes(self, tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return what `CompressedCache.nbytes` is after `tokens` tokens of `batch` sequences.
+        """Return `CompressedCache.nbytes` after `tokens` tokens of `batch` sequences.
 
         It counts latents as stored, their scales and offsets, and uncompressed tokens; `dtype` is
         the model's. Of a plan of recipe stored it is the size of a stored cache with everything in
@@ -237,7 +237,7 @@ class CompressionPlan(OnHub):
         return total
 
     def digest(self) -> str:
-        """Return the SHA-256 of all that decides what a cache holds: bases, windows, rounding.
+        """Return the SHA-256 of bases, quantizers, predictors and windows.
 
         The provenance plays no part: the same bases found elsewhere or later have the same digest.
         """
@@ -256,7 +256,7 @@ class CompressionPlan(OnHub):
         return hashlib.sha256(self.config_hash.encode() + weights).digest()
 
     def check_model(self, model: ModelView) -> None:
-        """Raise `PlanError` unless the plan was made for this model, in whatever dtype it is.
+        """Raise `PlanError` unless the plan was made for this model, in any dtype.
 
         Windows, KV heads and head sizes are compared layer by layer; sinks are at most the
         positions of the model.

@@ -17,27 +17,27 @@ class Provenance:
     text : str
         Calibration text.
     sequences, length : int
-        Its size; no sequence if the bases depend on no text (`full_rank_plan`).
+        Size of the calibration text; 0 sequences if bases depend on none (`full_rank_plan`).
     context : int
         Tokens of the text that the requested ratio holds for.
     recipe : dict
         All fields of the recipe; objective, solver and rank rule by their names and fields
         (`Recipe.describe`).
     seed : int
-        Of everything random.
+        Seed of all random numbers.
     requested_ratio : float
-        What was asked for; `CompressionPlan.ratio` is what came out.
+        Ratio of the budget; `CompressionPlan.ratio` is the achieved one.
     versions : dict
-        Of the packages that the bases depend on.
+        Versions of the packages that the bases depend on.
     threads : int
-        On which torch computed: the same seed gives the same bytes on as many threads.
+        Threads of torch: the same seed gives the same bytes on the same number of threads.
     tuning_steps : int
-        Taken by `tune` since.
+        Steps of `tune` since then.
     predicted_nats : float or None
         Predicted loss in nats per token, to second order in the errors, of calibration sequences
         that nothing was fitted to; not that after tuning.
     predicted_tokens : int
-        Tokens of these sequences, on which the prediction rests.
+        Number of tokens of these sequences.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Provenance:
 
     @property
     def origin(self) -> str:
-        """Return in words what found the bases, on what."""
+        """Return objective, solver and calibration text in words."""
         solver = self.method("solver")
         if not self.sequences:
             return f"{solver}, on no text"

@@ -1,4 +1,4 @@
-"""What a cache of transformers must be like for a compressed cache to take its tokens over."""
+"""Checks of an uncompressed cache whose tokens a compressed one takes over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manifoldkv.windows import cached_tokens
 def check_stock(
     stock: Any, plan: CompressionPlan, dtype: torch.dtype, devices: list[torch.device]
 ) -> None:
-    """Refuse what is not the stock cache of a model, or holds less than the plan's caches need.
+    """Raise `CacheError` unless a cache is the stock cache of a model, with all tokens in reach.
 
     Parameters
     ----------
