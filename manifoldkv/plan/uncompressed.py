@@ -23,9 +23,9 @@ def check_stock(
     Parameters
     ----------
     stock : Any
-        Hopefully a `DynamicCache`; one that holds no tokens is right for every plan.
+        `DynamicCache` to check; one without tokens fits every plan.
     plan : CompressionPlan
-        Of the caches that are to take its tokens.
+        Plan of the compressed cache.
     dtype : torch.dtype
         Of the model.
     devices : list of torch.device
@@ -122,10 +122,10 @@ def checked_positions(position_ids: Any, stock: DynamicCache | None) -> Tensor:
 
 
 def unpadded(positions: Tensor) -> Tensor:
-    """Return where a row's text has begun, bool (1 or B, n), from positions (1 or B, n).
+    """Return the mask of unpadded tokens, bool (1 or B, n), of positions (1 or B, n).
 
-    The positions of a text rise; those that `generate` gives the padding before it do not, and
-    the text begins at its position 0, which is no higher. A text has one token at least.
+    The positions of a text rise from 0. Those that `generate` gives to the padding before it do not
+    rise. A text has at least one token.
     """
     rises = positions.diff(dim=1) > 0
     return torch.cat([rises, torch.ones_like(rises[:, :1])], dim=1).long().cumsum(dim=1) > 0
