@@ -70,8 +70,14 @@ class _Seen:
         if not self.latents:
             return self
         seen = slice(self.offset, self.offset + self.latents)
-        keys, values = (grouping.merge(x[..., seen].mT.unsqueeze(1)) for x in found)
-        return replace(self, rebuilt=(keys, values))
+        keys, values = found
+        return replace(
+            self,
+            rebuilt=(
+                grouping.merge(keys[..., seen].mT.unsqueeze(1)),
+                grouping.merge(values[..., seen].mT.unsqueeze(1)),
+            ),
+        )
 
 
 class CachedAttention:
@@ -195,7 +201,8 @@ class CachedAttention:
                 sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
             sees, of_sinks = layer.sinks.split(sees)
         if latents < stop:
-            keys, values = (x[:, :, latents - past : stop - past] for x in new)
+            keys = new[0][:, :, latents - past : stop - past]
+            values = new[1][:, :, latents - past : stop - past]
             if angles is not None:
                 keys = angles.tile(keys.to(angles.cos.dtype), latents, stop)
             exact.append((keys, values))
@@ -249,9 +256,8 @@ class CachedAttention:
 
     def _attend_at_once(self, layer: CompressedLayer, queries: Tensor, seen: _Seen) -> Tensor:
         """Run torch's kernel on latents; rows are all queries of a head group."""
-        stores = layer.key_store, layer.value_store
-        tiles = (next(_tiles(store, seen, seen.latents)) for store in stores)
-        keys, values = (latents for _, _, latents in tiles)
+        _, _, keys = next(_tiles(layer.key_store, seen, seen.latents))
+        _, _, values = next(_tiles(layer.value_store, seen, seen.latents))
         by_group = self._key.queries(queries)  # (B, G, w·R, w·r)
         mask = seen.mask
         if mask is not None:

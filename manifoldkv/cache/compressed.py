@@ -195,7 +195,7 @@ class _Run:
         context = self._plan.predictor_context()
         for index, (layer, held) in enumerate(zip(cache.layers, stock.layers, strict=True)):
             count = cached_tokens(tokens, layer.window)
-            keys, values = (x[:, :, -count:] for x in (held.keys, held.values))
+            keys, values = held.keys[:, :, -count:], held.values[:, :, -count:]
             layer.tokens_seen = tokens - count  # and the others now
             layer.sinks.take(keys, values, layer.tokens_seen, visible, None)
             if self._plan.rotary == "pre":

@@ -110,6 +110,5 @@ class ForwardPass(threading.local):
         if key not in self._angles:
             newest_cos, newest_sin = calls[0].angles(self.cache.positions(tokens))
             dtype = working_dtype(cos.dtype, cos.device)
-            cos, sin = (tokens_last(x.to(dtype)) for x in (newest_cos, newest_sin))
-            self._angles[key] = (cos, sin)
+            self._angles[key] = tokens_last(newest_cos.to(dtype)), tokens_last(newest_sin.to(dtype))
         return self._angles[key]

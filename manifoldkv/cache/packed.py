@@ -164,7 +164,7 @@ class RangeStore(Store):
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         assert first % self._run == 0
-        codes, offsets, scales = (part.view for part in self.parts)
+        codes, offsets, scales = self._codes.view, self._offsets.view, self._scales.view
         for start, stop in split_tiles(first, len(self), max(1, size // self._run) * self._run):
             runs = slice(start // self._run, stop // self._run)
             offset = self._of_elements(offsets[:, :, runs].to(self._dtype))

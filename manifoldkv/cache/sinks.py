@@ -69,7 +69,8 @@ class Sinks:
         places = slots - past
         new = (places >= 0)[:, None, :, None]
         places = places.clamp(0, count - 1)[:, None, :, None]
-        keys, values = (x.take_along_dim(places, dim=2) for x in (keys, values))
+        keys = keys.take_along_dim(places, dim=2)
+        values = values.take_along_dim(places, dim=2)
         if angles is not None:
             keys = angles.of_slots(keys, slots.clamp(max=tokens - 1))
         for store, x in ((self.keys, keys), (self.values, values)):
@@ -80,7 +81,7 @@ class Sinks:
 
     def seen(self) -> tuple[Tensor, Tensor]:
         """Return keys, in the dtype of scores, and values, (B, H_kv, s, d) each."""
-        keys, values = (store.newest(len(store)) for store in (self.keys, self.values))
+        keys, values = self.keys.newest(len(self.keys)), self.values.newest(len(self.values))
         return keys.to(working_dtype(keys.dtype, keys.device)), values
 
     def split(self, mask: Tensor) -> tuple[Tensor, Tensor]:

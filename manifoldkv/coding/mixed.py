@@ -90,11 +90,9 @@ class MixedWidths(Quantizer):
     def reconstruct(self, latents: Tensor) -> Tensor:
         stored = self.stored
         x = latents[..., :stored]
-        bits, step, deviation, gain = (
-            tensor[:stored] for tensor in (self.bits, self.step, self.deviation, self.gain)
-        )
-        step, deviation, gain = step.to(x), deviation.to(x), gain.to(x)
-        half = (2 ** (bits.long() - 1)).to(x)
+        step, deviation = self.step[:stored].to(x), self.deviation[:stored].to(x)
+        gain = self.gain[:stored].to(x)
+        half = (2 ** (self.bits[:stored].long() - 1)).to(x)
         scale = (x / deviation).square().mean(dim=-1, keepdim=True).sqrt()
         float16 = torch.finfo(torch.float16)
         scale = scale.clamp(max=float16.max).half().to(x).clamp(min=float16.tiny)

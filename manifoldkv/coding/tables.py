@@ -62,9 +62,8 @@ def find_step(sites: Sequence[Tensor], bits: float) -> float:
         rates = (deviations.log() - logarithm) / math.log(2) + GAUSSIAN_BITS
         return bits - float(rates.clamp(min=0).sum())
 
-    narrowest, widest = (
-        math.log(factor * float(deviations.max())) for factor in (NARROWEST, WIDEST)
-    )
+    narrowest = math.log(NARROWEST * float(deviations.max()))
+    widest = math.log(WIDEST * float(deviations.max()))
     first = last = narrowest
     if remaining_by_gaussians(narrowest) < 0:
         first = last = brentq(remaining_by_gaussians, narrowest, widest)

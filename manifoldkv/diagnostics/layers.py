@@ -57,9 +57,8 @@ def layer_errors(
 
     To quote an error, pass activations of text that was not used for solving.
     """
-    key_basis, value_basis = (
-        None if basis is None else basis.like(activations.cos) for basis in (key_basis, value_basis)
-    )
+    key_basis = None if key_basis is None else key_basis.like(activations.cos)
+    value_basis = None if value_basis is None else value_basis.like(activations.cos)
 
     def with_bases(batch: Batch) -> Tensor:
         return attention_output(activations, key_basis, value_basis, rotary=rotary, batch=batch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.activations.moments import SiteMoments
-from manifoldkv.basis import SITES, Basis, HeadGrouping, detached
+from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.transform import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts
 from manifoldkv.models.decoder import Decoder
@@ -109,9 +109,12 @@ def query_forms(
     """
     objective = KQSVD()
     for activations in follow(capture(decoder.model, run.tokens), len(decoder.layers)):
-        problems = [objective.problem(activations, site, grouping) for site in SITES]
-        key, value = [_relative(*objective.matrices(problem, None)) for problem in problems]
-        yield key, value
+        keys = objective.problem(activations, "key", grouping)
+        values = objective.problem(activations, "value", grouping)
+        yield (
+            _relative(*objective.matrices(keys, None)),
+            _relative(*objective.matrices(values, None)),
+        )
 
 
 def _relative(gram: Tensor, weight: Tensor) -> Forms:
