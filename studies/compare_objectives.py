@@ -29,7 +29,7 @@ from typing import Any
 
 import common
 import pandas as pd
-from reports.objectives import CAPS, SITES, figures, summary
+from reports.objectives import CAPS, SITE_TITLES, figures, summary
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,7 +94,13 @@ def main() -> int:
     parser.add_list("--solvers", SOLVERS.names())
     add("--rank-ratios", nargs="+", type=float, metavar="R", help=of_both("rank_ratios"))
     add("--layers", nargs="+", type=int, metavar="L", help="layer indices from 0 (all)")
-    add("--sites", nargs="+", choices=SITES, default=list(SITES), help="what is projected (all)")
+    add(
+        "--sites",
+        nargs="+",
+        choices=SITE_TITLES,
+        default=list(SITE_TITLES),
+        help="what is projected (all)",
+    )
     add("--key-grouping", default="shared", help="shared, all or heads per basis (%(default)s)")
     add("--value-grouping", default="1", help="shared, all or heads per basis (%(default)s)")
     rotary = "project keys before or after rotation (%(default)s)"

@@ -23,6 +23,7 @@ import common
 import pandas as pd
 import torch
 from paper import figures
+from paper.accuracy import zero_shot
 from paper.measurements import Measurements
 from paper.plans import Labelled, PlanMaker, nearest
 from paper.protocol import EIGEN, PROTOCOLS, STIEF, Protocol
@@ -53,7 +54,6 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.diagnostics.figures import table_of_results
 from manifoldkv.evaluation import Perplexity, perplexity
-from manifoldkv.evaluation.zero_shot import ManifoldKVLM
 from manifoldkv.ranks import GivenRanks
 from manifoldkv.recipes.rounding import Rotation
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
@@ -164,7 +164,7 @@ class Study:
         self.checkpoints = (
             common.stored_in(out, given)
             .keyed(model=digest_of_model(self.model))
-            .made_by(ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors)
+            .made_by(ReleaseSearch, Perplexity, zero_shot, LayerErrors)
         )
         self.steps = Steps()
         counted = self.checkpoints, self.steps

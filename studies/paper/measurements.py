@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import CompressionPlan
 from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.zero_shot import zero_shot
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
+from paper.accuracy import zero_shot
 from paper.plans import Labelled
 from paper.steps import Steps
 from paper.tasks import Tasks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,18 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv import open_text
-from manifoldkv.evaluation.zero_shot import local_task, write_continuation_task
+from manifoldkv.errors import ArgumentError
 from manifoldkv.runs.files import write_whole
+from manifoldkv.text.docstrings import Split
+from manifoldkv.text.sources import TextSource
+from paper.accuracy import local_task
 from paper.protocol import Protocol
 
 NAMES = ("hellaswag", "piqa", "mmlu")
-CONTINUATION = "docstring-continuation"
+DOCSTRINGS = "docstring-continuation"
+CHOICES = 4
+CONTEXT, CONTINUATION = 48, 16
+"""Tokens of the two parts of a document in a continuation task."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,62 @@ def continuation_task(
 ) -> Tasks:
     """Return a task of held-out docstrings, for the models trained on docstrings."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, items = folder / f"{CONTINUATION}.jsonl", protocol.items or 1000
+    path, items = folder / f"{DOCSTRINGS}.jsonl", protocol.items or 1000
     write_continuation_task(open_text("docstrings"), tokenizer, path, items=items)
-    return Tasks((CONTINUATION,), folder, protocol.items)
+    return Tasks((DOCSTRINGS,), folder, protocol.items)
+
+
+def write_continuation_task(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    items: int,
+    split: Split | None = "held-out",
+) -> None:
+    """Write a four-way continuation task as a JSON file of the harness.
+
+    An item consists of the first tokens of a document, the next ones and those of three other
+    documents.
+
+    Parameters
+    ----------
+    source : TextSource
+        From `open_text`.
+    tokenizer : PreTrainedTokenizerBase
+        To count tokens with.
+    path : Path
+        Destination.
+    items : int
+        Number of items.
+    split : {"calibration", "held-out"}, optional
+        Of the text.
+
+    Raises
+    ------
+    ArgumentError
+        If the text has too few documents of that length.
+    """
+    halves = []
+    for document in source.documents(split):
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= CONTEXT + CONTINUATION:
+            start = tokenizer.decode(ids[:CONTEXT])
+            halves.append((start, tokenizer.decode(ids[CONTEXT : CONTEXT + CONTINUATION])))
+        if len(halves) == items:
+            break
+    if len(halves) < max(items, CHOICES):
+        raise ArgumentError(
+            f"{source.name} has {len(halves)} documents of {CONTEXT + CONTINUATION} tokens, too "
+            f"few for {items} items"
+        )
+    lines = []
+    for index, (start, _) in enumerate(halves):
+        # The right answer is at every position equally often; distractors are neighbours.
+        right = index % CHOICES
+        choices = [halves[(index + i - right) % len(halves)][1] for i in range(CHOICES)]
+        lines.append(json.dumps({"query": start, "choices": choices, "gold": right}))
+    write_whole(path, ("\n".join(lines) + "\n").encode())
 
 
 def spread_tasks(items: Mapping[str, int], data: Path, folder: Path) -> Path:

@@ -13,11 +13,15 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from manifoldkv.diagnostics.figures import legend_below, mark_of
-from manifoldkv.diagnostics.figures.palette import colour_at
+from manifoldkv.diagnostics.figures import legend_below, mark_of, palette
 from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
 
 STOCK, ZSTD = "16-bit cache", "zstd"
+COLOURS = (
+    *(palette.BLUE, palette.VERMILLION, palette.GREEN),
+    *(palette.PURPLE, palette.ORANGE, palette.SKY),
+)
+"""Of bars."""
 LEVEL = 3
 """Compression level of zstd: its default."""
 
@@ -107,7 +111,7 @@ def _bars(
     for index, (label, column) in enumerate(columns.items()):
         shift = (index - (len(columns) - 1) / 2) * width
         at = [cache + shift for cache in range(len(rows))]
-        colour = colour_at(first_colour + index)
+        colour = COLOURS[(first_colour + index) % len(COLOURS)]
         drawn.append(axes.bar(at, rows[column], width, color=colour, label=label))
     axes.set_xticks(range(len(rows)), list(rows["cache"]))
     return drawn

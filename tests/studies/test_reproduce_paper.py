@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import reproduce_paper
 from paper import measurements, plans
+from paper.accuracy import zero_shot
 from paper.search import ReleaseSearch
 from transformers import PreTrainedModel
 
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.evaluation import Perplexity
-from manifoldkv.evaluation.zero_shot import ManifoldKVLM
 from manifoldkv.runs import checkpoints
 from manifoldkv.solvers import Predictor, RiemannianAdam
 from tests.drawings import assert_points_in_every_panel, assert_written
@@ -220,7 +220,7 @@ def test_a_repeated_run_measures_nothing_and_draws_the_same(
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.parametrize("changed", [ReleaseSearch, Perplexity, ManifoldKVLM, LayerErrors])
+@pytest.mark.parametrize("changed", [ReleaseSearch, Perplexity, zero_shot, LayerErrors])
 def test_results_of_other_code_are_measured_again(
     changed: type, quick: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,5 @@
 """Figures, each drawn from a DataFrame that is saved beside it."""
 
-from manifoldkv.diagnostics.figures.objectives import (
-    error_against_rank,
-    error_against_seconds,
-    errors_per_layer,
-)
 from manifoldkv.diagnostics.figures.palette import MARKS, Mark, mark_of
 from manifoldkv.diagnostics.figures.paper import (
     accuracy,
@@ -22,9 +17,6 @@ __all__ = [
     "Mark",
     "accuracy",
     "bases_comparison",
-    "error_against_rank",
-    "error_against_seconds",
-    "errors_per_layer",
     "legend_below",
     "mark_of",
     "perplexities",

@@ -112,9 +112,3 @@ def mark_of(name: str, among: Sequence[str] = ()) -> Mark:
         return MARKS[name]
     others = [other for other in among if other not in MARKS]
     return SPARE[others.index(name) % len(SPARE)] if name in others else SPARE[0]
-
-
-def colour_at(index: int) -> str:
-    """Return a colour for something without a mark: texts, shapes, bars of one kind."""
-    colours = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-    return colours[index % len(colours)]

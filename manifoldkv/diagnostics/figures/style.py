@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from manifoldkv.diagnostics.figures.palette import BLACK
 
@@ -20,8 +20,6 @@ ERROR_LABELS = {
 TITLE_SIZE, CHARACTERS_PER_INCH = 9, 14
 HANDLE_CHARACTERS = 7
 """Width of the line in a legend's entry, in characters."""
-LINEAR_BELOW = 0.01
-"""Nats per token below which the axis of losses is linear, to include zero and less."""
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
@@ -90,26 +88,6 @@ def logarithmic(axes: Axes, *, x: bool = False) -> None:
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_label_text(f"{axis.get_label_text()} (logarithmic)")
-
-
-def linear_near_zero(axes: Axes, lowest: float, highest: float) -> None:
-    """Make the axis of losses logarithmic above `LINEAR_BELOW`, with the linear part in grey.
-
-    Parameters
-    ----------
-    axes : Axes
-        Axes whose vertical label is written.
-    lowest, highest : float
-        Range of the losses, nats per token.
-    """
-    axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.6)
-    axes.set_ylim(min(-0.3 * LINEAR_BELOW, 1.3 * lowest), 1.8 * max(LINEAR_BELOW, highest))
-    axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.axhspan(axes.get_ylim()[0], LINEAR_BELOW, color="#000000", alpha=0.05, linewidth=0)
-    if axes.get_ylabel():
-        axes.set_ylabel(f"{axes.get_ylabel()}\n(logarithmic; linear in the grey part)")
 
 
 def reference(axes: Axes, level: float, name: str, line: str = ":") -> None:

@@ -4,14 +4,9 @@ from itertools import product
 
 import pandas as pd
 import pytest
+from reports.objectives import error_against_rank, error_against_seconds, errors_per_layer
 
-from manifoldkv.diagnostics.figures import (
-    error_against_rank,
-    error_against_seconds,
-    errors_per_layer,
-    mark_of,
-    save_figure,
-)
+from manifoldkv.diagnostics.figures import mark_of, save_figure
 from tests.drawings import assert_written
 
 
