@@ -5,7 +5,6 @@ from manifoldkv.diagnostics.layers import (
     diagnose,
     diagnose_plan,
     layer_errors,
-    plan_errors,
 )
 
-__all__ = ["LayerErrors", "diagnose", "diagnose_plan", "layer_errors", "plan_errors"]
+__all__ = ["LayerErrors", "diagnose", "diagnose_plan", "layer_errors"]

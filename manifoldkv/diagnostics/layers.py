@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import pandas as pd
@@ -16,12 +16,12 @@ from manifoldkv.activations.outputs import attention_output, layer_output
 from manifoldkv.basis import Basis, Rotary
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention
-from manifoldkv.codec.symbols import SiteCodec
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import attend, rotation_of
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.site import SitePlan
 
 AttentionOutput = Callable[[Batch], Tensor]
 """The output of attention (b, H_q, n, d) for some sequences, heads apart and before W_O."""
@@ -114,31 +114,6 @@ def diagnose(
 def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor) -> pd.DataFrame:
     """Return the errors of every layer of a plan.
 
-    Parameters are as in `plan_errors`.
-
-    Returns
-    -------
-    DataFrame
-        One row per layer: ``layer``, ``key_rank``, ``value_rank`` and the fields of `LayerErrors`.
-
-    Raises
-    ------
-    PlanError, CacheError
-        As `plan_errors`.
-    """
-    rows = []
-    for activations, errors in plan_errors(model, plan, tokens):
-        layer = plan.layers[activations.layer]
-        ranks = {"key_rank": layer.key.rank, "value_rank": layer.value.rank}
-        rows.append({"layer": activations.layer} | ranks | asdict(errors))
-    return pd.DataFrame(rows)
-
-
-def plan_errors(
-    model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
-) -> Iterator[tuple[LayerActivations, LayerErrors]]:
-    """Yield the activations and the errors of one layer of a plan after the other.
-
     Every layer has the inputs of the uncompressed model and attends to keys and values as its cache
     holds them: projected, rounded, predicted, with uncompressed sink tokens. Keys and
     values are predicted from those that the layers below hold. The cache is filled in float32 at
@@ -153,101 +128,76 @@ def plan_errors(
     tokens : Tensor
         Token ids, (S, n), int64; for an error to quote, not those the plan was fitted to.
 
+    Returns
+    -------
+    DataFrame
+        One row per layer: ``layer``, ``key_rank``, ``value_rank`` and the fields of `LayerErrors`.
+
     Raises
     ------
     PlanError
         If the plan was made for another model.
-    CacheError
-        If the plan is of recipe stored and constriction is not installed.
     """
     plan.check_model(Decoder.of(model))
-    layers = _CachedLayers(plan) if plan.attended else _DecodedLayers(plan)
-    captured = capture(model, tokens)
-    return ((layer, _errors(layer, layers.attention(layer))) for layer in captured)
+    contexts = [plan.predictor_context() for _ in tokens]
+    rows = []
+    for activations in capture(model, tokens):
+        layer = plan.layers[activations.layer]
+        for context in contexts:
+            context.begin(activations.layer)
+        attention = _over_cache if plan.attended else _over_decoded
+        errors = _errors(activations, attention(activations, plan, contexts))
+        ranks = {"key_rank": layer.key.rank, "value_rank": layer.value.rank}
+        rows.append({"layer": activations.layer} | ranks | asdict(errors))
+    return pd.DataFrame(rows)
 
 
-class _CachedLayers:
-    """Attention over compressed caches, of one layer after the other.
+def _over_cache(
+    activations: LayerActivations, plan: CompressionPlan, contexts: list[PredictorContext]
+) -> AttentionOutput:
+    """Return the attention of a layer over its compressed cache; a context per sequence."""
+    layer, place = plan.layers[activations.layer], (activations.dtype, activations.device)
+    attention = running_attention(plan, activations.layer, *place)
+    angles = None
+    if plan.rotary == "pre":
+        angles = Angles(activations.cos, activations.sin, rotation_of(activations.module))
 
-    Parameters
-    ----------
-    plan : CompressionPlan
-        Of any recipe but stored.
-    """
+    def attend_to_cache(batch: Batch) -> Tensor:
+        queries, keys, values = activations.projections(plan.rotary, batch)
+        if plan.rotary == "pre":
+            queries = activations.rotate(queries)
+        cache = CompressedLayer(layer, *place, plan.sinks)
+        mask, settings = activations.mask, activations.settings
+        context = contexts[int(batch.sequences)]
+        return attention.attend(cache, queries, keys, values, mask, settings, angles, context)
 
-    def __init__(self, plan: CompressionPlan) -> None:
-        self._plan = plan
-        self._contexts: dict[int, PredictorContext] = {}  # by sequence
-
-    def attention(self, activations: LayerActivations) -> AttentionOutput:
-        """Return the attention of the next layer, which is asked for one sequence at a time."""
-        plan, index = self._plan, activations.layer
-        place = activations.dtype, activations.device
-        attention = running_attention(plan, index, *place)
-
-        def attend_to_cache(batch: Batch) -> Tensor:
-            queries, keys, values = activations.projections(plan.rotary, batch)
-            angles = None
-            if plan.rotary == "pre":
-                queries = activations.rotate(queries)
-                rotate = rotation_of(activations.module)
-                angles = Angles(activations.cos, activations.sin, rotate)
-            cache = CompressedLayer(plan.layers[index], *place, plan.sinks)
-            mask, settings = activations.mask, activations.settings
-            context = _context(self._contexts, plan, batch, index)
-            return attention.attend(cache, queries, keys, values, mask, settings, angles, context)
-
-        return attend_to_cache
+    return attend_to_cache
 
 
-class _DecodedLayers:
-    """Attention over decoded keys and values, of one layer after the other.
+def _over_decoded(
+    activations: LayerActivations, plan: CompressionPlan, contexts: list[PredictorContext]
+) -> AttentionOutput:
+    """Return the attention of a layer over decoded keys and values; a context per sequence."""
+    layer = plan.layers[activations.layer]
+    grouping = layer.key.grouping
 
-    Parameters
-    ----------
-    plan : CompressionPlan
-        Of recipe stored.
-    """
+    def decoded(site: SitePlan, x: Tensor, context: PredictorContext) -> Tensor:
+        exact, coded = x[:, :, : plan.sinks], x[:, :, plan.sinks :]
+        flat = grouping.split(coded)[0, 0].to("cpu", torch.float32)  # (n - sinks, D)
+        rebuilt = site.reconstruct(flat, context.inputs)
+        context.add(rebuilt)
+        return torch.cat([exact, grouping.merge(rebuilt[None, None]).to(x)], dim=2)
 
-    def __init__(self, plan: CompressionPlan) -> None:
-        self._plan = plan
-        self._coders = [(SiteCodec(layer.key), SiteCodec(layer.value)) for layer in plan.layers]
-        self._contexts: dict[int, PredictorContext] = {}  # by sequence
+    def attend_to_decoded(batch: Batch) -> Tensor:
+        queries, keys, values = activations.projections(plan.rotary, batch)
+        context = contexts[int(batch.sequences)]
+        keys = decoded(layer.key, keys, context)
+        values = decoded(layer.value, values, context)
+        if plan.rotary == "pre":
+            queries, keys = activations.rotate(queries), activations.rotate(keys)
+        return attend(queries, keys, values, activations.mask, activations.settings)
 
-    def attention(self, activations: LayerActivations) -> AttentionOutput:
-        """Return the attention of the next layer, which is asked for one sequence at a time."""
-        plan, coders = self._plan, self._coders[activations.layer]
-        grouping = plan.layers[activations.layer].key.grouping
-
-        def decoded(coder: SiteCodec, x: Tensor, context: PredictorContext) -> Tensor:
-            exact, coded = x[:, :, : plan.sinks], x[:, :, plan.sinks :]
-            flat = grouping.split(coded)[0, 0].to("cpu", torch.float32)  # (n - sinks, D)
-            expected = coder.expected(context)
-            rebuilt = coder.reconstruct(coder.symbols(flat, expected), expected)
-            context.add(rebuilt)
-            return torch.cat([exact, grouping.merge(rebuilt[None, None]).to(x)], dim=2)
-
-        def attend_to_decoded(batch: Batch) -> Tensor:
-            queries, keys, values = activations.projections(plan.rotary, batch)
-            context = _context(self._contexts, plan, batch, activations.layer)
-            keys = decoded(coders[0], keys, context)
-            values = decoded(coders[1], values, context)
-            if plan.rotary == "pre":
-                queries, keys = activations.rotate(queries), activations.rotate(keys)
-            return attend(queries, keys, values, activations.mask, activations.settings)
-
-        return attend_to_decoded
-
-
-def _context(
-    contexts: dict[int, PredictorContext], plan: CompressionPlan, batch: Batch, layer: int
-) -> PredictorContext:
-    """Return the context of the sequence of a batch at the beginning of a layer."""
-    sequence = int(batch.sequences)
-    if sequence not in contexts:
-        contexts[sequence] = plan.predictor_context()
-    contexts[sequence].begin(layer)
-    return contexts[sequence]
+    return attend_to_decoded
 
 
 def _ratio(approximate: Tensor, exact: Tensor) -> Tensor:

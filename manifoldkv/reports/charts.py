@@ -6,9 +6,6 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.ranks.surfaces import ErrorSurface
-
 KEY_COLOUR, VALUE_COLOUR = "#0072b2", "#d55e00"
 
 
@@ -21,10 +18,10 @@ class Drawing:
         self._go = plotly.graph_objects
 
     def errors(self, layers: pd.DataFrame) -> str:
-        figure = self._figure("layer", "layer-output error")
+        figure = self._figure("layer-output error")
         figure.add_bar(
             x=layers["layer"],
-            y=layers["error"],
+            y=layers["layer_output_error"],
             marker_color=KEY_COLOUR,
             hovertemplate="layer %{x}: %{y:.4f}<extra></extra>",
         )
@@ -32,20 +29,20 @@ class Drawing:
 
     def ranks(self, layers: pd.DataFrame, head_dim: int) -> str:
         label = f"rank per head, of {head_dim}"
-        return self._sites(layers, "", label, "rank %{y}", range=[0, 1.05 * head_dim])
+        return self._sites(layers, "rank", label, "rank %{y}", range=[0, 1.05 * head_dim])
 
     def bits(self, layers: pd.DataFrame) -> str:
         label = "bits per number, mean"
-        return self._sites(layers, " bits", label, "%{y:.2f} bits", rangemode="tozero")
+        return self._sites(layers, "bits", label, "%{y:.2f} bits", rangemode="tozero")
 
     def _sites(self, layers: pd.DataFrame, column: str, label: str, shown: str, **axis: Any) -> str:
         """Return a chart with a line for keys and one for values."""
-        figure = self._figure("layer", label)
+        figure = self._figure(label)
         # Solid and dotted, so that equal lines are both visible.
         for site, colour, dash in (("key", KEY_COLOUR, "solid"), ("value", VALUE_COLOUR, "dot")):
             figure.add_scatter(
                 x=layers["layer"],
-                y=layers[f"{site}{column}"],
+                y=layers[f"{site}_{column}"],
                 name=f"{site}s",
                 mode="lines+markers",
                 line={"color": colour, "shape": "hvh", "dash": dash},
@@ -55,42 +52,7 @@ class Drawing:
         figure.update_yaxes(**axis)
         return self._json(figure)
 
-    def surfaces(self, surfaces: list[ErrorSurface], plan: CompressionPlan) -> str:
-        """Return a heat map per layer, one of them shown, and a list to choose from."""
-        figure = self._figure("key rank", "value rank")
-        for index, (surface, layer) in enumerate(zip(surfaces, plan.layers, strict=True)):
-            figure.add_heatmap(
-                x=surface.key_ranks,
-                y=surface.value_ranks,
-                z=surface.errors.T.tolist(),
-                colorscale="Viridis",
-                colorbar={"title": {"text": "error", "side": "right"}},
-                visible=index == 0,
-                hovertemplate="keys %{x}, values %{y}: %{z:.4f}<extra></extra>",
-            )
-            figure.add_scatter(
-                x=[layer.key.rank],
-                y=[layer.value.rank],
-                mode="markers",
-                marker={"symbol": "x", "size": 12, "color": "white", "line": {"width": 1}},
-                visible=index == 0,
-                showlegend=False,
-                hovertemplate="the plan: keys %{x}, values %{y}<extra></extra>",
-            )
-        count = len(surfaces)
-        buttons = [
-            {
-                "label": f"layer {shown}",
-                "method": "restyle",
-                "args": [{"visible": [i // 2 == shown for i in range(2 * count)]}],
-            }
-            for shown in range(count)
-        ]
-        menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.2, "yanchor": "top"}
-        figure.update_layout(updatemenus=[menu])
-        return self._json(figure)
-
-    def _figure(self, x: str, y: str) -> Any:
+    def _figure(self, y: str) -> Any:
         figure = self._go.Figure()
         figure.update_layout(
             template="simple_white",
@@ -99,7 +61,7 @@ class Drawing:
             legend={"orientation": "h", "y": 1.15},
             font={"size": 12},
         )
-        figure.update_xaxes(title_text=x)
+        figure.update_xaxes(title_text="layer")
         figure.update_yaxes(title_text=y)
         return figure
 

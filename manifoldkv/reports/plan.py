@@ -6,24 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.diagnostics import plan_errors
+from manifoldkv.basis import SITES
+from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import beginning
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.objectives import EigenAttention
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.ranks.base import LayerBases
-from manifoldkv.ranks.budget import candidate_ranks
-from manifoldkv.ranks.surfaces import ROWS, ErrorSurface, layer_surface
 from manifoldkv.reports.charts import Drawing
 from manifoldkv.reports.library import LIBRARY, library, packed_library
 from manifoldkv.reports.texts import Continuations, continuations
@@ -84,7 +78,9 @@ def write_report(
     plan.check_model(Decoder.of(model))
     quality = compare(model, tokens, plan)
     LOG.info("measuring the layers for the report")
-    layers, surfaces = _measure_layers(model, plan, tokens[:LAYER_SEQUENCES])
+    layers = diagnose_plan(model, plan, tokens[:LAYER_SEQUENCES])
+    for site in SITES:
+        layers[f"{site}_bits"] = [layer.mean_bits[site] for layer in plan.layers]
     length = tokens.shape[1]
     # The ratio of mixed widths is one to a cache in 16 bits, whatever the model runs in.
     dtype = torch.bfloat16 if plan.variable_width else model.dtype
@@ -108,7 +104,6 @@ def write_report(
         charts={
             "errors": drawing.errors(layers),
             "ranks": drawing.ranks(layers, plan.layers[0].key.head_dim),
-            "surface": drawing.surfaces(surfaces, plan) if surfaces else None,
             "bits": drawing.bits(layers) if plan.variable_width else None,
         },
     )
@@ -152,29 +147,3 @@ def _texts(
     new_tokens = min(NEW_TOKENS, positions(model) // 2)
     prompt = beginning(model, tokens, new_tokens)
     return continuations(model, tokenizer, prompt, [plan], new_tokens)
-
-
-def _measure_layers(
-    model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor
-) -> tuple[pd.DataFrame, list[ErrorSurface]]:
-    rows, surfaces = [], []
-    for activations, errors in plan_errors(model, plan, tokens):
-        layer = plan.layers[activations.layer]
-        rows.append({"layer": activations.layer, "error": errors.layer_output_error})
-        rows[-1] |= {"key": layer.key.rank, "value": layer.value.rank}
-        rows[-1] |= {f"{site} bits": bits for site, bits in layer.mean_bits.items()}
-        if not plan.variable_width:  # else the plan chooses bits, not ranks
-            surfaces.append(_surface(activations, layer, plan))
-    return pd.DataFrame(rows), surfaces
-
-
-def _surface(
-    activations: LayerActivations, layer: LayerPlan, plan: CompressionPlan
-) -> ErrorSurface:
-    """Return the errors at other ranks, of EigenAttention's bases in the grouping of the plan."""
-    bases = LayerBases({}, {})
-    for site, planned in layer.sites:
-        problem = EigenAttention().problem(activations, site, planned.grouping, plan.rotary)
-        for rank in candidate_ranks(activations.head_dim):
-            bases.of(site)[rank] = problem.closed_form(rank)
-    return layer_surface(activations, bases, plan.rotary, ROWS)
