@@ -26,3 +26,9 @@ class CacheError(ManifoldKVError, ValueError):
 
 class RunError(ManifoldKVError, RuntimeError):
     """A run cannot go on: a result cannot be written, a loss is not finite, a task is lost."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of another library, or the name of its exception."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__

@@ -13,10 +13,9 @@ from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Compare
 from manifoldkv.cli.generating import new_tokens_after
 from manifoldkv.cli.inputs import Inputs, open_inputs
-from manifoldkv.evaluation.continuation import beginning
+from manifoldkv.evaluation.continuation import Continuations, beginning, continuations
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.reports.texts import Continuations, continuations
 
 COLUMN = 26
 

@@ -24,7 +24,6 @@ from manifoldkv.recipes.compress import compress as find_plan
 from manifoldkv.recipes.compress import ratio_from_bytes
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate as estimate_run
-from manifoldkv.recipes.named import DEFAULT_RECIPE, RECIPES
 from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
 from manifoldkv.recipes.probe import Estimate
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
@@ -36,8 +35,6 @@ LOG = logging.getLogger(__name__)
 
 REHEARSED_TOKENS = 8
 """Number of tokens that a model samples to estimate the time of its calibration text."""
-LONG_SECONDS = 600.0
-"""A run that takes longer says so before it begins."""
 
 
 def compress(options: Compress) -> Answer:
@@ -52,8 +49,6 @@ def compress(options: Compress) -> Answer:
     check_writable(out)
     if source is None:  # the text is sampled before `find_plan` checks the rest
         check_before_text(model, OWN, config)
-    if config.recipe != RECIPES[DEFAULT_RECIPE]:
-        _warn_of_long_work(_estimated(model, source, options, config), options.recipe)
     try:
         tokens = _own_text(model, options) if source is None else source
         plan = find_plan(model, tokens, config, folder=work)
@@ -140,19 +135,6 @@ def _estimated(
     tokens = torch.randint(model.get_input_embeddings().num_embeddings, (count, length))
     estimated = estimate_run(model, tokens, config)
     return replace(estimated, seconds={"text": writing} | estimated.seconds)
-
-
-def _warn_of_long_work(estimated: Estimate, recipe: str) -> None:
-    """Log before a long run that another recipe is quicker."""
-    seconds = sum(estimated.seconds.values())
-    if seconds > LONG_SECONDS:
-        LOG.warning(
-            "recipe %s takes about %s here without checkpoints, by an estimate; recipe %s is "
-            "quicker",
-            recipe,
-            duration(seconds),
-            DEFAULT_RECIPE,
-        )
 
 
 def _estimate_lines(estimated: Estimate) -> list[str]:

@@ -1,17 +1,25 @@
-"""Continuations of a text, with the compressed cache or without."""
+"""Continuations of a text, on the uncompressed cache and on compressed ones."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.errors import ArgumentError
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import checked_tokens, positions
+
+LOG = logging.getLogger(__name__)
+
+SHOWN = 400
+"""Largest number of characters of a prompt in a report, its last ones."""
 
 
 def continuation(
@@ -70,3 +78,30 @@ def beginning(model: PreTrainedModel, tokens: Tensor, new_tokens: int) -> Tensor
             f"{positions(model)}"
         )
     return tokens[:1, :room]
+
+
+class Continuations(NamedTuple):
+    """Continuations of one prompt, the first by the uncompressed model and then one per plan."""
+
+    prompt: str
+    prompt_tokens: int
+    continued: list[str]
+
+    @property
+    def shown(self) -> str:
+        """Return the end of the prompt."""
+        return f"…{self.prompt[-SHOWN:]}" if len(self.prompt) > SHOWN else self.prompt
+
+
+def continuations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Tensor,
+    plans: Sequence[CompressionPlan],
+    new_tokens: int,
+) -> Continuations:
+    """Return the likeliest continuations of a prompt, token ids (1, length)."""
+    LOG.info("continuing a text of %d tokens", prompt.shape[1])
+    written = [continuation(model, prompt, p, new_tokens=new_tokens) for p in (None, *plans)]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt[0], *written)]
+    return Continuations(texts[0], prompt.shape[1], texts[1:])

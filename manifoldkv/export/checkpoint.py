@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.tokens import checked_tokens, read_tokenizer
@@ -163,10 +164,8 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = config.num_key_value_heads
-    return 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    decoder = Decoder.of(model)
+    return 2 * len(decoder.layers) * decoder.features * decoder.dtype.itemsize
 
 
 def _card(

@@ -136,30 +136,34 @@ def folded(model: PreTrainedModel, plan: CompressionPlan) -> PreTrainedModel:
 def _folded_attention(attention: Any, planned: LayerPlan) -> dict[str, Tensor]:
     """Return weights and biases of the projections by name, float64."""
     key, value = planned.key.basis, planned.value.basis
-    width, head_dim = key.down.shape[-1], key.head_dim
-    query_heads = attention.q_proj.weight.shape[0] // head_dim
+    groups, width = len(key.down), key.down.shape[-1]
+    query_heads = attention.q_proj.weight.shape[0] // key.head_dim
     share = query_heads // key.grouping.heads
     key_up, value_up = _up_by_query_head(key, share), _up_by_query_head(value, share)
     scale = attention.scaling * math.sqrt(width)
-    parts: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}  # (G, heads, w, hidden, or 1 of a bias)
     for name, basis in (("k_proj", key), ("v_proj", value)):
         by_group = basis.down.double().mT  # (G, w, p)
         for part, tensor in _parts(getattr(attention, name)):
-            grouped = tensor.to(by_group).unflatten(0, (len(by_group), -1))  # (G, p, hidden or 1)
-            parts[f"{name}.{part}"] = (by_group @ grouped).flatten(0, 1)
+            grouped = tensor.to(by_group).unflatten(0, (groups, -1))  # (G, p, hidden or 1)
+            parts[f"{name}.{part}"] = (by_group @ grouped).unsqueeze(1)
     for part, tensor in _parts(attention.q_proj):
-        by_head = tensor.to(key_up).unflatten(0, (query_heads, head_dim))
-        parts[f"q_proj.{part}"] = scale * (key_up.mT @ by_head).flatten(0, 1)
-    output = attention.o_proj.weight.to(value_up).unflatten(1, (query_heads, head_dim))
-    parts["o_proj.weight"] = torch.einsum("ohd,hdw->ohw", output, value_up).flatten(1)
-    _balance(parts, len(key.down), width)
+        by_head = tensor.to(key_up).unflatten(0, (query_heads, -1))
+        parts[f"q_proj.{part}"] = scale * (key_up.mT @ by_head).unflatten(0, (groups, -1))
+    output = attention.o_proj.weight.to(value_up).unflatten(1, (query_heads, -1))
+    transposed = torch.einsum("ohd,hdw->hwo", output, value_up)
+    parts["o_proj.weight"] = transposed.unflatten(0, (groups, -1))
+    _balance(parts, "k_proj", "q_proj", pairs=True)
+    _balance(parts, "v_proj", "o_proj")
+    parts = {name: x.flatten(0, 2) for name, x in parts.items()}
+    parts["o_proj.weight"] = parts["o_proj.weight"].mT
     return {
         name: x.squeeze(-1) if name.endswith("bias") else x.contiguous()
         for name, x in parts.items()
     }
 
 
-def _balance(parts: dict[str, Tensor], groups: int, width: int) -> None:
+def _balance(parts: dict[str, Tensor], writer: str, reader: str, *, pairs: bool = False) -> None:
     """Stretch latents, in place, so that the matrices that write and read them are equally large.
 
     Scaling rows of one and shrinking those of the other changes no product. Straight from a plan
@@ -169,42 +173,22 @@ def _balance(parts: dict[str, Tensor], groups: int, width: int) -> None:
     Parameters
     ----------
     parts : dict
-        Matrices by name, rows of latents (G·w, hidden) and (H_q·w, hidden), the output projection
-        transposed; heads of a group side by side.
-    groups, width : int
-        G and w.
+        Matrices and biases by name, (G, heads, w, hidden or 1), rows of latents.
+    writer, reader : str
+        Names of the two projections.
+    pairs : bool
+        Whether latents i and w/2 + i are stretched alike, because rotation mixes them.
     """
-    queries, output = parts["q_proj.weight"], parts["o_proj.weight"].mT
-    # Latents i and w/2 + i are mixed by rotation, and stretched alike.
-    by = _stretch(parts["k_proj.weight"], queries, groups, width, pairs=True)
-    for name, matrix in parts.items():
-        if name.startswith("k_proj"):
-            _stretch_rows(matrix, by)
-        elif name.startswith("q_proj"):
-            _stretch_rows(matrix, 1 / by)
-    by = _stretch(parts["v_proj.weight"], output, groups, width)
-    for name, matrix in parts.items():
-        if name.startswith("v_proj"):
-            _stretch_rows(matrix, by)
-    _stretch_rows(output, 1 / by)
-
-
-def _stretch(
-    writer: Tensor, reader: Tensor, groups: int, width: int, *, pairs: bool = False
-) -> Tensor:
-    """Return the factors of latents, (G, w), that balance two matrices; see `_balance`."""
     sizes = []
-    for matrix in (writer, reader):
-        rows = matrix.square().sum(dim=1).view(groups, -1, width).sum(dim=1)  # (G, w)
+    for name in (writer, reader):
+        rows = parts[f"{name}.weight"].square().sum(dim=(1, 3))  # (G, w)
         if pairs:
             rows = rows.unflatten(1, (2, -1)).sum(dim=1).repeat(1, 2)
         sizes.append(rows.clamp(min=torch.finfo(rows.dtype).tiny))
-    return (sizes[1] / sizes[0]).pow(0.25)
-
-
-def _stretch_rows(matrix: Tensor, by: Tensor) -> None:
-    """Stretch the rows of a matrix, (heads·w, …), in place; heads of a group are side by side."""
-    matrix.view(len(by), -1, by.shape[1], matrix.shape[-1]).mul_(by.unsqueeze(1).unsqueeze(-1))
+    by = (sizes[1] / sizes[0]).pow(0.25)[:, None, :, None]
+    for name, matrix in parts.items():
+        if name.startswith((writer, reader)):
+            matrix *= by if name.startswith(writer) else 1 / by
 
 
 def _parts(linear: nn.Linear) -> list[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from manifoldkv.errors import ModelError
+from manifoldkv.errors import ModelError, first_line
 
 LOG = logging.getLogger(__name__)
 
@@ -107,8 +107,7 @@ def _dequantize(path: Path, folder: Path) -> None:
             model = AutoModelForCausalLM.from_pretrained(**where)
             tokenizer = AutoTokenizer.from_pretrained(**where)
         except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise ModelError(f"cannot load model {path}: {reason}") from error
+            raise ModelError(f"cannot load model {path}: {first_line(error)}") from error
         model = _with_frequencies(_unquantized(model), path)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from manifoldkv.errors import ArgumentError, ModelError
+from manifoldkv.errors import ArgumentError, ModelError, first_line
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
@@ -81,7 +81,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = _first_line(error).split(". ")[0]
+        reason = first_line(error).split(". ")[0]
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         possible = ["cpu", *([str(accelerator)] if accelerator else [])]
         raise ModelError(
@@ -109,7 +109,7 @@ def _load_weights(
     except ModelError:
         raise
     except _UNREADABLE as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if "ignore_mismatched_sizes" in reason:  # the report it points to goes into a log
             reason = "its weights have other shapes than config.json says"
         raise ModelError(f"cannot load model {name}: {reason}") from error
@@ -120,8 +120,3 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return read_tokenizer(name)
     except ArgumentError as error:
         raise ModelError(f"cannot load model {name}: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__

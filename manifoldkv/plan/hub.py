@@ -10,7 +10,7 @@ from typing import Self
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from manifoldkv.errors import PlanError, RunError
+from manifoldkv.errors import PlanError, RunError, first_line
 from manifoldkv.runs.files import write_whole
 
 CARD = "README.md"
@@ -71,7 +71,7 @@ class OnHub:
                     repo_id=repo_id, folder_path=folder, commit_message=message
                 )
         except (HfHubHTTPError, ValueError, OSError) as error:
-            raise RunError(f"cannot push to {repo_id}: {_first_line(error)}") from error
+            raise RunError(f"cannot push to {repo_id}: {first_line(error)}") from error
         return str(commit.commit_url)
 
     @classmethod
@@ -107,10 +107,5 @@ class OnHub:
                 "reached there"
             ) from error
         except (HfHubHTTPError, ValueError, OSError) as error:
-            raise PlanError(f"cannot load {name}: {_first_line(error)}") from error
+            raise PlanError(f"cannot load {name}: {first_line(error)}") from error
         return cls.load(folder)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

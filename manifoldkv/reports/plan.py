@@ -13,14 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from manifoldkv.basis import SITES
 from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.errors import RunError
-from manifoldkv.evaluation.continuation import beginning
+from manifoldkv.evaluation.continuation import Continuations, beginning, continuations
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.reports.charts import Drawing
 from manifoldkv.reports.library import LIBRARY, library, packed_library
-from manifoldkv.reports.texts import Continuations, continuations
 from manifoldkv.runs.files import write_whole
 from manifoldkv.text.tokens import positions
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifoldkv.errors import ArgumentError
+from manifoldkv.errors import ArgumentError, first_line
 from manifoldkv.text.docstrings import HELD_OUT_FRACTION, Split, read_docstrings, read_pydoc_topics
 
 HELP = (
@@ -92,21 +93,25 @@ def open_text(name: str) -> TextSource:
 
 
 def _check_file(path: Path) -> None:
-    try:
-        with path.open(encoding="utf-8") as file:
-            start = file.read(1 << 16)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
-        raise ArgumentError(f"cannot read text {path}: {reason}") from error
+    with _readable(path), path.open(encoding="utf-8") as file:
+        start = file.read(1 << 16)
     if not start.strip():
         raise ArgumentError(f"text {path} is empty")
 
 
-def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise `ArgumentError` if a file cannot be read, or is not UTF-8."""
     try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
+        raise ArgumentError(f"cannot read text {path}: {reason}") from error
+
+
+def _read_txt(path: Path, split: Split | None) -> Iterator[str]:
+    with _readable(path):
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
     yield from _cut(text, split)
 
 
@@ -117,13 +122,10 @@ def _cut(text: str, split: Split | None) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text_field(path, number, line)
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"cannot read text {path}: not UTF-8 ({error.reason})") from error
+    with _readable(path), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _text_field(path, number, line)
 
 
 def _text_field(path: Path, number: int, line: str) -> str:
@@ -158,9 +160,8 @@ def _read_hub(name: str) -> Iterator[str]:
     except KeyError as error:
         raise ArgumentError(f"data set {name} has no column 'text'") from error
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ArgumentError(
-            f"cannot read data set {name} from the Hub: {reason}; a text is {HELP}"
+            f"cannot read data set {name} from the Hub: {first_line(error)}; a text is {HELP}"
         ) from error
 
 

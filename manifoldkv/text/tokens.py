@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.errors import ArgumentError
+from manifoldkv.errors import ArgumentError, first_line
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import TextSource, open_text
 
@@ -204,7 +204,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+        reason = first_line(error)
         if reason.endswith(":"):  # a list of candidate files follows
             raise ArgumentError(missing) from error
         raise ArgumentError(f"its tokenizer cannot be read: {reason}") from error

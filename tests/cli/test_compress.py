@@ -1,6 +1,5 @@
 """``manifoldkv compress`` and ``inspect``."""
 
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -12,20 +11,18 @@ import torch
 from manifoldkv import CompressionPlan, compress, load_model
 from manifoldkv.cli import inputs, planning
 from manifoldkv.coding.quantizers import Unquantized
-from manifoldkv.recipes.named import DEFAULT_RECIPE
 from manifoldkv.recipes.own import own_text
 from tests.cli.running import FEW, MODEL, Done, facts, fail, interrupt, lines, run
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
 QUICK = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
-ESTIMATED = ["reading", "probe"]
 
 
 def test_the_plan_is_saved(made: tuple[Path, Done]) -> None:
     folder, done = made
     assert f"plan: {folder}" in done.out
-    assert done.phases == ["loading", *ESTIMATED, "reading", "finding", "choosing"]
+    assert done.phases == ["loading", "reading", "finding", "choosing"]
     plan = CompressionPlan.load(folder)
     provenance = plan.provenance
     assert (plan.ratio, provenance.text) == (0.5, "docstrings")
@@ -52,7 +49,7 @@ def test_fields_of_a_recipe_are_set_and_every_phase_is_a_line(tmp_path: Path) ->
     done = run(*QUICK, *few, *settings, "--out", tmp_path)
     assert done.code == 0, done.err
     phases = ["reading", "finding", "choosing", "tuning", "rounding"]
-    assert done.phases == ["loading", *ESTIMATED, *phases]
+    assert done.phases == ["loading", *phases]
     assert not re.search(r"\d\d:\d\d:\d\d", done.out)
     plan = CompressionPlan.load(tmp_path)
     recipe = plan.provenance.recipe
@@ -85,16 +82,6 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
     assert "(text " in out  # sampling it takes time too
     assert "Nothing was saved" in out
     assert not (tmp_path / "plan").exists()
-
-
-@pytest.mark.parametrize("limit", [0, math.inf])
-def test_long_work_is_announced_with_the_quick_recipe(
-    limit: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(planning, "LONG_SECONDS", limit)
-    done = run(*QUICK, "--out", tmp_path)
-    assert done.code == 0
-    assert (f"recipe {DEFAULT_RECIPE} is quicker" in done.err) == (limit == 0)
 
 
 def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
