@@ -33,7 +33,6 @@ from manifoldkv.cache.hooks import (
     give_generate_a_cache,
     refuse_continuous_batching,
     register,
-    replace_attribute,
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.running import running_attention
@@ -48,6 +47,7 @@ from manifoldkv.models.interface import (
     intercepted,
     rotation_of,
 )
+from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.models.support import uncompiled
 from manifoldkv.plan.plan import CompressionPlan

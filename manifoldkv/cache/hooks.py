@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import CacheError
+from manifoldkv.models.replacing import replace_attribute
 
 
 class WithoutGradient(torch.autograd.Function):
@@ -47,16 +47,6 @@ class _Hook:
 def register(stack: ExitStack, add: Callable[..., Any], hook: Callable[..., Any]) -> None:
     """Register a hook until the stack is left."""
     stack.callback(add(_Hook(hook), with_kwargs=True).remove)
-
-
-def replace_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is left."""
-    if name in vars(owner):
-        undo = partial(setattr, owner, name, vars(owner)[name])
-    else:
-        undo = partial(delattr, owner, name)
-    setattr(owner, name, value)
-    stack.callback(undo)
 
 
 def give_generate_a_cache(

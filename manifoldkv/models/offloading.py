@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, update_wrapper
 from tempfile import mkdtemp
 from typing import Any
 
@@ -46,7 +47,6 @@ class LayerWeights:
         self._weights = weights
         self._names = [n for n, p in layer.named_parameters() if p.is_meta]
         self._holders = 0
-        self._runs = False
 
     def named(self) -> dict[str, Tensor]:
         """Return all weights by parameter name in the model, read from disk."""
@@ -56,45 +56,32 @@ class LayerWeights:
         """Return a weight by parameter name in the layer, read from disk."""
         return self._weights[self.prefix + name]
 
-    def before_run(self, *ignored: Any) -> None:
-        """Hold the weights: a forward pre-hook."""
-        self.hold()
-        self._runs = True
-
-    def after_run(self, *ignored: Any) -> None:
-        """Release the weights: a forward hook."""
-        if self._runs:  # False if an earlier hook ended the call
-            self._runs = False
-            self.release()
-
-    def hold(self) -> None:
-        """Load the weights, unless they are held."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Load the weights, unless they are held, and free them after the last block."""
         self._holders += 1
         if self._holders == 1:
             for name in self._names:
                 set_module_tensor_to_device(self._layer, name, self.device, value=self.read(name))
             self._layer.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if self._holders == 0:
+                for name in self._names:
+                    set_module_tensor_to_device(self._layer, name, "meta")
 
-    def release(self) -> None:
-        """Free the weights, unless they are still held."""
-        self._holders -= 1
-        if self._holders == 0:
-            for name in self._names:
-                set_module_tensor_to_device(self._layer, name, "meta")
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the layer's own forward with its weights."""
+        with self.held():
+            return forward(*args, **kwargs)
 
 
-@contextmanager
-def resident(layer: nn.Module) -> Iterator[None]:
+def resident(layer: nn.Module) -> AbstractContextManager[None]:
     """Keep the weights of a layer loaded inside the block."""
     weights = _weights_of(layer)
-    if weights is None:
-        yield
-        return
-    weights.hold()
-    try:
-        yield
-    finally:
-        weights.release()
+    return nullcontext() if weights is None else weights.held()
 
 
 def weight_of(layer: nn.Module, name: str) -> Tensor:
@@ -155,8 +142,8 @@ def load_offloaded(
     for layer in decoder_layers(model):
         of_layer = LayerWeights(layer, names[id(layer)] + ".", weights, torch.device(device))
         setattr(layer, _ATTRIBUTE, of_layer)
-        layer.register_forward_pre_hook(of_layer.before_run)
-        layer.register_forward_hook(of_layer.after_run, always_call=True)
+        # Not by hooks, which a recomputed forward of gradient checkpointing does not call.
+        layer.forward = update_wrapper(partial(of_layer.run, layer.forward), layer.forward)
     return model, loaded
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ from transformers import PreTrainedModel
 from manifoldkv.errors import PlanError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.head import differentiate_divergence, last_outputs
-from manifoldkv.models.offloading import resident
 from manifoldkv.models.projected import projected
+from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.trainable import TrainableBases
@@ -132,15 +131,11 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """Checkpoint activations inside the block: layers hold inputs only and run again backward."""
     with ExitStack() as stack:
         for layer in decoder_layers(model):
-            run = partial(_run_resident, layer, layer.forward)
-            layer.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-            stack.callback(delattr, layer, "forward")
+            again = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+            replace_attribute(stack, layer, "forward", again)
         yield
-
-
-def _run_resident(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with resident(layer):  # hooks that load weights do not see the second run
-        return forward(*args, **kwargs)
 
 
 @contextmanager
