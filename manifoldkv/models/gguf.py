@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -93,7 +94,7 @@ def _digest(path: Path) -> str:
 
 def _dequantize(path: Path, folder: Path) -> None:
     """Write a model and its tokenizer into a folder, atomically."""
-    architecture = _architecture(path)
+    architecture, divisors = _header(path)
     if architecture not in ARCHITECTURES:
         raise ModelError(
             f"{path} holds a model of type {architecture!r}; readable are "
@@ -108,51 +109,45 @@ def _dequantize(path: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(**where)
         except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as error:
             raise ModelError(f"cannot load model {path}: {first_line(error)}") from error
-        model = _with_frequencies(_unquantized(model), path)
-        model.save_pretrained(partial)
+        model.hf_quantizer.remove_quantization_config(model)  # which forbids saving
+        if divisors:
+            model.config.rope_parameters = _longrope(model, divisors)
+        model.float().save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _with_frequencies(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """Return the model with the file's divisors of frequencies, if any (Llama 3.1).
+def _longrope(model: PreTrainedModel, factors: list[float]) -> dict[str, Any]:
+    """Return rotary settings that divide the frequencies of a model by factors."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": model.config.rope_parameters["rope_theta"],
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": model.config.max_position_embeddings,
+        "short_factor": factors,
+        "long_factor": factors,
+    }
 
-    transformers ignores them.
+
+def _header(path: Path) -> tuple[str, list[float]]:
+    """Return the architecture of a GGUF file and its divisors of frequencies, if any (Llama 3.1).
+
+    transformers ignores the latter.
+
+    Raises
+    ------
+    ModelError
+        If the file is damaged.
     """
     from gguf import GGUFReader
 
-    divisors = [tensor.data for tensor in GGUFReader(path).tensors if tensor.name == FREQUENCIES]
-    if divisors:
-        factors = [float(x) for x in divisors[0]]
-        model.config.rope_parameters = {
-            "rope_type": "longrope",
-            "rope_theta": model.config.rope_parameters["rope_theta"],
-            "factor": 1.0,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": model.config.max_position_embeddings,
-            "short_factor": factors,
-            "long_factor": factors,
-        }
-    return model
-
-
-def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without a quantization config, which forbids saving it."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    copy = type(model)(model.config)
-    copy.load_state_dict(model.state_dict())
-    return copy
-
-
-def _architecture(path: Path) -> str:
-    """Return the architecture of a GGUF file, or raise `ModelError` if it is damaged."""
-    from gguf import GGUFReader
-
     try:
-        field = GGUFReader(path).get_field("general.architecture")
-        return str(field.contents())
+        reader = GGUFReader(path)
+        architecture = str(reader.get_field("general.architecture").contents())
     except (ValueError, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is no GGUF file, or it is damaged: {error}") from error
+    divisors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES]
+    return architecture, [float(x) for x in divisors[0]] if divisors else []
