@@ -26,7 +26,6 @@ from manifoldkv.plan.plan import CompressionPlan
 FAMILIES = ("llama", "mistral", "qwen2")
 """Model types whose attention is linear between its projections and its scores."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-NORMS = ("k_norm", "q_norm")
 
 
 def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> Decoder:
@@ -56,19 +55,10 @@ def check_foldable(model: PreTrainedModel, plan: CompressionPlan) -> Decoder:
 
 
 def _obstacle_of_model(decoder: Decoder) -> str | None:
-    config = decoder.model.config
-    for attention in decoder.attentions:
-        for name in NORMS:
-            if getattr(attention, name, None) is not None:
-                return f"its keys and queries pass through norms ({name}), which are not linear"
-        if getattr(attention, "sinks", None) is not None:
-            return "its attention has sink logits"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "its scores pass through a soft cap, which is not linear"
+    if decoder.model.config.model_type not in FAMILIES:
+        return f"only models of type {', '.join(FAMILIES)} are"
     if len(set(decoder.windows)) > 1:
         return "its layers have different sliding windows"
-    if config.model_type not in FAMILIES:
-        return f"only models of type {', '.join(FAMILIES)} are"
     if is_offloaded(decoder.model):
         return "its weights are read as it runs; load it whole"
     for attention in decoder.attentions:
