@@ -43,6 +43,7 @@ from paper.tables import (
     bases_at_the_same_ranks,
     of_methods,
     rules_with_the_same_bases,
+    table_of_results,
     write_tables,
 )
 from paper.tasks import continuation_task, tasks_from
@@ -52,7 +53,6 @@ from tqdm import tqdm
 from manifoldkv import ManifoldKVError, Quantization, diagnose, quantize
 from manifoldkv.activations.capture import capture
 from manifoldkv.diagnostics import LayerErrors
-from manifoldkv.diagnostics.figures import table_of_results
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.ranks import GivenRanks
 from manifoldkv.recipes.rounding import Rotation

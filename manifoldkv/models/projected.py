@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from manifoldkv.basis import Basis, Rotary
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
-    Attend,
     AttentionSettings,
     attend,
     identity_rotation,
@@ -77,8 +76,12 @@ def _before_attention(
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     rotate = rotation_of(layer)
 
-    def attend_projected(cos: Tensor, sin: Tensor) -> Attend:
-        def attend_instead(
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cos, sin = kwargs["position_embeddings"]
+
+        def attend_projected(
             module: nn.Module,
             queries: Tensor,
             keys: Tensor,
@@ -102,14 +105,8 @@ def _before_attention(
                 old_values = torch.cat([old_values, values], dim=2)
             return attend(queries, old_keys, old_values, mask, settings).transpose(1, 2)
 
-        return attend_instead
-
-    def hook(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cos, sin = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
-        kwargs["manifoldkv_attend"] = attend_projected(cos, sin)
+        kwargs["manifoldkv_attend"] = attend_projected
         return args, kwargs
 
     return hook

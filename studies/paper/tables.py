@@ -10,6 +10,22 @@ from paper.protocol import EIGEN, GROUPED, SAME_RANKS, STIEF
 from paper.published import published_rows
 
 
+def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """Return the paper's main table: a row per model, method and requested ratio.
+
+    Every corpus or task has two columns, means over seeds: of its values and, with " SE" after its
+    name, of their standard errors. The uncompressed model has no requested ratio.
+    """
+    part = evaluations[evaluations["bits"] == 16]
+    points = part.groupby(["model", "method", "point"], sort=False)
+    ratios = points.agg(requested_ratio=("requested_ratio", "first"), ratio=("ratio", "mean"))
+    index = ["model", "method", "point"]
+    values = part.pivot_table("value", index, "of", sort=False)
+    errors = part.pivot_table("standard_error", index, "of", sort=False).add_suffix(" SE")
+    columns = [c for of in dict.fromkeys(part["of"]) for c in (of, f"{of} SE")]
+    return ratios.join(values.join(errors)[columns]).reset_index().drop(columns="point")
+
+
 def bases_at_the_same_ranks(evaluations: pd.DataFrame) -> pd.DataFrame:
     """Return the loss of bases at the ranks of the paper's sequential rule."""
     part = of_methods(evaluations, {EIGEN: SAME_RANKS, STIEF: "sequential", GROUPED: SAME_RANKS})

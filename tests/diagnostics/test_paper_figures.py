@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from paper.tables import table_of_results
 
 from manifoldkv.diagnostics.figures import (
     accuracy,
@@ -16,7 +17,6 @@ from manifoldkv.diagnostics.figures import (
     quantization,
     rank_profile,
     save_figure,
-    table_of_results,
 )
 from tests.drawings import assert_written
 

@@ -8,7 +8,6 @@ from manifoldkv.diagnostics.figures.paper import (
     policies,
     quantization,
     rank_profile,
-    table_of_results,
 )
 from manifoldkv.diagnostics.figures.style import legend_below, save_figure
 
@@ -24,5 +23,4 @@ __all__ = [
     "quantization",
     "rank_profile",
     "save_figure",
-    "table_of_results",
 ]

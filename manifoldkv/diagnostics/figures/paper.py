@@ -1,4 +1,4 @@
-"""The figures and the table of the paper, from one DataFrame of evaluations.
+"""The figures of the paper, from one DataFrame of evaluations.
 
 An evaluation is one value measured on one model under one plan:
 
@@ -160,22 +160,6 @@ def rank_profile(ranks: pd.DataFrame, *, title: str) -> Figure:
     means = ranks.groupby("site")["rank_ratio"].mean()
     kept = f"On average keys keep {means['key']:.2f} of head_dim, values {means['value']:.2f}"
     return finished(figure, f"{title}\n{kept}")
-
-
-def table_of_results(evaluations: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's main table: a row per model, method and requested ratio.
-
-    Every corpus or task has two columns, means over seeds: of its values and, with " SE" after its
-    name, of their standard errors. The uncompressed model has no requested ratio.
-    """
-    part = evaluations[evaluations["bits"] == UNROUNDED_BITS]
-    points = part.groupby(["model", "method", "point"], sort=False)
-    ratios = points.agg(requested_ratio=("requested_ratio", "first"), ratio=("ratio", "mean"))
-    index = ["model", "method", "point"]
-    values = part.pivot_table("value", index, "of", sort=False)
-    errors = part.pivot_table("standard_error", index, "of", sort=False).add_suffix(" SE")
-    columns = [c for of in dict.fromkeys(part["of"]) for c in (of, f"{of} SE")]
-    return ratios.join(values.join(errors)[columns]).reset_index().drop(columns="point")
 
 
 def _panel_each(part: pd.DataFrame) -> tuple[Figure, list[Axes], list[str]]:
