@@ -190,7 +190,9 @@ class Evaluate(TextOptions, ModelOptions):
             metavar="NAME,…",
             show_default="none, perplexity is measured",
             help="Tasks that look back in the text, instead of perplexity: passkey, copying, "
-            "key-value. --length is then that of a prompt (1024, or half of what the model takes).",
+            'key-value, and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
+            "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
+            "that of a prompt (1024, or half of what the model takes).",
         ),
     ] = None
     items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20

@@ -11,6 +11,7 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv.errors import ArgumentError
+from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import sample_tokens
 
@@ -55,10 +56,18 @@ class _Request:
     text: TextSource
     length: int
     items: int
+    seed: int
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text in the middle of another."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def start(self, text: str) -> list[int]:
+        """Return the tokens of a text, the start token included."""
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return ids
 
     def filler(self, length: int) -> list[list[int]]:
         """Return held-out tokens of the text, (items, length)."""
@@ -78,14 +87,6 @@ class _Request:
         return room
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of the beginning of a prompt, the start token included."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
-
-
 def questions(
     task: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -102,13 +103,14 @@ def questions(
     task : str
         ``"passkey"`` (Mohtashami and Jaggi, 2023): five digits hidden in a text, at evenly spread
         depths. ``"copying"``: 16 tokens of a text are repeated, and the 8 after them are asked for.
-        ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers.
+        ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers. Or one of `RULER`
+        (Hsieh et al., 2024), tasks of the LM Evaluation Harness that need no download.
     tokenizer : PreTrainedTokenizerBase
         The model's.
     text : TextSource
         From `open_text`; passkeys are hidden in its held-out part, passages are copied from it.
     length : int
-        Tokens of a prompt.
+        Tokens of a prompt; for `RULER` `new_tokens` included, as the harness counts.
     items : int
         Number of questions.
     seed : int
@@ -119,16 +121,16 @@ def questions(
     ArgumentError
         If the task is unknown, the text too short for the questions, or the length for one.
     """
+    request = _Request(tokenizer, text, length, items, seed)
+    if task in RULER:
+        return _ruler(request, task)
     if task not in _SYNTHETIC:
         raise ArgumentError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    request = _Request(tokenizer, text, length, items)
     return _SYNTHETIC[task](request, random.Random(f"{task} {length} {seed}"))
 
 
 def _passkey(request: _Request, numbers: random.Random) -> list[Question]:
-    start = prompt_ids(
-        request.tokenizer, "Somewhere in the following text a pass key is hidden. Remember it.\n\n"
-    )
+    start = request.start("Somewhere in the following text a pass key is hidden. Remember it.\n\n")
     end = request.ids("\n\nWhat is the pass key? The pass key is")
     result = []
     for item, filler in enumerate(request.filler(request.room(start, end))):
@@ -144,7 +146,7 @@ def _passkey(request: _Request, numbers: random.Random) -> list[Question]:
 
 
 def _copying(request: _Request, numbers: random.Random) -> list[Question]:
-    start, gap = prompt_ids(request.tokenizer, ""), request.ids("\n\n")
+    start, gap = request.start(""), request.ids("\n\n")
     room = request.room(start, gap, [0] * CUE)
     if room < CUE + COPIED:
         raise ArgumentError(f"a prompt of {request.length} tokens is too short to copy from")
@@ -160,7 +162,7 @@ def _copying(request: _Request, numbers: random.Random) -> list[Question]:
 
 
 def _key_value(request: _Request, numbers: random.Random) -> list[Question]:
-    start = prompt_ids(request.tokenizer, "Every key has a value.\n")
+    start = request.start("Every key has a value.\n")
     end = [request.ids(f"\nThe value of key {key} is") for key in (1000, 9999)]
     room = request.room(start, max(end, key=len))
     result = []
@@ -198,4 +200,16 @@ _SYNTHETIC: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
     "copying": _copying,
     "key-value": _key_value,
 }
-TASKS = tuple(_SYNTHETIC)
+TASKS = (*_SYNTHETIC, *RULER)
+
+
+def _ruler(request: _Request, task: str) -> list[Question]:
+    documents = ruler_documents(
+        task, request.tokenizer, length=request.length, items=request.items, seed=request.seed
+    )
+    result = []
+    for text, answers, continuation, new_tokens in documents:
+        prompt = tuple(request.start(text))
+        whole = tuple(request.start(text + continuation))
+        result.append(Question(task, prompt, answers, whole[len(prompt) :], new_tokens))
+    return result

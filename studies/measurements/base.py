@@ -24,7 +24,6 @@ from manifoldkv.evaluation.retrieval import Holder, check_questions, retrieval, 
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import check_length
-from measurements.ruler import RULER, ruler_questions
 
 PROMPT_TOKENS = 8192
 """Tokens of a batch of questions, whose keys and values are in memory at once."""
@@ -62,9 +61,7 @@ def add_arguments(
     )
     add("--sequences", type=int, default=64, help="calibration sequences (%(default)s)")
     add("--sequence-length", type=int, default=512, help="tokens of each (%(default)s)")
-    parser.add_list(
-        "--tasks", tasks, f"of {', '.join([*TASKS, *RULER])}", metavar="TASK", nargs=nargs
-    )
+    parser.add_list("--tasks", tasks, f"of {', '.join(TASKS)}", metavar="TASK", nargs=nargs)
     add("--items", type=int, default=items, help="questions of each task (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_threads()
@@ -128,11 +125,8 @@ class Benchmark:
             If the task is unknown.
             If a prompt or its answer is too long for the task or the model.
         """
-        counts = {"length": length, "items": self.given.items, "seed": self.given.seed}
-        if task in RULER:
-            posed = ruler_questions(task, self.tokenizer, **counts)
-        else:
-            posed = questions(task, self.tokenizer, self.source, **counts)
+        items, seed = self.given.items, self.given.seed
+        posed = questions(task, self.tokenizer, self.source, length=length, items=items, seed=seed)
         check_questions(self.model, posed)
         return posed
 

@@ -85,6 +85,7 @@ AFTER_LOADING = [
     ((*EVALUATE, "--tasks", "nothing"), "unknown task 'nothing'; known: passkey"),
     ((*EVALUATE, "--tasks", "passkey", "--length", 2000), "longer than the 1,024 positions"),
     ((*EVALUATE, "--tasks", "passkey", "--length", 1024), "the model 1,024: ask for shorter"),
+    ((*EVALUATE, "--tasks", "niah_single_1"), "niah_single_1 needs prompts of at least 1024 tok"),
     ((*COMPARE, "--prompt", ""), "the prompt has no token"),
     ((*COMPARE, "--prompt", "a", "--max-new-tokens", 1024), "more than the 1024 positions"),
     ((*COMPARE, "--max-new-tokens", 1024), "leave no room for a prompt"),

@@ -12,13 +12,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.questions import Question, prompt_ids
 
 SHORTEST = 1024
 """Below it some tasks have no room for their examples, and the harness loops forever."""
@@ -26,17 +25,24 @@ EXAMPLE_LENGTH = 500
 """Tokens of the example that variable tracking begins with."""
 
 
-def ruler_questions(
-    task: str, tokenizer: PreTrainedTokenizerBase, *, length: int, items: int, seed: int
-) -> list[Question]:
-    """Return questions of a task of `RULER`; arguments as those of `questions`.
+class RulerDocument(NamedTuple):
+    """A document of a task: prompt, texts expected in the answer, the whole answer, its length."""
 
-    The length includes the new tokens, as the harness counts.
+    prompt: str
+    answers: tuple[str, ...]
+    continuation: str
+    new_tokens: int
+
+
+def ruler_documents(
+    task: str, tokenizer: PreTrainedTokenizerBase, *, length: int, items: int, seed: int
+) -> list[RulerDocument]:
+    """Return documents of a task of `RULER`; arguments as those of `questions`.
 
     Raises
     ------
     ArgumentError
-        If the length is below `SHORTEST`, or the extra ``eval`` is not installed.
+        If the length is below `SHORTEST`, or the extra ``manifoldkv[eval]`` is not installed.
     """
     if length < SHORTEST:
         raise ArgumentError(f"{task} needs prompts of at least {SHORTEST} tokens, not {length}")
@@ -46,14 +52,15 @@ def ruler_questions(
             documents = maker.documents(tokenizer, length, items)
         except ImportError as error:
             raise ArgumentError(f"{task} needs packages that are missing: {error}") from error
-    result = []
-    for document in documents:
-        text = f"{document['input']}{maker.delimiter}{document['gen_prefix']}"
-        answers = tuple(document["outputs"])
-        prompt = tuple(prompt_ids(tokenizer, text))
-        whole = tuple(prompt_ids(tokenizer, text + maker.answer(answers)))
-        result.append(Question(task, prompt, answers, whole[len(prompt) :], maker.new_tokens))
-    return result
+    return [
+        RulerDocument(
+            f"{document['input']}{maker.delimiter}{document['gen_prefix']}",
+            tuple(document["outputs"]),
+            maker.answer(document["outputs"]),
+            maker.new_tokens,
+        )
+        for document in documents
+    ]
 
 
 @dataclass(frozen=True)
