@@ -54,8 +54,9 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-@pytest.mark.parametrize("below", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("family", "below"), [("llama", 0), ("llama", 2), ("gemma3", 1), ("mistral", 2)]
+)
 def test_decoding_token_by_token_is_one_pass(family: str, below: int) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 14)
     plan = predicted_plan(family, below)
@@ -104,7 +105,7 @@ def test_a_stock_cache_is_reconstructed_as_by_hand() -> None:
     assert (taken - wanted).norm() < 0.3 * (taken - stock_logits).norm()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(st.data())
 def test_crop_and_reorder(data: st.DataObject) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 16)

@@ -28,7 +28,6 @@ from tests.plans import random_plan
 from tests.stored import CONTEXT, filled, some_tokens, stored_model, stored_plan
 
 TOKENS = some_tokens(2, 300)
-FAMILIES = ("llama", "qwen3", "glm4", "olmo2", "phi3-partial")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def assert_same(found: DynamicCache, expected: DynamicCache, tokens: int | None 
 
 @pytest.mark.parametrize(
     ("family", "below"),
-    [*((family, 2) for family in FAMILIES), ("llama", 0), ("qwen3", 1), ("glm4", None)],
+    [("llama", 2), ("phi3-partial", 2), ("qwen3", 1), ("olmo2", 0), ("glm4", None)],
 )
 def test_errors_are_those_of_rounding_in_the_plans_coordinates(
     family: str, below: int | None
@@ -291,7 +290,7 @@ class TestRefused:
             codec.decode(blob + b"abc")
 
     @given(st.data())
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     def test_any_damaged_byte(self, data: st.DataObject) -> None:
         codec, tokens = Codec(stored_model(), stored_plan()), TOKENS[:1, :30]
         blob = bytearray(codec.encode(filled(stored_model(), tokens), tokens))
@@ -404,7 +403,7 @@ def forged(codec: Codec, payload: bytes, sequences: int, tokens: int, dtype: int
     st.integers(1, 2**32 - 1) | st.integers(1, 300),
     st.integers(0, 3),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_strangers_blob_is_refused_or_small(
     payload: bytes | int, sequences: int, tokens: int, dtype: int
 ) -> None:
