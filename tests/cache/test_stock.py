@@ -89,8 +89,10 @@ def check_law(
     assert cache.nbytes() == plan.nbytes(tokens.shape[1], batch=len(tokens), dtype=dtype)
 
 
-@pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize(
+    ("family", "rotary"),
+    [*((family, "pre") for family in EVERY), *((family, "post") for family in KINDS)],
+)
 def test_it_is_an_exact_prefill(family: str, rotary: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, LONG)
     plan = random_plan(model, rotary=rotary)
