@@ -56,6 +56,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+KINDS = ("llama", "mistral", "gemma2", "gemma3", "gpt-oss")
+"""A family of every kind of attention: no windows, windows in all layers, a soft cap, a rotation of
+their own for layers with windows, and attention sinks with an angle for every pair of features."""
 EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
 MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {}),

@@ -1,21 +1,30 @@
 """Recipes that take few steps where the library takes many."""
 
 from dataclasses import replace
+from typing import TypeVar
 
 from manifoldkv import RECIPES, RankRecipe, Recipe
+from manifoldkv.ranks import RankRule
+from manifoldkv.solvers import Solver
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
+CANDIDATES = (0.25, 1)
+T = TypeVar("T", Solver, RankRule)
 
 
 def short(name: str) -> Recipe:
-    """One of the library's recipes, with all its parts and few steps of each."""
+    """One of the library's recipes, with all its parts and few steps and candidates of each."""
     recipe = RECIPES[name]
     if not isinstance(recipe, RankRecipe):
         return recipe
-    few = {"epochs": EPOCHS, "steps": STEPS}
-    known = {field: count for field, count in few.items() if hasattr(recipe.solver, field)}
     return replace(
         recipe,
-        solver=replace(recipe.solver, **known),
+        solver=_with(recipe.solver, epochs=EPOCHS, steps=STEPS),
+        ranks=_with(recipe.ranks, candidates=CANDIDATES, sequences=1),
         tuning_steps=min(recipe.tuning_steps, TUNING_STEPS),
     )
+
+
+def _with(part: T, **few: object) -> T:
+    """A solver or rank rule with those of these fields that it has."""
+    return replace(part, **{name: value for name, value in few.items() if hasattr(part, name)})

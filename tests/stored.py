@@ -42,3 +42,11 @@ def filled(
     held = DynamicCache(config=model.config) if held is None else held
     model(input_ids=tokens, past_key_values=held)
     return held
+
+
+def tensors(cache: DynamicCache, tokens: int | None = None) -> list[Tensor]:
+    """Keys and values of all layers, of the first tokens."""
+    return [x[:, :, :tokens] for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
+TOKENS = some_tokens(2, 300)

@@ -1,22 +1,23 @@
 """Cached decoding equals one full forward pass with projected keys and values, in float64."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.coding.integers import LAYOUTS
-from manifoldkv.errors import CacheError, ModelError, PlanError
+from manifoldkv.errors import CacheError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.models.support import decoder_layers
-from tests.families import FAMILIES, tiny_model, tiny_tokens
+from tests.families import KINDS, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
 TOLERANCE = 2e-5  # norms compute in float32 even in float64 models; logits are of order 1 to 10
@@ -41,19 +42,43 @@ def reference(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor, **i
         return model(input_ids=tokens, use_cache=False, **inputs).logits
 
 
+def in_pieces(
+    model: PreTrainedModel, cache: Any, tokens: Tensor, sizes: list[int], **inputs: Tensor
+) -> Tensor:
+    """Logits of tokens fed in pieces, their mask and positions cut as `generate` does."""
+    found, start = [], cache.get_seq_length()
+    for stop in itertools.accumulate(sizes, initial=start):
+        if stop == start:
+            continue
+        more = {}
+        if "attention_mask" in inputs:
+            more["attention_mask"] = inputs["attention_mask"][:, :stop]
+        if "position_ids" in inputs:
+            more["position_ids"] = inputs["position_ids"][:, start:stop]
+        with torch.no_grad():
+            output = model(tokens[:, start:stop], past_key_values=cache, **more)
+        found.append(output.logits)
+        start = stop
+    return torch.cat(found, dim=1)
+
+
+def padded_batch(pads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two texts, the first of them shorter; their mask, and the positions `generate` gives them."""
+    tokens = tiny_tokens(2, LONG)
+    tokens[0, :pads] = 0
+    mask = torch.ones_like(tokens)
+    mask[0, :pads] = 0
+    return tokens, mask, (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
+
+
 def assert_equal(found: Tensor, expected: Tensor) -> None:
     assert float((found - expected).abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("family", FAMILIES)
-class TestFamilies:
-    def test_full_rank_is_the_uncompressed_model(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(2, LONG)
-        plan = random_plan(model, key_rank=8, value_rank=8, rotary=rotary)
-        expected = model(input_ids=tokens).logits
-        assert_equal(steps(model, plan, tokens, [LONG]), expected)
-        assert_equal(steps(model, plan, tokens, [6] + [1] * (LONG - 6)), expected)
+@pytest.mark.parametrize("family", KINDS)
+class TestKindsOfAttention:
+    """Other families differ in how they make keys and values: tests/models/test_families.py."""
 
     def test_cached_steps_are_one_pass_with_projected_keys_and_values(
         self, family: str, rotary: str
@@ -65,28 +90,19 @@ class TestFamilies:
             assert_equal(steps(model, plan, tokens, sizes), expected)
         uncompressed = model(input_ids=tokens).logits
         assert float((expected - uncompressed).abs().max()) > 0.01  # the test is not vacuous
+        full = random_plan(model, key_rank=8, value_rank=8, rotary=rotary)
+        assert_equal(steps(model, full, tokens, [6, 1, LONG - 7]), uncompressed)
 
     def test_left_padding_changes_nothing(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(1, LONG)
+        model = tiny_model(family)
+        tokens, mask, positions = padded_batch(4)
         plan = random_plan(model, rotary=rotary)
-        alone = steps(model, plan, tokens[:, 4:], [LONG - 4])
-        other = tiny_tokens(2, LONG)[1:]
-        padded = torch.cat([tokens.index_fill(1, torch.arange(4), 0), other])
-        mask = torch.ones_like(padded)
-        mask[0, :4] = 0
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
         with compressed(model, plan) as new_cache, torch.no_grad():
-            cache, found = new_cache(), []
-            for start, stop in ((0, 6), (6, 9), *((i, i + 1) for i in range(9, LONG))):
-                output = model(
-                    input_ids=padded[:, start:stop],
-                    attention_mask=mask[:, :stop],
-                    position_ids=positions[:, start:stop],
-                    past_key_values=cache,
-                )
-                found.append(output.logits)
-        assert_equal(torch.cat(found, dim=1)[:1, 4:], alone)
-        assert_equal(torch.cat(found, dim=1)[1:], steps(model, plan, other, [LONG]))
+            sizes = [6, 3] + [1] * (LONG - 9)
+            inputs = {"attention_mask": mask, "position_ids": positions}
+            found = in_pieces(model, new_cache(), tokens, sizes, **inputs)
+        assert_equal(found[:1, 4:], steps(model, plan, tokens[:1, 4:], [LONG - 4]))
+        assert_equal(found[1:], steps(model, plan, tokens[1:], [LONG]))
 
     def test_generate_with_a_cache_is_generate_without(self, family: str, rotary: str) -> None:
         """Without a cache every step sees a fresh compressed one over the whole text."""
@@ -104,7 +120,7 @@ class TestFamilies:
 
 @pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("oblique", [False, True])
-@pytest.mark.parametrize("groupings", list(itertools.product(("shared", 1, 2, "all"), repeat=2)))
+@pytest.mark.parametrize("groupings", [("shared", 2), (1, "all"), (2, 1), ("all", "all")])
 def test_every_grouping(groupings: tuple, oblique: bool, rotary: str) -> None:
     model = tiny_model("qwen3", num_attention_heads=8, num_key_value_heads=4)
     plan = random_plan(
@@ -113,7 +129,7 @@ def test_every_grouping(groupings: tuple, oblique: bool, rotary: str) -> None:
         value_grouping=groupings[1],
         oblique=oblique,
         rotary=rotary,
-        key_rank=3,
+        key_rank=4,  # that of values: the kernel of torch runs on latents
     )
     tokens = tiny_tokens(2, 9)
     expected = reference(model, plan, tokens)
@@ -144,7 +160,7 @@ class TestManyQueries:
         monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
 
     @pytest.mark.parametrize("rotary", ROTARIES)
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", KINDS)
     def test_they_see_what_the_cache_stores(self, family: str, rotary: str) -> None:
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
         plan = random_plan(model, rotary=rotary, key_grouping="all", oblique=True)
@@ -174,50 +190,19 @@ class TestManyQueries:
         assert sum(calls) >= LONG
 
     def test_padded_rows_are_those_of_a_text_alone(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model)
-        mask = torch.ones_like(tokens)
-        mask[0, :4] = 0
-        places = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        with compressed(model, plan):
-            found = model(input_ids=tokens, attention_mask=mask, position_ids=places).logits
+        model = tiny_model("llama")
+        tokens, mask, positions = padded_batch(4)
+        with compressed(model, random_plan(model)):
+            found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
             alone = model(input_ids=tokens[:1, 4:]).logits
         assert_equal(found[:1, 4:], alone)
         assert bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 class TestGenerate:
     arguments = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}  # noqa: RUF012
-
-    def test_chunked_prefill(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(2, 11)
-        plan = random_plan(model, rotary=rotary)
-        with compressed(model, plan) as new_cache:
-            once = model.generate(tokens, past_key_values=new_cache(), **self.arguments)
-            chunked = model.generate(
-                tokens, past_key_values=new_cache(), prefill_chunk_size=4, **self.arguments
-            )
-        assert torch.equal(once, chunked)
-
-    def test_prompt_lookup_and_assisted_are_greedy(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(1, 4).repeat(1, 3)
-        assistant = tiny_model(family, seed=1)
-        plan = random_plan(model, rotary=rotary)
-        with compressed(model, plan) as new_cache:
-            greedy = model.generate(tokens, past_key_values=new_cache(), **self.arguments)
-            lookup = model.generate(
-                tokens,
-                past_key_values=new_cache(),
-                prompt_lookup_num_tokens=3,
-                **self.arguments,
-            )
-            assisted = model.generate(
-                tokens, past_key_values=new_cache(), assistant_model=assistant, **self.arguments
-            )
-        assert torch.equal(greedy, lookup)
-        assert torch.equal(greedy, assisted)
 
     def test_a_compressed_assistant(self, family: str, rotary: str) -> None:
         """In a block of its own, for a model that is compressed itself and for one that is not."""
@@ -253,34 +238,6 @@ class TestGenerate:
             continued = model.generate(prompt, past_key_values=first.past_key_values, **arguments)
             anew = model.generate(prompt, past_key_values=new_cache(), **arguments)
         assert torch.equal(continued, anew)
-
-    def test_crop_leaves_no_trace(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(2, 9)
-        plan = random_plan(model, rotary=rotary)
-        expected = reference(model, plan, tokens)
-        with compressed(model, plan) as new_cache, torch.no_grad():
-            cache = new_cache()
-            cache.activate_past_recording()
-            model(input_ids=tokens[:, :6], past_key_values=cache)
-            model(input_ids=tokens.flip(1)[:, :3], past_key_values=cache)
-            cache.crop(-3)
-            found = model(input_ids=tokens[:, 6:], past_key_values=cache).logits
-            cache.crop(0)
-            assert cache.get_seq_length() == 9
-        assert_equal(found, expected[:, 6:])
-
-    def test_sequences_can_be_selected_and_repeated(self, family: str, rotary: str) -> None:
-        model, tokens = tiny_model(family), tiny_tokens(3, 9)
-        plan = random_plan(model, rotary=rotary)
-        positions = torch.arange(9).repeat(3, 1)
-        chosen = tokens[[2, 0]].repeat_interleave(2, dim=0)
-        with compressed(model, plan) as new_cache, torch.no_grad():
-            cache = new_cache()
-            model(input_ids=tokens[:, :6], position_ids=positions[:, :6], past_key_values=cache)
-            cache.batch_select_indices(torch.tensor([2, 0]))
-            cache.batch_repeat_interleave(2)
-            found = model(input_ids=chosen[:, 6:], past_key_values=cache).logits
-        assert_equal(found, reference(model, plan, chosen)[:, 6:])
 
 
 def test_positions_per_sequence_follow_positions_for_all() -> None:
@@ -363,19 +320,20 @@ def test_more_bits_are_closer(rotary: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
 @pytest.mark.parametrize("rotary", ROTARIES)
 class TestQuantized:
-    def test_pieces_are_one_shot(self, rotary: str, bits: int, layout: str) -> None:
+    """Stores of every width are those of tests/cache/test_quantizers.py."""
+
+    def test_pieces_are_one_shot(self, rotary: str, layout: str) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-        plan = rounded_plan(model, rotary, bits, layout)
+        plan = rounded_plan(model, rotary, 3, layout)
         once = steps(model, plan, tokens, [20])
         assert_equal(steps(model, plan, tokens, [1] * 20), once)
         assert_equal(steps(model, plan, tokens, [9, 1, 6, 4]), once)
 
-    def test_generate_and_beams(self, rotary: str, bits: int, layout: str) -> None:
+    def test_generate_and_beams(self, rotary: str, layout: str) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, 7)
-        plan = rounded_plan(model, rotary, bits, layout)
+        plan = rounded_plan(model, rotary, 4, layout)
         arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "num_beams": 3}
         with compressed(model, plan) as new_cache:
             cached = model.generate(tokens, past_key_values=new_cache(), **arguments)
@@ -396,11 +354,10 @@ def test_the_kivi_layout_refuses_to_guess_ahead(rotary: str) -> None:
             assistant.generate(tokens, max_new_tokens=5, assistant_model=model)
 
 
-@pytest.mark.parametrize("rotary", ROTARIES)
 @pytest.mark.parametrize("layout", ["static", "token"])
-def test_other_layouts_guess_ahead(layout: str, rotary: str) -> None:
+def test_other_layouts_guess_ahead(layout: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(1, 4).repeat(1, 3)
-    plan = random_plan(model, rotary=rotary, quantization=Quantization(4, layout, group_size=4))
+    plan = random_plan(model, quantization=Quantization(4, layout, group_size=4))
     arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     with compressed(model, plan) as new_cache:
         greedy = model.generate(tokens, use_cache=False, **arguments)
@@ -425,26 +382,6 @@ def test_other_layouts_work_with_windows_and_crops(layout: str) -> None:
     assert_equal(found, once[:, 9:])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rotary", ROTARIES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("layout", [None, "static", "token"])
-def test_short_dtypes_are_the_same_but_for_rounding(
-    family: str, rotary: str, dtype: torch.dtype, layout: str | None
-) -> None:
-    quantization = None if layout is None else Quantization(8, layout, group_size=4)
-    tokens = tiny_tokens(2, LONG)
-    logits = {}
-    for each in (dtype, torch.float64):
-        model = tiny_model(family, dtype=torch.bfloat16).to(each)
-        plan = random_plan(model, rotary=rotary, quantization=quantization, value_rank=3)
-        found = steps(model, plan, tokens, [9] + [1] * (LONG - 9))
-        assert found.dtype == each
-        logits[each] = found.double()
-    error = float((logits[dtype] - logits[torch.float64]).norm() / logits[torch.float64].norm())
-    assert error < (1e-4 if dtype == torch.float32 and layout is None else 0.06)
-
-
 def test_both_rotations_of_keys_are_used_and_agree() -> None:
     """Llama turns halves against each other, gpt-oss has an angle per pair only."""
     angle = torch.rand(2, 5, 4, dtype=torch.float64)
@@ -461,126 +398,3 @@ def test_both_rotations_of_keys_are_used_and_agree() -> None:
         assert torch.allclose(rotate(x, cos, sin), expected)
         if halves:
             assert torch.allclose(rotate_halves(x, cos, sin), expected)
-
-
-class TestTheBlock:
-    def test_it_leaves_the_model_as_it_was(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        before = model(input_ids=tokens).logits
-        attributes = set(vars(model))
-
-        def hooks() -> int:
-            return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
-
-        count, implementation = hooks(), model.config._attn_implementation
-        with compressed(model, random_plan(model)):
-            assert float((model(input_ids=tokens).logits - before).abs().max()) > 0.01
-        with pytest.raises(KeyError), compressed(model, random_plan(model)):
-            raise KeyError
-        assert hooks() == count
-        assert model.config._attn_implementation == implementation
-        assert set(vars(model)) == attributes
-        assert torch.equal(model(input_ids=tokens).logits, before)
-
-    def test_a_call_without_a_cache_is_compressed(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = random_plan(model)
-        expected = reference(model, plan, tokens)
-        with compressed(model, plan):
-            assert_equal(model(input_ids=tokens).logits, expected)
-            assert_equal(model(input_ids=tokens, use_cache=False).logits, expected)
-            assert_equal(model(tokens).logits, expected)
-
-    def test_a_kind_of_cache_that_a_model_asks_for_gives_way(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-        with compressed(model, random_plan(model)) as new_cache:
-            expected = model.generate(tokens, past_key_values=new_cache(), **arguments)
-            model.generation_config.cache_implementation = "static"
-            assert torch.equal(model.generate(tokens, **arguments), expected)
-            found = model.generate(tokens, past_key_values=new_cache(), **arguments)
-            assert torch.equal(found, expected)
-        assert model.generation_config.cache_implementation == "static"
-
-    def test_nothing_is_left_of_a_block_that_could_not_begin(self) -> None:
-        model = tiny_model("llama")
-        plan = random_plan(model)
-        del model.model.rotary_emb
-        with pytest.raises(ModelError, match="no rotary_emb"), compressed(model, plan):
-            pass
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-    def test_a_foreign_cache_raises(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        with compressed(model, random_plan(model)):
-            with pytest.raises(CacheError, match="DynamicCache is not a compressed cache"):
-                model(input_ids=tokens, past_key_values=DynamicCache(config=model.config))
-            with pytest.raises(CacheError, match="DynamicCache is not a compressed cache"):
-                model.generate(tokens, past_key_values=DynamicCache(), max_new_tokens=2)
-
-    def test_a_cache_of_another_plan_raises(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        with compressed(model, random_plan(model)) as new_cache:
-            cache = new_cache()
-        for other in ({"key_rank": 4}, {"oblique": True}, {"rotary": "post"}, {"sinks": 3}):
-            with (
-                compressed(model, random_plan(model, **other)),
-                pytest.raises(CacheError, match="another plan"),
-            ):
-                model(input_ids=tokens, past_key_values=cache)
-
-    def test_the_cache_outside_its_block_raises(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        with compressed(model, random_plan(model)) as new_cache:
-            cache = new_cache()
-        with pytest.raises(CacheError, match=r"inside `with manifoldkv\.compressed"):
-            model(input_ids=tokens, past_key_values=cache)
-
-    def test_blocks_do_not_nest(self) -> None:
-        model = tiny_model("llama")
-        plan = random_plan(model)
-        with (
-            compressed(model, plan),
-            pytest.raises(CacheError, match="already inside"),
-            compressed(model, plan),
-        ):
-            pass
-
-    def test_another_model_with_the_same_configuration_object_is_not_touched(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        twin = type(model)(model.config).double().eval().requires_grad_(False)
-        before = twin(input_ids=tokens).logits
-        with compressed(model, random_plan(model)):
-            assert_equal(twin(input_ids=tokens).logits, before)
-
-    def test_a_plan_for_another_model_is_refused(self) -> None:
-        plan = random_plan(tiny_model("llama"))
-        with pytest.raises(PlanError, match="another model"), compressed(tiny_model("qwen3"), plan):
-            pass
-        deeper = tiny_model("llama", num_hidden_layers=4)
-        with pytest.raises(PlanError, match="3 layers, the model 4"), compressed(deeper, plan):
-            pass
-
-    def test_an_unknown_prefill_is_refused(self) -> None:
-        model = tiny_model("llama")
-        with (
-            pytest.raises(CacheError, match="unknown prefill"),
-            compressed(model, random_plan(model), prefill="none"),
-        ):
-            pass
-
-    def test_unsupported_models_are_refused(self) -> None:
-        model = tiny_model("llama")
-        plan = random_plan(model)
-        model.config.kv_lora_rank = 4
-        with pytest.raises(ModelError, match="MLA"), compressed(model, plan):
-            pass
-
-    def test_gradients_do_not_keep_old_steps_alive(self) -> None:
-        model, tokens = tiny_model("llama").requires_grad_(True), tiny_tokens()
-        with compressed(model, random_plan(model)) as new_cache:
-            cache = new_cache()
-            for token in tokens.split(1, dim=1):
-                model(input_ids=token, past_key_values=cache)
-        stored = [part.view for layer in cache.layers for s in layer.stores for part in s.parts]
-        assert not any(x.requires_grad for x in stored)

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compress, compressed, quantize
 from manifoldkv.recipes.full_rank import full_rank_plan
-from tests.families import FAMILIES, tiny_model, tiny_tokens
+from tests.cache.test_compressed import LONG, ROTARIES, steps
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import random_plan
 from tests.short_recipes import short
 
 TOLERANCES = {torch.float32: (2e-3, 0.03), torch.bfloat16: (0.04, 0.4), torch.float16: (0.03, 0.2)}
@@ -19,15 +21,31 @@ LONGEST = 100
 PROMPTS = (1, 2, 31, 32, LONGEST)
 STEPS = 3
 LAYOUTS = ("static", "token", "kivi")
-COMMUTES = {"llama", "qwen2", "mistral"}
 CASES = [
-    *((family, "best") for family in FAMILIES),
-    *((family, "bits") for family in ("qwen3", "mistral", "gpt-oss")),
-    *((family, "low-rank") for family in ("llama", "gemma3")),
-    *((family, layout) for layout in ("static", "token") for family in ("llama", "gpt-oss")),
-    ("llama", "kivi"),
-    ("llama", "commuting"),
-    ("gemma3", "eigen-attention"),
+    *(
+        (family, "best", dtype)
+        for family in ("llama", "mistral", "gemma3", "gpt-oss")
+        for dtype in TOLERANCES
+    ),
+    *(
+        (family, recipe, dtype)
+        for family, recipe in (
+            ("qwen3", "bits"),
+            ("gemma2", "low-rank"),
+            ("gpt-oss", "static"),
+            ("phi3", "token"),
+            ("llama", "kivi"),
+            ("llama", "commuting"),
+            ("gemma3", "eigen-attention"),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+]
+RANDOM = [
+    ("gemma2", {}),
+    ("llama", {"sinks": 3}),
+    ("mistral", {"quantization": Quantization(8, "static", group_size=4)}),
+    ("gemma2", {"quantization": Quantization(8, "token", group_size=4)}),
 ]
 
 
@@ -70,8 +88,7 @@ def expected(family: str, recipe: str) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("family", "recipe"), CASES)
+@pytest.mark.parametrize(("family", "recipe", "dtype"), CASES, ids=str)
 def test_prompts_and_decoding(family: str, recipe: str, dtype: torch.dtype) -> None:
     model = model_of(family)
     try:
@@ -84,3 +101,21 @@ def test_prompts_and_decoding(family: str, recipe: str, dtype: torch.dtype) -> N
     median, largest = TOLERANCES[dtype]
     assert float(error.median()) < median
     assert float(error.max()) < largest
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotary", ROTARIES)
+@pytest.mark.parametrize(("family", "settings"), RANDOM)
+def test_short_dtypes_are_the_same_but_for_rounding(
+    family: str, settings: dict, rotary: str, dtype: torch.dtype
+) -> None:
+    tokens, logits = tiny_tokens(2, LONG), {}
+    for each in (dtype, torch.float64):
+        model = tiny_model(family, dtype=torch.bfloat16).to(each)
+        plan = random_plan(model, rotary=rotary, value_rank=3, **settings)
+        found = steps(model, plan, tokens, [2, 7] + [1] * (LONG - 9))
+        assert found.dtype == each
+        logits[each] = found.double()
+    error = float((logits[dtype] - logits[torch.float64]).norm() / logits[torch.float64].norm())
+    exact = dtype == torch.float32 and "quantization" not in settings
+    assert error < (1e-4 if exact else 0.06)

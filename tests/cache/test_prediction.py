@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,12 +53,14 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
-@pytest.mark.parametrize("below", [0, 1, 2])
-def test_decoding_token_by_token_is_one_pass(family: str, below: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "below"),
+    [("llama", 0), ("llama", 2), ("gemma3", 1), ("mistral", 2), ("qwen3", None), ("gemma3", None)],
+)
+def test_decoding_token_by_token_is_one_pass(family: str, below: int | None) -> None:
     model, tokens = tiny_model(family), tiny_tokens(2, 14)
     plan = predicted_plan(family, below)
-    assert plan.predictor_depth is not None
+    assert (plan.predictor_depth is None) == (below is None)
     with compressed(model, plan) as new_cache:
         whole = model(input_ids=tokens).logits
         held = new_cache()
@@ -104,7 +105,7 @@ def test_a_stock_cache_is_reconstructed_as_by_hand() -> None:
     assert (taken - wanted).norm() < 0.3 * (taken - stock_logits).norm()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(st.data())
 def test_crop_and_reorder(data: st.DataObject) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(2, 16)
@@ -130,14 +131,10 @@ def test_padded_texts() -> None:
     torch.testing.assert_close(padded, alone, atol=1e-4, rtol=1e-4)
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+def test_another_weight_is_another_plan() -> None:
     plan = predicted_plan("llama", 2)
-    plan.save(tmp_path)
-    loaded = CompressionPlan.load(tmp_path)
-    assert loaded == plan
-    layer, saved = loaded.layers[2], plan.layers[2].value.predictor
-    assert layer.value.predictor == saved
-    moved = replace(layer.value, predictor=LinearPredictor(saved.weights + 1))
+    layer = plan.layers[2]
+    moved = replace(layer.value, predictor=LinearPredictor(layer.value.predictor.weights + 1))
     layers = (*plan.layers[:2], replace(layer, value=moved))
     assert replace(plan, layers=layers) != plan
 

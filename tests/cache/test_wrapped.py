@@ -52,14 +52,23 @@ def pieces(model: nn.Module, cache: object, tokens: Tensor) -> Tensor:
     return torch.cat([model(input_ids=x, past_key_values=cache).logits for x in split], dim=1)
 
 
-@pytest.mark.parametrize("used_before", [False, True])
-@pytest.mark.parametrize("given", ["the compiled model", "the model itself"])
-@pytest.mark.parametrize("compiled_as", [whole, in_place, by_layer])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "compiled_as", "used_before", "opened_with"),
+    [
+        ("llama", whole, False, "the compiled model"),
+        ("llama", whole, True, "the model itself"),
+        ("gemma3", whole, True, "the compiled model"),
+        # These two compile a model in place: it is the compiled model.
+        ("gemma3", in_place, False, "the compiled model"),
+        ("llama", in_place, True, "the compiled model"),
+        ("llama", by_layer, False, "the compiled model"),
+        ("gemma3", by_layer, True, "the compiled model"),
+    ],
+)
 class TestCompiledModels:
     @torch.no_grad()
     def test_they_are_compressed(
-        self, family: str, compiled_as: Callable, given: str, used_before: bool
+        self, family: str, compiled_as: Callable, used_before: bool, opened_with: str
     ) -> None:
         """In one block after another: what was compiled before a block is of no use inside."""
         model, tokens = tiny_model(family), tiny_tokens(2, LONG)
@@ -70,7 +79,7 @@ class TestCompiledModels:
         if used_before:
             assert_equal(compiled(input_ids=tokens).logits, stock)
         for plan, logits in zip(plans + plans[:1], expected + expected[:1], strict=True):
-            with compressed(compiled if "compiled" in given else model, plan) as new_cache:
+            with compressed(compiled if "compiled" in opened_with else model, plan) as new_cache:
                 assert_equal(compiled(input_ids=tokens).logits, logits)
                 assert_equal(pieces(compiled, new_cache(), tokens), logits)
                 assert_equal(pieces(model, new_cache(), tokens), logits)

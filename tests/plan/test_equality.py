@@ -28,15 +28,16 @@ def rounded_plan() -> CompressionPlan:
 
 
 MAKE = {
-    "Basis": lambda: plan_of().layers[0].key,
-    "an oblique Basis": lambda: plan_of(oblique=True).layers[0].key,
+    "Basis": lambda: plan_of().layers[0].key.basis,
+    "an oblique Basis": lambda: plan_of(oblique=True).layers[0].key.basis,
+    "SitePlan": lambda: plan_of().layers[0].key,
     "LayerPlan": lambda: plan_of().layers[0],
     "a rounded LayerPlan": lambda: rounded_plan().layers[0],
     "CompressionPlan": plan_of,
     "a rounded CompressionPlan": rounded_plan,
     "Provenance": lambda: replace(plan_of().provenance),
     "ErrorSurface": lambda: ErrorSurface((1, 2), (1, 2), torch.tensor([[4.0, 3.0], [2.0, 1.0]])),
-    "Solution": lambda: Solution(plan_of().layers[0].key, [1.0, 0.5], "converged"),
+    "Solution": lambda: Solution(plan_of().layers[0].key.basis, [1.0, 0.5], "converged"),
     "Recipe": lambda: replace(RECIPES["low-rank"]),
     "Quantization": lambda: Quantization(4),
     "HeadGrouping": lambda: HeadGrouping("all", 2),

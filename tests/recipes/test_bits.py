@@ -1,7 +1,6 @@
 """Rank and bits from one budget, on tiny models: budgets, laws, and what they promise."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -40,7 +39,7 @@ def stock_bytes(model: PreTrainedModel, tokens: int, windows: list[int | None]) 
     return 4 * config.num_key_value_heads * config.head_dim * cached
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_cache_is_as_large_as_its_plan_says_and_no_larger_than_asked(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(3, 14)
     plan = bits_plan(model, tokens, ratio=0.4, sinks=1)
@@ -79,46 +78,6 @@ def test_the_budget_is_never_exceeded(
     assert plan.nbytes(24) <= ratio * full + 1e-6
     used = {int(b) for layer in plan.layers for _, s in layer.sites for b in s.quantizer.bits}
     assert used <= set(widths)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
-def test_decoding_token_by_token_is_one_pass(family: str) -> None:
-    model, tokens = tiny_model(family), tiny_tokens(2, 14)
-    plan = bits_plan(model, tokens, ratio=0.6, sinks=2)
-    with compressed(model, plan) as new_cache:
-        whole = model(input_ids=tokens).logits
-        cache = new_cache()
-        parts = [
-            model(input_ids=part, past_key_values=cache).logits for part in tokens.split(3, dim=1)
-        ]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
-
-
-def test_saved_and_loaded_it_gives_the_same_bytes_and_tokens(tmp_path: Path) -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    plan = bits_plan(model, tokens, ratio=0.5)
-    plan.save(tmp_path / "plan")
-    loaded = CompressionPlan.load(tmp_path / "plan")
-    assert loaded == plan
-    loaded.save(tmp_path / "again")
-    for name in CompressionPlan.FILES:
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "plan" / name).read_bytes()
-    written = []
-    for known in (plan, loaded):
-        with compressed(model, known) as new_cache:
-            written.append(
-                model.generate(
-                    tokens, past_key_values=new_cache(), max_new_tokens=8, do_sample=False
-                )
-            )
-    assert torch.equal(*written)
-
-
-def test_the_same_seed_gives_the_same_plan() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    first, again = (bits_plan(model, tokens, ratio=0.3, seed=1) for _ in range(2))
-    assert first.digest() == again.digest()
-    assert first.digest() != bits_plan(model, tokens, ratio=0.3, seed=2).digest()
 
 
 class Measured(NamedTuple):

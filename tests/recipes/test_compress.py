@@ -1,7 +1,7 @@
 import itertools
 import re
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -13,11 +13,9 @@ from manifoldkv import (
     CompressionPlan,
     Quantization,
     RankRecipe,
-    Recipe,
     compress,
     compressed,
     load_model,
-    quantize,
     tune,
 )
 from manifoldkv.activations.capture import capture
@@ -35,12 +33,6 @@ from manifoldkv.solvers import Predictor, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.short_recipes import short
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 1.5, float("nan")])
-def test_impossible_ratios_are_refused(ratio: float) -> None:
-    with pytest.raises(ArgumentError, match=r"not in|too small"):
-        compress(tiny_model("llama"), tiny_tokens(), ratio=ratio)
 
 
 @pytest.mark.parametrize("rotary", ["pre", "post"])
@@ -111,7 +103,7 @@ def test_ranks_can_be_given() -> None:
     low_rank = partial(compress, model, tokens, recipe="low-rank")
     with pytest.raises(ArgumentError, match="too small"):
         low_rank(ratio=0.4, ranks=GivenRanks(ranks=ranks))
-    with pytest.raises(ArgumentError, match="of 1 layers for 3"):
+    with pytest.raises(ArgumentError, match="must be those of 3 layers, got 1"):
         low_rank(ranks=GivenRanks(ranks=((2, 2),)))
 
 
@@ -130,17 +122,6 @@ def test_nothing_is_lost_at_ratio_one() -> None:
     with compressed(model, plan):
         found = model(input_ids=tokens).logits
     assert float((found - model(input_ids=tokens).logits).abs().max()) < 1e-6
-
-
-def test_a_plan_survives_a_file_and_compresses_the_same(tmp_path: Path) -> None:
-    model, tokens = tiny_model("mistral"), tiny_tokens()
-    plan = compress(model, tokens, recipe="eigen-attention")
-    plan.save(tmp_path)
-    logits = []
-    for each in (plan, CompressionPlan.load(tmp_path)):
-        with compressed(model, each):
-            logits.append(model(input_ids=tokens).logits)
-    assert torch.equal(*logits)
 
 
 def test_every_phase_is_logged_and_nothing_is_printed(
@@ -188,8 +169,6 @@ class TestRefusedBeforeAnyWork:
             compress(model, tokens, recipe="nothing")
         with pytest.raises(ArgumentError, match="unknown rank rule"):
             compress(model, tokens, recipe="low-rank", ranks="greedy")
-        with pytest.raises(ArgumentError, match="unknown solver"):
-            compress(model, tokens, recipe=RankRecipe("k-svd", "none"))
 
     def test_a_recipe_that_cannot_be_solved(self) -> None:
         with pytest.raises(ArgumentError, match="no closed form"):
@@ -248,93 +227,7 @@ class TestRefusedBeforeAnyWork:
             compress(model, tiny_tokens())
 
 
-@cache
-def plan_by(recipe: str | Recipe, ratio: float = 0.5) -> CompressionPlan:
-    """Of `tiny_model("llama")` and `tiny_tokens()`, found once: plans are frozen."""
-    return compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, ratio=ratio)
-
-
-class TestQuantize:
-    @pytest.mark.parametrize(
-        ("rotation", "recipe", "ratio"),
-        [
-            ("none", "eigen-attention", 0.5),
-            ("pca", "eigen-attention", 0.75),
-            ("pca", RankRecipe("kq-svd", "closed-form", 1, 1), 0.5),
-            ("hadamard", RankRecipe("kq-svd", "closed-form", 1, 1), 0.75),
-        ],
-    )
-    def test_a_rotation_leaves_the_projector_as_it_is(
-        self, rotation: str, recipe: str | Recipe, ratio: float
-    ) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = plan_by(recipe, ratio)
-        rounded = quantize(plan, model, tokens, Quantization(8), rotation)
-        for before, after in zip(plan.layers, rounded.layers, strict=True):
-            assert projector_distance(before.key.basis, after.key.basis) < 1e-5
-            assert projector_distance(before.value.basis, after.value.basis) < 1e-5
-
-    def test_pca_sorts_by_variance(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = quantize(plan_by("eigen-attention"), model, tokens, Quantization(8), "pca")
-        for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
-            latents = activations.values @ layer.value.basis.down.to(activations.values)
-            covariance = torch.cov(latents[:, 0].flatten(0, 1).T)
-            assert bool((covariance.diagonal().diff() <= 1e-9).all())
-            assert float((covariance - covariance.diagonal().diag()).abs().max()) < 1e-9
-
-    def test_static_ranges_hold_the_calibration_data(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(
-            model, tokens, recipe="eigen-attention", quantization=Quantization(4, group_size=3)
-        )
-        for activations, layer in zip(capture(model, tokens), plan.layers, strict=True):
-            latents = activations.keys @ layer.key.basis.down.to(activations.keys)
-            low, high = layer.key.quantizer.ranges.to(latents).unbind(-1)  # (runs, groups)
-            for group in range(2):
-                x = latents[..., 3 * group : 3 * group + 3]
-                assert torch.allclose(x.amin(dim=(0, 2, 3)), low[:, group])
-                assert torch.allclose(x.amax(dim=(0, 2, 3)), high[:, group])
-
-    def test_twice_is_refused(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        plan = compress(
-            model, tokens, recipe="eigen-attention", quantization=Quantization(4, "kivi")
-        )
-        with pytest.raises(PlanError, match="quantised already"):
-            quantize(plan, model, tokens, Quantization(4))
-
-    def test_a_layout_that_does_not_fit_is_refused_before_any_work(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(import_module("manifoldkv.recipes.rounding"), "capture", None)
-        sliding = tiny_model("mistral")
-        with pytest.raises(PlanError, match="layer 0 has a sliding window"):
-            quantize(random_plan(sliding), sliding, tiny_tokens(), Quantization(4, "kivi"))
-
-    def test_an_unknown_rotation_is_refused(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        with pytest.raises(ArgumentError, match="unknown rotation"):
-            quantize(plan_by("eigen-attention"), model, tokens, Quantization(4), "spin")
-
-
 class TestRankRules:
-    @pytest.mark.parametrize(
-        ("rule", "rotary", "ratio"),
-        [
-            *(("sequential", "pre", 0.26), ("sequential", "post", 1.0)),
-            *(("threshold", "pre", 0.77), ("threshold", "post", 0.26)),
-            *(("optimal", "pre", 0.5), ("optimal", "post", 0.77)),
-        ],
-    )
-    def test_the_ratio_is_never_exceeded(self, rule: str, rotary: str, ratio: float) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens()
-        recipe = replace(RECIPES["eigen-attention"], ranks=rule)
-        plan = compress(model, tokens, ratio=ratio, recipe=recipe, rotary=rotary)
-        assert 0.125 <= plan.ratio <= ratio
-        with compressed(model, plan):
-            assert model(input_ids=tokens).logits.isfinite().all()
-
     def test_an_infeasible_ratio_is_refused_before_any_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

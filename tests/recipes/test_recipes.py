@@ -38,14 +38,6 @@ def test_every_recipe_makes_a_plan_that_decodes(name: str) -> None:
         assert model(input_ids=tokens).logits.isfinite().all()
 
 
-def test_a_recipe_of_bits_is_in_the_plan() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(3, 20)
-    recipe = BitRecipe(widths=(0, 2, 4, 8), sinks=1, below=None)
-    plan = compress(model, tokens, recipe=recipe, ratio=0.3, seed=3, context=50)
-    assert plan.sinks == 1
-    assert plan.provenance.recipe == recipe.describe()
-
-
 def test_a_text_is_read_as_far_as_it_is_asked_for() -> None:
     model, _ = load_model("studies/reference_models/reference-qwen3")
     plan = compress(
@@ -91,12 +83,6 @@ def test_python_and_the_command_line_have_the_same_default() -> None:
     shown = typer.main.get_command(app).commands["compress"].params
     (recipe,) = [p for p in shown if p.name == "recipe"]
     assert recipe.default == CompressionConfig().recipe
-
-
-def test_a_recipe_is_found_by_its_name_or_is_itself() -> None:
-    assert recipe_named("best") is RECIPES["best"]
-    for own in (RankRecipe("k-svd", "closed-form"), BitRecipe(below=None)):
-        assert recipe_named(own) is own
 
 
 def test_unknown_names_are_refused() -> None:

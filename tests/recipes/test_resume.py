@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from manifoldkv import CompressionPlan, RankRecipe, compress
 from manifoldkv.errors import RunError
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.ranks import RANK_RULES
 from manifoldkv.runs.files import only_run
 from manifoldkv.solvers import ClosedForm, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
@@ -108,7 +110,8 @@ def test_what_ranks_cost_is_not_measured_again(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(folder: Path | None = tmp_path) -> CompressionPlan:
-        recipe = RankRecipe("eigen-attention", "closed-form", ranks=rule)
+        ranks = replace(RANK_RULES.get(rule)(), candidates=(0.25, 0.5, 1))
+        recipe = RankRecipe("eigen-attention", "closed-form", ranks=ranks)
         return compress(tiny_model("llama"), tiny_tokens(), recipe=recipe, folder=folder)
 
     module, name, parts = (

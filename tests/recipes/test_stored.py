@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifoldkv import CompressionPlan, Quantization, compress, quantize, tune
+from manifoldkv import Quantization, compress, quantize, tune
 from manifoldkv.coding.tables import NARROWEST, entropy_coded, find_step
 from manifoldkv.coding.transform import weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
@@ -99,25 +99,12 @@ def test_fewer_bytes_cost_more_nats() -> None:
     assert predicted[-1] > 0
 
 
-def test_a_loaded_plan_is_the_saved_one(tmp_path: Path) -> None:
-    plan = stored_plan()
-    plan.save(tmp_path)
-    loaded = CompressionPlan.load(tmp_path)
-    assert loaded == plan
-    assert loaded.layers == plan.layers
-    assert loaded.bytes_per_token() == plan.bytes_per_token() < 3 * 2 * 16 * 2
-    first, other = plan.layers[0].key.quantizer, plan.layers[1].key.quantizer
-    assert first != other
-    assert first != "anything else"
-    assert hash(first) == hash(loaded.layers[0].key.quantizer)
-
-
-def test_the_same_seed_gives_the_same_plan_and_a_killed_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_with_a_folder_gives_the_same_plan_and_resumes(tmp_path: Path) -> None:
     model, tokens = stored_model(), some_tokens(4, 32)
-    first, second = (
-        compress(model, tokens, recipe="stored", context=400, folder=tmp_path) for _ in range(2)
-    )
-    assert first == second == compress(model, tokens, recipe="stored", context=400)
+    expected = compress(model, tokens, recipe="stored", context=400)
+    for _ in range(2):
+        plan = compress(model, tokens, recipe="stored", context=400, folder=tmp_path)
+        assert plan == expected
 
 
 @pytest.mark.parametrize(
