@@ -40,18 +40,6 @@ def test_a_call_without_a_cache_is_compressed() -> None:
         assert_equal(model(tokens).logits, expected)
 
 
-def test_a_kind_of_cache_that_a_model_asks_for_gives_way() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens()
-    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    with compressed(model, random_plan(model)) as new_cache:
-        expected = model.generate(tokens, past_key_values=new_cache(), **arguments)
-        model.generation_config.cache_implementation = "static"
-        assert torch.equal(model.generate(tokens, **arguments), expected)
-        found = model.generate(tokens, past_key_values=new_cache(), **arguments)
-        assert torch.equal(found, expected)
-    assert model.generation_config.cache_implementation == "static"
-
-
 def test_nothing_is_left_of_a_block_that_could_not_begin() -> None:
     model = tiny_model("llama")
     plan = random_plan(model)
@@ -64,7 +52,7 @@ def test_nothing_is_left_of_a_block_that_could_not_begin() -> None:
 def test_a_foreign_cache_raises() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     with compressed(model, random_plan(model)):
-        with pytest.raises(CacheError, match="DynamicCache is not a compressed cache"):
+        with pytest.raises(CacheError, match=r"DynamicCache is not a .* new_cache\(stock\)"):
             model(input_ids=tokens, past_key_values=DynamicCache(config=model.config))
         with pytest.raises(CacheError, match="DynamicCache is not a compressed cache"):
             model.generate(tokens, past_key_values=DynamicCache(), max_new_tokens=2)

@@ -101,13 +101,3 @@ def test_positions_of_something_else() -> None:
         refused(stock, "not list", family, position_ids=mask.long().tolist())
     for empty in (None, DynamicCache()):
         refused(empty, "need an uncompressed cache with tokens", position_ids=mask.long())
-
-
-def test_a_stock_cache_still_cannot_be_used_as_it_is() -> None:
-    model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-    stock = stock_cache(model, tokens)
-    with (
-        compressed(model, random_plan(model)),
-        pytest.raises(CacheError, match=r"DynamicCache is not a .* new_cache\(stock\)"),
-    ):
-        model(input_ids=tokens, past_key_values=stock)

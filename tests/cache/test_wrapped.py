@@ -55,8 +55,7 @@ def pieces(model: nn.Module, cache: object, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "compiled_as", "used_before", "opened_with"),
     [
-        ("llama", whole, False, "the compiled model"),
-        ("llama", whole, True, "the model itself"),
+        ("llama", whole, False, "the model itself"),
         ("gemma3", whole, True, "the compiled model"),
         # These two compile a model in place: it is the compiled model.
         ("gemma3", in_place, False, "the compiled model"),

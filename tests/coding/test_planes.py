@@ -1,6 +1,5 @@
 """Integers of mixed widths in planes of bits."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,12 +35,6 @@ def test_mixed_widths_count_the_packed_bytes(widths: list[int]) -> None:
     quantizer = MixedWidths(torch.tensor([*widths, 0], dtype=torch.uint8), ones, ones, ones)
     scale = 2  # bytes
     assert quantizer.nbytes(5, len(ones), 2) == 5 * (scale + (packed.shape[2] if widths else 0))
-
-
-@pytest.mark.parametrize("width", range(1, 9))
-def test_eight_of_one_width_fill_their_bytes(width: int) -> None:
-    widths = [width] * 8
-    assert BitPlanes(widths, CPU).pack(drawn(widths, 0)).shape == (2, 3, width, 5)
 
 
 def test_tokens_side_by_side_do_not_mix() -> None:

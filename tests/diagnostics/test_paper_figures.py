@@ -16,9 +16,7 @@ from manifoldkv.diagnostics.figures import (
     policies,
     quantization,
     rank_profile,
-    save_figure,
 )
-from tests.drawings import assert_written
 
 MEASURES = {
     "perplexity": ("docstrings", "pydoc-topics"),
@@ -182,13 +180,6 @@ def test_table_has_a_row_per_ratio_and_a_column_per_measure(evaluations) -> None
     assert row["docstrings"] == pytest.approx(10.5 + 4 / 0.5)
     assert row["ratio"] == pytest.approx(0.48)  # of seeds that achieve 0.475 and 0.485
     assert table[table["method"] == "uncompressed"]["mmlu"].tolist() == [10]
-
-
-def test_equal_data_give_equal_files(evaluations, tmp_path) -> None:
-    for name in ("a", "b"):
-        save_figure(perplexities(sequential(evaluations), title="tiny"), tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert_written(tmp_path / "a")
 
 
 def test_titles_and_legends_fit_a_single_panel(evaluations) -> None:

@@ -68,7 +68,7 @@ def test_it_is_that_of_decoding_token_by_token(
         found = retrieval(*model, asked)
         expected = [by_hand(model, q, lambda: DynamicCache(config=model[0].config)) for q in asked]
     else:
-        found = retrieval(*model, asked, plan, prefill=prefill, batch_size=4)
+        found = retrieval(*model, asked, plan, prefill=prefill, batch_size=6)
         with compressed(model[0], plan, prefill=prefill) as new_cache:
             expected = [by_hand(model, question, new_cache) for question in asked]
     assert found["score"].tolist() == [score for score, _ in expected]
@@ -93,12 +93,6 @@ def test_a_model_that_knows_the_answer_gets_it(model: Model) -> None:
     ]
     found = retrieval(network, tokenizer, posed)
     assert found["score"].tolist() == [1.0, 0.5, 0.0]
-
-
-def test_batches_change_nothing(model: Model, asked: list[Question], plan: CompressionPlan) -> None:
-    together = retrieval(*model, asked, plan, batch_size=6)
-    apart = retrieval(*model, asked, plan, batch_size=1)
-    pd.testing.assert_frame_equal(together, apart, rtol=1e-4)
 
 
 def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> None:

@@ -163,7 +163,7 @@ def test_impossible_starts_are_refused() -> None:
 def test_held_out_predictions_of_a_trained_model_come_closer() -> None:
     model, tokenizer = load_model("studies/reference_models/reference-llama")
     text = open_text("pydoc-topics")
-    calibration = sample_tokens(text, tokenizer, sequences=8, length=64, split="calibration")
+    calibration = sample_tokens(text, tokenizer, sequences=4, length=64, split="calibration")
     held_out = sample_tokens(text, tokenizer, sequences=4, length=64, split="held-out")
     start = compress(model, calibration, recipe="eigen-attention")
     tuned = tune(model, start, calibration, steps=20)
