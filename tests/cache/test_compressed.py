@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
-from manifoldkv.coding.integers import LAYOUTS
 from manifoldkv.errors import CacheError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
@@ -269,32 +268,6 @@ def test_positions_may_jump() -> None:
             for i in range(0, 8, 2)
         ]
     assert_equal(torch.cat(found, dim=1), expected)
-
-
-def rounded_plan(model: PreTrainedModel, rotary: str, bits: int, layout: str) -> CompressionPlan:
-    quantization = Quantization(bits, layout, group_size=4, residual=3)
-    return random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rotary", ROTARIES)
-class TestQuantized:
-    """Stores of every width are those of tests/cache/test_quantizers.py."""
-
-    def test_pieces_are_one_shot(self, rotary: str, layout: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-        plan = rounded_plan(model, rotary, 3, layout)
-        once = steps(model, plan, tokens, [20])
-        assert_equal(steps(model, plan, tokens, [1] * 20), once)
-        assert_equal(steps(model, plan, tokens, [9, 1, 6, 4]), once)
-
-    def test_generate_and_beams(self, rotary: str, layout: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, 7)
-        plan = rounded_plan(model, rotary, 4, layout)
-        arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "num_beams": 3}
-        with compressed(model, plan) as new_cache:
-            cached = model.generate(tokens, past_key_values=new_cache(), **arguments)
-            assert torch.equal(cached, model.generate(tokens, use_cache=False, **arguments))
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)

@@ -26,7 +26,8 @@ from tests.plans import random_plan
 
 LAYOUTS = {
     "exact": {},
-    "static": {"quantization": Quantization(4, "static", group_size=4)},
+    "static": {"quantization": Quantization(3, "static", group_size=4)},
+    "token": {"quantization": Quantization(4, "token", group_size=4)},
     "kivi": {"quantization": Quantization(4, "kivi", group_size=4, residual=3)},
 }
 PIECES = ([LONG], [1] * LONG, [2, 1, 4, 1, 6])
@@ -155,16 +156,21 @@ def test_exact_prefill_shows_a_prompt_uncompressed_and_stores_it_compressed(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rotary", ROTARIES)
 class TestLayouts:
-    def plan(self, model: PreTrainedModel, rotary: str, layout: str) -> CompressionPlan:
-        return random_plan(model, rotary=rotary, key_grouping=1, sinks=3, **LAYOUTS[layout])
+    def plan(
+        self, model: PreTrainedModel, rotary: str, layout: str, sinks: int = 3
+    ) -> CompressionPlan:
+        settings = {"key_grouping": 1, "sinks": sinks}
+        return random_plan(model, rotary=rotary, **settings, **LAYOUTS[layout])
 
-    def test_pieces_are_one_shot(self, rotary: str, layout: str) -> None:
+    @pytest.mark.parametrize("sinks", [0, 3])
+    def test_pieces_are_one_shot(self, rotary: str, layout: str, sinks: int) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = self.plan(model, rotary, layout)
+        plan = self.plan(model, rotary, layout, sinks)
         once = steps(model, plan, tokens, [LONG])
         for sizes in PIECES:
             assert_equal(steps(model, plan, tokens, sizes), once)
-        assert_equal(once[:, :3], model(input_ids=tokens).logits[:, :3])
+        if sinks:
+            assert_equal(once[:, :3], model(input_ids=tokens).logits[:, :3])
 
     def test_rounding_touches_no_first_token(self, rotary: str, layout: str) -> None:
         """Where all that is seen is a sink, a plan is the stock model at any rank and bits."""
@@ -197,9 +203,10 @@ class TestLayouts:
             for start in (2, LONG - 3):
                 check_law(model, self.plan(model, rotary, layout), tokens, start)
 
-    def test_generate_and_beams(self, rotary: str, layout: str) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, 2)
-        plan = self.plan(model, rotary, layout)
+    @pytest.mark.parametrize("sinks", [0, 3])
+    def test_generate_and_beams(self, rotary: str, layout: str, sinks: int) -> None:
+        model, tokens = tiny_model("llama"), tiny_tokens(2, 7 - sinks)
+        plan = self.plan(model, rotary, layout, sinks)
         arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
         with compressed(model, plan) as new_cache:
             for beams in (1, 3):

@@ -15,7 +15,6 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.commuting import hermitian_parts
 from manifoldkv.errors import ArgumentError, ModelError
-from manifoldkv.models.projected import divergence
 from manifoldkv.objectives import KQSVD, LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_directions
 from manifoldkv.recipes.commuting import CommutingRecipe, _latents
@@ -23,6 +22,7 @@ from manifoldkv.recipes.commuting_bases import closed_form
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
+from tests.recipes.test_tuning import lost
 
 HALF, HEADS = 4, 3
 ALL = HeadGrouping("all", HEADS)
@@ -146,13 +146,6 @@ def test_queries_weigh_their_own_frequencies() -> None:
     found = hermitian_parts(weight, 2)[0]
     torch.testing.assert_close(found.diagonal(dim1=-2, dim2=-1).real, by_head.mT)
     assert not found[:, 0, 1].any()
-
-
-def lost(model, plan, tokens: Tensor) -> float:
-    with torch.no_grad():
-        exact = model(input_ids=tokens).logits.log_softmax(-1)
-        with compressed(model, plan):
-            return float(divergence(exact, model(input_ids=tokens).logits.log_softmax(-1)))
 
 
 @pytest.mark.parametrize(("family", "heads"), [("llama", 4), ("qwen3", 2)])
