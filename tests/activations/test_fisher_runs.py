@@ -1,0 +1,196 @@
+"""Runs of the Fisher information: offloaded weights, side effects, resumption and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.activations import fisher
+from manifoldkv.activations.fisher import fisher_moments
+from manifoldkv.activations.moments import MomentSums, SiteMoments
+from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
+from manifoldkv.models.decoder import Decoder
+from tests.families import tiny_model, tiny_tokens
+from tests.models.test_offloading import offloaded, saved
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_the_same_from_weights_that_stay_in_their_shards(family: str, tmp_path: Path) -> None:
+    whole = saved(family, tmp_path)
+    model = offloaded(tmp_path, torch.float32)
+    assert fisher_moments(model, tiny_tokens()) == fisher_moments(whole, tiny_tokens())
+    assert all(p.is_meta for layer in Decoder.of(model).layers for p in layer.parameters())
+
+
+def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    model, seen = offloaded(tmp_path, torch.float32), []
+
+    def count(*ignored: object) -> None:
+        layers = Decoder.of(model).layers
+        seen.append(sum(not layer.self_attn.o_proj.weight.is_meta for layer in layers))
+
+    for layer in Decoder.of(model).layers:
+        layer.self_attn.o_proj.register_full_backward_hook(count)
+        layer.self_attn.o_proj.register_forward_pre_hook(count)
+    fisher_moments(model, tiny_tokens())
+    assert len(seen) >= 3 * 3
+    assert set(seen) == {1}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, tokens = tiny_model("gemma2").requires_grad_(True), tiny_tokens()
+    frozen = Decoder.of(model).attentions[1].k_proj.weight.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers, implementation = model.model.layers, model.config._attn_implementation
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    fisher_moments(model, tokens)
+    assert [*model.state_dict()] == [*before]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
+    assert model.model.layers is layers
+    assert model.config._attn_implementation == implementation
+    assert not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, logits)
+
+
+def test_a_model_that_is_trained_gives_the_same() -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    expected = fisher_moments(model, tokens)
+    model.train().requires_grad_(True)
+    assert fisher_moments(model, tokens) == expected
+    with torch.no_grad():
+        assert fisher_moments(model, tokens) == expected
+    model.activation_checkpointing_enable()
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.5
+    assert fisher_moments(model, tokens) == expected
+    assert all(part.training for part in model.modules())
+
+
+class Kill(Exception):  # noqa: N818 (not an error)
+    pass
+
+
+def counted(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, last: int | None = None
+) -> list[object]:
+    """Count the calls of a function, and end the run at one of them."""
+    function, calls = getattr(owner, name), []
+
+    def count(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == last:
+            raise Kill
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, count)
+    return calls
+
+
+@pytest.mark.parametrize("file", range(6))
+def test_an_interrupted_run_is_resumed(
+    file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first or the second of the two files of each layer."""
+    model, tokens = tiny_model("gpt-oss", torch.bfloat16), tiny_tokens()
+    expected = fisher_moments(model, tokens, seed=2)
+    with monkeypatch.context() as patch:
+        counted(patch, fisher.Checkpoints, "write_tensors", file + 1)
+        with pytest.raises(Kill):
+            fisher_moments(model, tokens, seed=2, folder=tmp_path)
+    sites = counted(monkeypatch, MomentSums, "moments")
+    assert fisher_moments(model, tokens, seed=2, folder=tmp_path) == expected
+    assert len(sites) == 2 * (3 - file // 2)
+    sites.clear()
+    assert fisher_moments(model, tokens, seed=2, folder=str(tmp_path)) == expected
+    assert not sites
+    (left,) = tmp_path.glob(f"{fisher.GRADIENT}-*")
+    assert left.stat().st_size < 500  # the gradient itself is needed no more
+
+
+def test_what_depends_on_something_else_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = tiny_model("gemma2"), tiny_tokens()
+    fisher_moments(model, tokens, folder=tmp_path)
+    softer = tiny_model("gemma2", attn_logit_softcapping=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(*map(weights, (model, softer)), strict=True))
+    for other, settings in (
+        (softer, {}),
+        (tiny_model("gemma2", seed=1), {}),
+        (model, {"seed": 1}),
+        (model, {"rotary": "post"}),
+        (model, {"first": 1}),
+    ):
+        found = fisher_moments(other, tokens, folder=tmp_path, **settings)
+        assert found == fisher_moments(other, tokens, **settings)
+        assert found != fisher_moments(model, tokens)
+    assert fisher_moments(model, tokens[:2], folder=tmp_path) == fisher_moments(model, tokens[:2])
+
+
+def weights(model: PreTrainedModel) -> list[Tensor]:
+    return [tensor for _, tensor in sorted(model.state_dict().items())]
+
+
+def test_damaged_files_are_named_and_computed_again_once_deleted(tmp_path: Path) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    expected = fisher_moments(model, tokens, folder=tmp_path)
+    (file,) = tmp_path.glob("fisher-1-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=f"{file.name} is damaged"):
+        fisher_moments(model, tokens, folder=tmp_path)
+    file.unlink()
+    assert fisher_moments(model, tokens, folder=tmp_path) == expected
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    monkeypatch.setattr(fisher, "_moments", None)
+    with pytest.raises(ArgumentError):
+        fisher_moments(model, tokens, seed=2**64)
+    with pytest.raises(PlanError, match="unknown rotary space 'both'"):
+        fisher_moments(model, tokens, rotary="both")
+    with pytest.raises(ArgumentError):
+        fisher_moments(model, tokens + 64)
+    for first in (-1, 12):
+        with pytest.raises(ArgumentError, match=f"first must be >= 0 and < 12 tokens, got {first}"):
+            fisher_moments(model, tokens, first=first)
+    for prompt in (0, 4, 12):
+        with pytest.raises(ArgumentError, match=rf"prompt must be > first \(4\) .*, got {prompt}"):
+            fisher_moments(model, tokens, first=4, prompt=prompt)
+    for family in ("mamba", "gpt2", "deepseek-v3"):
+        with pytest.raises(ModelError):
+            fisher_moments(tiny_model(family), tokens)
+
+
+def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.data[3] = torch.inf
+    with pytest.raises(RunError, match="layer 2 are not finite"):
+        fisher_moments(model, tiny_tokens(), folder=tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_moments_compare_hash_and_print_as_one_expects() -> None:
+    first, second = (fisher_moments(tiny_model("llama"), tiny_tokens())[0] for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.key != first.value
+    assert first.key != "anything else"
+    assert first.key != replace(first.key, tokens=3)
+    assert repr(first.key) == "SiteMoments(16 features, 48 tokens)"
+    assert isinstance(first.of("value"), SiteMoments)
+    assert first.of("value") is first.value
