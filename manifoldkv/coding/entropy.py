@@ -68,7 +68,10 @@ class EntropyCoded(Quantizer):
     def __post_init__(self) -> None:
         features = len(self.reach) if self.reach.ndim == 1 else 0
         if not features or self.reach.dtype != torch.int32:
-            raise PlanError(f"reaches of tables must be (features,) in int32, got {self.reach}")
+            raise PlanError(
+                f"reaches of tables must be (features,) in int32, got {tuple(self.reach.shape)} in "
+                f"{self.reach.dtype}"
+            )
         if not 1 <= int(self.reach.min()) <= int(self.reach.max()) <= FARTHEST:
             raise PlanError(f"reaches of tables must be in [1, {FARTHEST}]")
         size = int((2 * self.reach.long() + 1).sum())

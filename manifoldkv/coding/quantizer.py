@@ -15,6 +15,8 @@ from manifoldkv.errors import PlanError
 LARGEST = 1e8
 """Bound of the numbers of a quantizer, mean or predictor: a product of a few is finite in
 float32."""
+LARGEST_INTEGER = 1 << 20
+"""Bound of the integers in the description of a plan."""
 SCALE_BYTES = 2
 """Bytes of a scale or an offset that is computed while decoding: float16."""
 

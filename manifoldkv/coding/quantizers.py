@@ -11,7 +11,7 @@ from manifoldkv.basis import Basis
 from manifoldkv.coding.entropy import EntropyCoded
 from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.quantizer import LARGEST_INTEGER, Quantizer
 from manifoldkv.errors import PlanError
 
 
@@ -64,15 +64,21 @@ def quantizer_from(description: dict[str, Any], tensors: dict[str, Tensor]) -> Q
     Raises
     ------
     PlanError
-        If the name is unknown, a field is missing or unknown, or a number is not an integer.
+        If the name is unknown, a field is missing or unknown, or a number is not an integer
+        in its bounds.
     """
     arguments = dict(description)
     name = arguments.pop("name")
     if name not in QUANTIZERS:
         raise PlanError(f"unknown quantizer {name!r}; known: {', '.join(QUANTIZERS)}")
     for field, value in arguments.items():
-        if value is not None and type(value) is not int:
-            raise PlanError(f"{field} of quantizer {name} must be an integer, got {value!r}")
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
+            raise PlanError(
+                f"{field} of quantizer {name} must be an integer in [0, {LARGEST_INTEGER}], got "
+                f"{value!r}"
+            )
     kind = QUANTIZERS[name]
     for part in fields(kind):  # type: ignore[arg-type]
         if part.type == "Tensor":

@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from manifoldkv.basis import Rotary
+from manifoldkv.coding.quantizer import LARGEST_INTEGER
 from manifoldkv.errors import ManifoldKVError, PlanError, RunError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
@@ -27,8 +28,6 @@ from manifoldkv.runs.files import write_together
 FORMAT = 7
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
-LARGEST_INTEGER = 1 << 20
-"""No number of heads, of tokens or of features in a plan's description is larger."""
 READS, PAUSE = 5, 0.05
 """How often files that do not belong together are read, and seconds between two readings."""
 WRITES = 10
@@ -210,8 +209,7 @@ def _contents(
         raise PlanError("config_hash is not a string")
     of_weights = tensors.pop("fingerprint")
     layers = tuple(
-        _layer(layer, f"layers.{index}", tensors)
-        for index, layer in enumerate(description["layers"])
+        _layer(layer, index, tensors) for index, layer in enumerate(description["layers"])
     )
     if tensors:
         raise PlanError(f"{TENSORS} holds {sorted(tensors)[0]}, which nothing refers to")
@@ -243,13 +241,14 @@ def _integer(fields: dict[str, Any], name: str) -> int:
     return value
 
 
-def _layer(description: dict[str, Any], name: str, tensors: dict[str, Tensor]) -> LayerPlan:
+def _layer(description: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> LayerPlan:
     """Return the plan of a layer, and take its tensors out of `tensors`."""
+    name = f"layer {index}"
     heads = _integer(description, "kv_heads")
     window = None if description["window"] is None else _integer(description, "window")
     sites = []
     for site in ("key", "value"):
-        prefix = f"{name}.{site}."
+        prefix = f"layers.{index}.{site}."
         names = [full for full in tensors if full.startswith(prefix)]
         own = {full.removeprefix(prefix): tensors.pop(full) for full in names}
         sites.append(SitePlan.of_parts(description[site], own, heads))

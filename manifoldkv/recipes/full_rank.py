@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.basis import HeadGrouping, Rotary, check_rotary, identity_basis
+from manifoldkv.coding.quantizer import LARGEST_INTEGER
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.plan.files import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan

@@ -28,6 +28,7 @@ NONSENSE_QUANTIZERS: list[Any] = [
     {"name": "token-integers", "bits": 5, "group_size": 2, "residual": None},
     {"name": "token-integers", "bits": 4.0, "group_size": 2, "residual": None},
     {"name": "token-integers", "bits": 4, "group_size": 0, "residual": None},
+    {"name": "token-integers", "bits": 4, "group_size": 10**18, "residual": None},  # memory
     {"name": "token-integers", "bits": 4, "group_size": 2, "residual": -1},
     {"name": "token-integers", "bits": 4, "group_size": 2, "more": 2},
     {"name": "token-integers", "bits": 4},
