@@ -30,7 +30,7 @@ def test_nll_token_by_token_is_that_of_one_pass_with_projected_keys_and_values(
     model, tokenizer = load_model(f"{FOLDER}/{name}")
     text = open_text("pydoc-topics")
     calibration = sample_tokens(text, tokenizer, sequences=4, length=128, split="calibration")
-    tokens = sample_tokens(text, tokenizer, sequences=1, length=64, split="held-out")
+    tokens = sample_tokens(text, tokenizer, sequences=1, length=192, split="held-out")
     plan = compress(model, calibration, recipe="eigen-attention", ratio=0.5, rotary=rotary)
     found = mean_nll(step_by_step(model, plan, tokens), tokens)
     with projected_by_hooks(model, plan), torch.no_grad():
@@ -38,4 +38,4 @@ def test_nll_token_by_token_is_that_of_one_pass_with_projected_keys_and_values(
     with torch.no_grad():
         uncompressed = mean_nll(model(input_ids=tokens, use_cache=False).logits, tokens)
     assert abs(found - expected) < 1e-4
-    assert abs(expected - uncompressed) > 0.01  # the test is not vacuous
+    assert expected > uncompressed + 0.01

@@ -38,7 +38,7 @@ def test_what_follows(codec: Codec, blob: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_any_damaged_byte(data: st.DataObject) -> None:
     codec, tokens = Codec(stored_model(), stored_plan()), TOKENS[:1, :30]
     blob = bytearray(codec.encode(filled(stored_model(), tokens), tokens))
@@ -160,7 +160,7 @@ def forged(codec: Codec, payload: bytes, sequences: int, tokens: int, dtype: int
     st.integers(1, 2**32 - 1) | st.integers(1, 300),
     st.integers(0, 3),
 )
-@settings(max_examples=100)
+@settings(max_examples=300)
 def test_a_strangers_blob_is_refused_or_small(
     payload: bytes | int, sequences: int, tokens: int, dtype: int
 ) -> None:
