@@ -299,14 +299,16 @@ class _Run:
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
                 kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
-            kwargs["manifoldkv_attend"] = self._attend(index, cache.layers[index], cos, sin)
+            kwargs["manifoldkv_attend"] = self._attend(index, cache, cos, sin)
             kwargs["past_key_values"] = None  # what is stored is stored by our attention
             return args, kwargs
 
         return hook
 
-    def _attend(self, index: int, layer: CompressedLayer, cos: Tensor, sin: Tensor) -> Attend:
+    def _attend(self, index: int, cache: CompressedCache, cos: Tensor, sin: Tensor) -> Attend:
         """Return the attention of a layer over its part of the cache."""
+        depth = self._plan.predictor_depth or 0
+        layers: list[CompressedLayer] = cache.layers[max(0, index - depth) : index + 1][::-1]
 
         def attend_to_cache(
             module: nn.Module,
@@ -323,12 +325,16 @@ class _Run:
                 rotated = queries
                 if self._plan.rotary == "pre":
                     rotated = rotation_of(self._decoder.layers[index])(queries, cos, sin)
-                    tokens, _ = layer.get_mask_sizes(queries.shape[2])
+                    tokens, _ = layers[0].get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
                 self._pass.context.begin(index)
                 output = self._attentions[index].attend(
-                    layer, rotated, keys, values, mask, settings, angles, self._pass.context
+                    layers, rotated, keys, values, mask, settings, angles, self._pass.context
                 )
+            # Later layers depend on as many tokens of the layers below as they see themselves.
+            last = index + 1 == len(cache.layers)
+            for layer in layers if last else layers[depth:]:
+                layer.forget_old()
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]
                 output = WithoutGradient.apply(output, *inputs)

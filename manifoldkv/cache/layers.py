@@ -63,11 +63,6 @@ class CompressedLayer(CacheLayerMixin):
         self.tokens_seen += tokens
         self.is_initialized = True
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Append the latents of keys and of values, (B, G, m, features) each."""
-        self.key_store.append(keys)
-        self.value_store.append(values)
-
     def forget_old(self) -> None:
         """Drop tokens behind the window, unless they are recorded for a later crop."""
         if not self.record_past:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from manifoldkv.cache.attention import CachedAttention
+from manifoldkv.cache.composed import ComposedSites
+from manifoldkv.cache.grouped import GroupedSites
 from manifoldkv.cache.latents import RunningBasis
-from manifoldkv.cache.prediction import PredictedSites
+from manifoldkv.cache.sites import Sites
+from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.plan.plan import CompressionPlan
 
 
@@ -34,9 +37,13 @@ def running_attention(
         As in `CachedAttention`.
     """
     layer = plan.layers[index]
-    key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)
-    value = RunningBasis(layer.value.basis, dtype, device, layer.value.mean)
-    predicted = None
-    if plan.predictor_depth is not None:
-        predicted = PredictedSites(layer, key, value, dtype, device)
-    return CachedAttention(key, value, exact_prefill, predicted)
+    sites: Sites
+    if plan.rotary == "pre" and all(
+        isinstance(planned.quantizer, MixedWidths) for _, planned in layer.sites
+    ):
+        sites = ComposedSites(plan.layers, index, dtype, device)
+    else:
+        key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)
+        value = RunningBasis(layer.value.basis, dtype, device, layer.value.mean)
+        sites = GroupedSites(key, value)
+    return CachedAttention(sites, layer.key.grouping.heads, exact_prefill)

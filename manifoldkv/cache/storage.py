@@ -156,6 +156,14 @@ class Store(ABC):
         Tiles may be larger where they need no computation.
         """
 
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the reconstructed latents of some tokens, (B, G, stop - start, features).
+
+        Only for stores that round every token alone.
+        """
+        _, _, latents = next(self.tiles(start, stop - start))
+        return latents[:, :, : stop - start]
+
     def pieces(self, count: int) -> list[int]:
         """Split `count` new tokens so that appending the parts equals appending single tokens."""
         return [count]

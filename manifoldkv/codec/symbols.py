@@ -113,7 +113,7 @@ class SiteCodec:
 
     def expected(self, context: PredictorContext) -> Tensor:
         """Return the predicted keys or values, (D,) or (B·m, D)."""
-        return self._plan.expected(self._down, context.inputs)
+        return self._plan.expected(self._down, context)
 
     def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
         """Return the symbols of x, (features, B·m), int32.

@@ -39,6 +39,8 @@ GAUSSIAN_STEPS = {
     8: 0.0308,
 }
 """Best step of a uniform quantizer of b bits for a Gaussian of variance one (Max, 1960)."""
+GAUSSIAN_DISTORTION = (1, 0.3634, 0.1188, 0.03744, 0.01154, 3.495e-3, 1.04e-3, 3.043e-4, 8.769e-5)
+"""Mean squared errors of these quantizers, for 0 to 8 bits."""
 ROUNDING = 1e-12
 """Rounding error of costs, relative to the cost at 0 bits."""
 TINY = torch.finfo(torch.float32).tiny

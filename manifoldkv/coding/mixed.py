@@ -87,6 +87,9 @@ class MixedWidths(Quantizer):
         """Return the number of latents with bits: the first ones."""
         return int((self.bits > 0).sum())
 
+    def latents(self, features: int) -> int:
+        return self.stored
+
     def reconstruct(self, latents: Tensor) -> Tensor:
         stored = self.stored
         x = latents[..., :stored]

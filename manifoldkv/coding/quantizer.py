@@ -66,6 +66,10 @@ class Quantizer(ABC):
         Rounding has the gradient of the identity (the straight-through estimator).
         """
 
+    def latents(self, features: int) -> int:
+        """Return how many of a head group's latents are stored."""
+        return features
+
     @abstractmethod
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         """Return the bytes of `tokens` tokens of one head group.

@@ -13,7 +13,6 @@ from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.allocation import (
     FLOOR,
-    TINY,
     best_gains,
     coherent_costs,
     fit_quantizers,
@@ -22,11 +21,9 @@ from manifoldkv.coding.allocation import (
     quantized,
 )
 from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.coding.predictor import Input
+from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
 
-RIDGE = 1e-2
-"""Ridge of a Fisher matrix, relative to the mean of its diagonal: few tokens leave it singular."""
-PREDICTION_RIDGE = 3e-3
-"""Ridge of a linear prediction, relative to the power of each input."""
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""
 SAMPLES = 4096
@@ -45,7 +42,9 @@ class WeightedKLT:
     mean : Tensor
         Constant part of the prediction, (D,), float64.
     weights : Tensor or None
-        Weights of the linear prediction, (inputs, D), float64.
+        Weights of the linear prediction, (inputs, D) or (inputs, rank), float64.
+    expansion : Tensor or None
+        Second factor of a prediction of low rank, (rank, D), float64.
     latents : Tensor
         Latents of a sample of tokens, (samples, D), float64; 0 in directions without variance.
     """
@@ -54,12 +53,18 @@ class WeightedKLT:
     up: Tensor
     mean: Tensor
     weights: Tensor | None
+    expansion: Tensor | None
     latents: Tensor
 
     @property
     def varying(self) -> Tensor:
         """Return a mask (D,), False for directions that the calibration text does not span."""
         return self.latents.any(dim=0)
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the number of features that each latent is mapped to, (D,)."""
+        return (self.up != 0).sum(dim=0)
 
     def basis(self, columns: Tensor, grouping: HeadGrouping, step: float = 1.0) -> Basis:
         """Return the basis of latents (int64 indices) in units of `step`, float32."""
@@ -86,11 +91,31 @@ def by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
 
 
+@dataclass(frozen=True)
+class SiteDesign:
+    """Structure of the transform of a site.
+
+    Parameters
+    ----------
+    inputs : tuple of Input
+        Sites that the keys or values are predicted from.
+    blocks : tuple of Tensor
+        Indices of the features of every block of the transform, int64; one block of all if empty.
+    rank : int or None
+        Rank of the prediction; None for full rank.
+    """
+
+    inputs: tuple[Input, ...] = ()
+    blocks: tuple[Tensor, ...] = ()
+    rank: int | None = None
+
+
 def weighted_klt(
     moments: SiteMoments,
     x: Tensor,
     inputs: Tensor | None = None,
     *,
+    design: SiteDesign = SiteDesign(),
     samples: int = SAMPLES,
     folds: int = 1,
 ) -> WeightedKLT:
@@ -104,32 +129,84 @@ def weighted_klt(
         Keys or values with concatenated heads, (tokens, D).
     inputs : Tensor, optional
         Inputs of a linear prediction of the same tokens, (tokens, inputs).
+    design : SiteDesign
+        Blocks of the transform and rank of the prediction.
     samples : int
         Largest number of tokens whose latents are returned.
     folds : int
         Number of folds of a cross-validation, which predicts each fold by a regression on the
         others, so that residuals of other text are not underestimated. 1 is one regression on all
-        tokens.
+        tokens, the only one of low rank.
     """
-    weights, mean = None, moments.mean
+    weights, expansion, mean = None, None, moments.mean
     keys_or_values = x
     if inputs is not None:
-        fit = _Regression.of(x, inputs, folds)
+        fit = Regression.of(x, inputs, folds)
         mean, weights = fit.on_all()
-        residuals = x - (mean + inputs.double() @ weights).to(x)
+        whole = weights
+        if design.rank is not None:
+            weights, expansion = reduced_rank(weights, fit.gram, moments.fisher, design.rank)
+            whole = weights @ expansion
+            mean = fit.means[0] - fit.means[1] @ whole
+        residuals = x - (mean + inputs.double() @ whole).to(x)
         x = residuals if folds == 1 else fit.residuals_by_fold()
         second = (x.mT @ x).double() / len(x)
     else:
         second = moments.covariance
-    root, inverse = _square_roots(moments.fisher)
-    directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
-    down = root @ directions
+    down, up = _block_transform(moments.fisher, second, design.blocks)
     size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
     residuals = sampled(x, samples).double()
     if inputs is None:
         residuals = residuals - mean
     latents = without_noise(residuals @ down, size)
-    return WeightedKLT(down, inverse @ directions, mean, weights, latents)
+    return WeightedKLT(down, up, mean, weights, expansion, latents)
+
+
+def spectrum(fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Return the variances of the latents of a transform, falling, and the rows of their blocks.
+
+    Parameters
+    ----------
+    fisher, second : Tensor
+        Fisher matrix and second moment of the residuals, (D, D), float64.
+    blocks : tuple of Tensor
+        As in `SiteDesign`.
+
+    Returns
+    -------
+    tuple of Tensor
+        (D,) each, float64 and int64.
+    """
+    variances, rows = [], []
+    for block in blocks or (torch.arange(len(second)),):
+        root, _ = square_roots(fisher[block][:, block])
+        values = torch.linalg.eigvalsh(root @ second[block][:, block] @ root)
+        variances.append(values.clamp(min=0))
+        rows.append(torch.full_like(block, len(block)))
+    joined, order = torch.cat(variances).sort(descending=True, stable=True)
+    return joined, torch.cat(rows)[order]
+
+
+def _block_transform(
+    fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the projections of a transform, (D, D) each, latents by falling variance."""
+    if not blocks:
+        root, inverse = square_roots(fisher)
+        directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
+        return root @ directions, inverse @ directions
+    down, up = torch.zeros_like(second), torch.zeros_like(second)
+    variances, start = [], 0
+    for block in blocks:
+        root, inverse = square_roots(fisher[block][:, block])
+        values, directions = torch.linalg.eigh(root @ second[block][:, block] @ root)
+        columns = torch.arange(start, start + len(block))
+        down[block.unsqueeze(1), columns] = root @ directions
+        up[block.unsqueeze(1), columns] = inverse @ directions
+        variances.append(values)
+        start += len(block)
+    order = torch.cat(variances).argsort(descending=True, stable=True)
+    return down[:, order], up[:, order]
 
 
 def without_noise(latents: Tensor, size: float) -> Tensor:
@@ -190,88 +267,6 @@ def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gains[chosen] = best_gains(x, scale * quantized(x / scale, steps[chosen], width))
     deviations[:stored] = floored(_deviations(latents))
     return steps.float(), deviations.float(), gains.float()
-
-
-@dataclass(frozen=True)
-class _Regression:
-    """Ridge regression of x (tokens, D) on inputs (tokens, inputs), and its sums by fold.
-
-    Parameters
-    ----------
-    x, inputs : tuple of Tensor
-        Centred outputs and inputs of every fold.
-    means : tuple of Tensor
-        Means over all tokens, (D,) and (inputs,), float64.
-    grams, crossed : tuple of Tensor
-        ``inputsᵀ inputs`` and ``inputsᵀ x`` of every fold, float64.
-    """
-
-    x: tuple[Tensor, ...]
-    inputs: tuple[Tensor, ...]
-    means: tuple[Tensor, Tensor]
-    grams: tuple[Tensor, ...]
-    crossed: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, x: Tensor, inputs: Tensor, folds: int) -> _Regression:
-        """Cut the tokens into neighbouring folds of about one size."""
-        x_mean, input_mean = x.mean(dim=0), inputs.mean(dim=0)
-        xs = (x - x_mean).tensor_split(folds)
-        parts = (inputs - input_mean).tensor_split(folds)
-        return cls(
-            xs,
-            parts,
-            (x_mean.double(), input_mean.double()),
-            tuple((part.mT @ part).double() for part in parts),
-            tuple((part.mT @ y).double() for part, y in zip(parts, xs, strict=True)),
-        )
-
-    def on_all(self) -> tuple[Tensor, Tensor]:
-        """Return mean and weights, (D,) and (inputs, D), float64."""
-        gram, crossed = self._sums()
-        weights = _ridge(gram, crossed, self._smallest_power)
-        return self.means[0] - self.means[1] @ weights, weights
-
-    def _sums(self) -> tuple[Tensor, Tensor]:
-        return torch.stack(self.grams).sum(dim=0), torch.stack(self.crossed).sum(dim=0)
-
-    @property
-    def _smallest_power(self) -> float:
-        """Return the root of the least power that an input is scaled by: others carry nothing."""
-        return FLOOR * float(self._sums()[0].diagonal().max()) ** 0.5 + TINY
-
-    def residuals_by_fold(self) -> Tensor:
-        """Return the residuals of every fold by a regression on all others, (tokens, D)."""
-        tokens = sum(len(x) for x in self.x)
-        gram, crossed = self._sums()
-        residuals = []
-        for fold, (x, inputs) in enumerate(zip(self.x, self.inputs, strict=True)):
-            # All tokens together have means of 0, so that the others' are those of this fold.
-            others = max(1, tokens - len(x))  # a single token has no others
-            x_mean = -x.sum(dim=0).double() / others
-            input_mean = -inputs.sum(dim=0).double() / others
-            fold_gram = gram - self.grams[fold] - others * torch.outer(input_mean, input_mean)
-            fold_crossed = crossed - self.crossed[fold] - others * torch.outer(input_mean, x_mean)
-            weights = _ridge(fold_gram, fold_crossed, self._smallest_power)
-            expected = x_mean - input_mean @ weights + inputs.double() @ weights
-            residuals.append(x - expected.to(x))
-        return torch.cat(residuals)
-
-
-def _ridge(gram: Tensor, crossed: Tensor, smallest_power: float) -> Tensor:
-    """Return the weights of a ridge regression, (inputs, D)."""
-    powers = gram.diagonal().clamp(min=0).sqrt().clamp(min=smallest_power)
-    scaled = gram / powers / powers.unsqueeze(1)
-    scaled += PREDICTION_RIDGE * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.linalg.solve(scaled, crossed / powers.unsqueeze(1)) / powers.unsqueeze(1)
-
-
-def _square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a regularised Fisher matrix, and the inverse of that."""
-    values, vectors = torch.linalg.eigh(fisher)
-    ridge = RIDGE * values.clamp(min=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
-    roots = (values.clamp(min=0) + ridge).sqrt()
-    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
 
 
 def _scales(latents: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import pandas as pd
 import torch
@@ -139,23 +139,39 @@ def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor)
         If the plan was made for another model.
     """
     plan.check_model(Decoder.of(model))
-    contexts = [plan.predictor_context() for _ in tokens]
+    texts = [_Text(plan.predictor_context()) for _ in tokens]
     rows = []
     for activations in capture(model, tokens):
         layer = plan.layers[activations.layer]
-        for context in contexts:
-            context.begin(activations.layer)
+        for text in texts:
+            text.context.begin(activations.layer)
         attention = _over_cache if plan.attended else _over_decoded
-        errors = _errors(activations, attention(activations, plan, contexts))
+        errors = _errors(activations, attention(activations, plan, texts))
         ranks = {"key_rank": layer.key.rank, "value_rank": layer.value.rank}
         rows.append({"layer": activations.layer} | ranks | asdict(errors))
     return pd.DataFrame(rows)
 
 
+@dataclass
+class _Text:
+    """Inputs of predictors of one sequence.
+
+    Parameters
+    ----------
+    context : PredictorContext
+        Reconstructions in the layers below.
+    layers : list of CompressedLayer
+        The layers below of the cache, downwards, as many as predictors depend on.
+    """
+
+    context: PredictorContext
+    layers: list[CompressedLayer] = field(default_factory=list)
+
+
 def _over_cache(
-    activations: LayerActivations, plan: CompressionPlan, contexts: list[PredictorContext]
+    activations: LayerActivations, plan: CompressionPlan, texts: list[_Text]
 ) -> AttentionOutput:
-    """Return the attention of a layer over its compressed cache; a context per sequence."""
+    """Return the attention of a layer over its compressed cache."""
     layer, place = plan.layers[activations.layer], (activations.dtype, activations.device)
     attention = running_attention(plan, activations.layer, *place)
     angles = None
@@ -166,31 +182,34 @@ def _over_cache(
         queries, keys, values = activations.projections(plan.rotary, batch)
         if plan.rotary == "pre":
             queries = activations.rotate(queries)
+        text = texts[int(batch.sequences)]
         cache = CompressedLayer(layer, *place, plan.sinks)
+        text.layers = [cache, *text.layers][: 1 + (plan.predictor_depth or 0)]
         mask, settings = activations.mask, activations.settings
-        context = contexts[int(batch.sequences)]
-        return attention.attend(cache, queries, keys, values, mask, settings, angles, context)
+        return attention.attend(
+            text.layers, queries, keys, values, mask, settings, angles, text.context
+        )
 
     return attend_to_cache
 
 
 def _over_decoded(
-    activations: LayerActivations, plan: CompressionPlan, contexts: list[PredictorContext]
+    activations: LayerActivations, plan: CompressionPlan, texts: list[_Text]
 ) -> AttentionOutput:
-    """Return the attention of a layer over decoded keys and values; a context per sequence."""
+    """Return the attention of a layer over decoded keys and values."""
     layer = plan.layers[activations.layer]
     grouping = layer.key.grouping
 
     def decoded(site: SitePlan, x: Tensor, context: PredictorContext) -> Tensor:
         exact, coded = x[:, :, : plan.sinks], x[:, :, plan.sinks :]
         flat = grouping.split(coded)[0, 0].to("cpu", torch.float32)  # (n - sinks, D)
-        rebuilt = site.reconstruct(flat, context.inputs)
+        rebuilt = site.reconstruct(flat, context)
         context.add(rebuilt)
         return torch.cat([exact, grouping.merge(rebuilt[None, None]).to(x)], dim=2)
 
     def attend_to_decoded(batch: Batch) -> Tensor:
         queries, keys, values = activations.projections(plan.rotary, batch)
-        context = contexts[int(batch.sequences)]
+        context = texts[int(batch.sequences)].context
         keys = decoded(layer.key, keys, context)
         values = decoded(layer.value, values, context)
         if plan.rotary == "pre":

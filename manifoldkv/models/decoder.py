@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from manifoldkv.errors import ModelError
 from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.offloading import device_of
-from manifoldkv.models.rotary import angles_at, rotary_embedding_of
+from manifoldkv.models.rotary import (
+    angles_at,
+    frequencies_of,
+    rotary_embedding_of,
+    rotated_pairs,
+)
 from manifoldkv.models.support import attention_of, check_supported, decoder_layers, unwrapped
 
 
@@ -85,6 +92,35 @@ class Decoder:
     def features(self) -> int:
         """Return the number of features of the keys of a token in a layer, H_kv · d."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def query_heads(self) -> int:
+        """Return the number of query heads of a layer, H_q."""
+        return int(self.config.num_attention_heads)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of features of a head that are rotated; 0 without a known rotation."""
+        try:
+            like = torch.zeros((), device=self.devices[0])
+            return self.angles(0, torch.zeros(1, 1, dtype=torch.int64), like)[0].shape[-1]
+        except ModelError:
+            return 0
+
+    def frequencies(self) -> list[int]:
+        """Return the index of the frequency of every feature of a head, (d,).
+
+        Features that are not rotated follow as frequencies of two features each.
+
+        Raises
+        ------
+        ModelError
+            If the model has no `rotary_embedding`, or rotates other than pairs of features.
+        """
+        self.rotary_embedding  # noqa: B018 - refuses a model without one
+        rotate = rotation_of(self.layers[0])
+        partners, _ = rotated_pairs(rotate, self.head_dim, self.rotary_dim)
+        return frequencies_of(partners)
 
     @property
     def attentions(self) -> tuple[Any, ...]:

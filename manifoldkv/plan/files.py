@@ -23,9 +23,10 @@ from manifoldkv.errors import ManifoldKVError, PlanError, RunError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
+from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.files import write_together
 
-FORMAT = 7
+FORMAT = 8
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 READS, PAUSE = 5, 0.05
@@ -45,6 +46,7 @@ class PlanContents(NamedTuple):
     rotary: Rotary
     config_hash: str
     fingerprint: Tensor
+    shape: AttentionShape
     provenance: Provenance
     sinks: int
 
@@ -175,6 +177,7 @@ def _description(contents: PlanContents, payload: bytes) -> dict[str, Any]:
         "config_hash": contents.config_hash,
         "rotary": contents.rotary,
         "sinks": contents.sinks,
+        "attention": asdict(contents.shape),
         "provenance": asdict(contents.provenance),
         "layers": [layer_description(layer) for layer in contents.layers],
     }
@@ -218,6 +221,7 @@ def _contents(
         description["rotary"],
         description["config_hash"],
         of_weights,
+        _shape(description["attention"]),
         _provenance(description["provenance"]),
         _integer(description, "sinks"),
     )
@@ -232,6 +236,10 @@ def _provenance(fields: dict[str, Any]) -> Provenance:
     if predicted is not None and not (isinstance(predicted, float) and math.isfinite(predicted)):
         raise PlanError(f"predicted_nats {predicted!r} is no number")
     return found
+
+
+def _shape(fields: dict[str, Any]) -> AttentionShape:
+    return AttentionShape(_integer(fields, "query_heads"), _integer(fields, "rotary_dim"))
 
 
 def _integer(fields: dict[str, Any], name: str) -> int:

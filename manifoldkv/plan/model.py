@@ -43,6 +43,14 @@ class ModelView(Protocol):
     def head_dim(self) -> int:
         """Return the features of a head."""
 
+    @property
+    def query_heads(self) -> int:
+        """Return the query heads of a layer."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of features of a head that are rotated."""
+
     def fingerprint(self) -> Tensor:
         """Return a few elements of the weights, (matrices, elements), float32."""
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from huggingface_hub import ModelCardData
 from torch import Tensor
 
 from manifoldkv.basis import Basis, Rotary, check_rotary
-from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
+from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
+from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import PredictorContext, layers_below
 from manifoldkv.errors import PlanError
 from manifoldkv.plan import files
@@ -25,6 +26,12 @@ from manifoldkv.plan.layer import LayerPlan, check_layers
 from manifoldkv.plan.model import ModelView, agree, check_view, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
+from manifoldkv.plan.work import (
+    AttentionShape,
+    check_shape,
+    multiplications,
+    stock_multiplications,
+)
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """Name of a repository on the Hub; other names are not linked on a card."""
@@ -48,6 +55,8 @@ class CompressionPlan(OnHub):
         `config_hash` of the model the plan is for.
     fingerprint : Tensor
         `fingerprint` of its weights, (matrices, elements), float32.
+    shape : AttentionShape
+        Of the model's attention.
     provenance : Provenance
         Where the bases come from.
     sinks : int
@@ -70,6 +79,7 @@ class CompressionPlan(OnHub):
     rotary: Rotary
     config_hash: str
     fingerprint: Tensor
+    shape: AttentionShape
     provenance: Provenance
     sinks: int = 0
 
@@ -93,7 +103,8 @@ class CompressionPlan(OnHub):
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
             f"  keys {self.rotary}-rotation, first {self.sinks} tokens uncompressed,\n"
-            f"  latents: {self.formats},\n"
+            f"  latents: {self.formats}, {self.work:.3g} times the multiplications of stock "
+            "attention,\n"
             f"  {provenance.origin})"
         )
 
@@ -107,11 +118,16 @@ class CompressionPlan(OnHub):
             raise PlanError("calibration sequences and the context have one token at least")
         _check_fingerprint(self.fingerprint)
         check_rotary(self.rotary)
+        check_shape(self.shape, self.layers)
         for index, layer in enumerate(self.layers):
             layer.check(f"layer {index}")
             self._check_sites(index, layer)
         if len({planned.quantizer.attended for planned in self._sites}) > 1:
             raise PlanError("the latents of all sites must be entropy-coded, or those of no site")
+        if self.predictor_depth is not None and not all(
+            isinstance(planned.quantizer, MixedWidths | EntropyCoded) for planned in self._sites
+        ):
+            raise PlanError("a plan with predictors needs coded latents at all sites")
 
     def _check_sites(self, index: int, layer: LayerPlan) -> None:
         for site, planned in layer.sites:
@@ -154,6 +170,22 @@ class CompressionPlan(OnHub):
         sliding windows, another length has another ratio (`ratio_at`).
         """
         return self.ratio_at(self.provenance.context)
+
+    @cached_property
+    def work(self) -> float:
+        """Return the multiplications of a decode step over those of stock attention.
+
+        Of every cached token of a text of the provenance's context, in all layers: scales, maps of
+        latents to keys, predictions, rotation, scores and mixtures. A plan of recipe stored counts
+        as one that a model ran on.
+        """
+        tokens = self.provenance.context
+        total = stock = 0
+        for index, layer in enumerate(self.layers):
+            cached = layer.cached_tokens(tokens)
+            total += cached * multiplications(self.layers, index, self.shape, self.rotary)
+            stock += cached * stock_multiplications(layer, self.shape)
+        return total / stock
 
     @property
     def variable_width(self) -> bool:
@@ -232,7 +264,7 @@ class CompressionPlan(OnHub):
         total = 0
         for planned in self._sites:
             for name, tensor in planned.tensors().items():
-                in_dtype = name in ("down", "up", "predictor")
+                in_dtype = name in ("down", "up", "predictor", "expansion")
                 total += tensor.numel() * dtype.itemsize if in_dtype else tensor.nbytes
         return total
 
@@ -247,7 +279,7 @@ class CompressionPlan(OnHub):
     def _digest(self) -> str:
         payload = files.payload_of(self._contents)
         layers = [files.layer_description(layer) for layer in self.layers]
-        rest = [self.rotary, layers, self.config_hash, self.sinks]
+        rest = [self.rotary, layers, self.config_hash, asdict(self.shape), self.sinks]
         return hashlib.sha256(payload + json.dumps(rest).encode()).hexdigest()
 
     def model_digest(self) -> bytes:
@@ -303,6 +335,11 @@ class CompressionPlan(OnHub):
                 f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
             )
         check_layers(self.layers, model)
+        if self.shape != AttentionShape(model.query_heads, model.rotary_dim):
+            raise PlanError(
+                f"the plan was made for {self.shape}, the model has {model.query_heads} query "
+                f"heads and rotates {model.rotary_dim} features of a head"
+            )
         positions = config.max_position_embeddings
         if self.sinks > positions:
             raise PlanError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from manifoldkv.basis import (
     equal,
     orthonormality_error,
 )
-from manifoldkv.coding.predictor import LinearPredictor
+from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.quantizer import Quantizer, check_numbers
 from manifoldkv.coding.quantizers import Unquantized, quantizer_from
 from manifoldkv.commuting import check_commuting
@@ -85,6 +84,16 @@ class SitePlan:
         return plain and self.mean is None and self.predictor is None
 
     @property
+    def of_all_heads(self) -> bool:
+        """Return whether all heads share one basis."""
+        return self.grouping.width == self.grouping.heads
+
+    @property
+    def latents(self) -> int:
+        """Return the number of stored latents per token of a head group."""
+        return self.quantizer.latents(self.basis.down.shape[2])
+
+    @property
     def mean_bits(self) -> float:
         """Return the mean bits of an element, scales not counted; 16 for unquantised latents."""
         bits = self.quantizer.token_bits(self.basis.down.shape[2])
@@ -104,20 +113,23 @@ class SitePlan:
     def _head_groups(self) -> int:
         return self.grouping.heads // self.grouping.width
 
-    def expected(self, like: Tensor, inputs: Sequence[Tensor] = ()) -> Tensor:
+    def expected(self, like: Tensor, context: PredictorContext | None = None) -> Tensor:
         """Return the expected keys or values, (D,) or (tokens, D).
 
         Parameters
         ----------
         like : Tensor
             Of the dtype and device to return.
-        inputs : sequence of Tensor
-            `PredictorContext.inputs` of the site, (tokens, D) each.
+        context : PredictorContext, optional
+            Reconstructions of the sites before this one, (tokens, D) each.
         """
         mean = like.new_zeros(self.features) if self.mean is None else self.mean.to(like)
-        return mean if self.predictor is None else mean + self.predictor.predict(inputs).to(like)
+        if self.predictor is None:
+            return mean
+        assert context is not None  # the sites before are inputs
+        return mean + self.predictor.predict(context.of(self.predictor.inputs)).to(like)
 
-    def reconstruct(self, x: Tensor, inputs: Sequence[Tensor] = ()) -> Tensor:
+    def reconstruct(self, x: Tensor, context: PredictorContext | None = None) -> Tensor:
         """Return the reconstruction of keys or values, as the cache stores and reads them.
 
         Only for a basis of all heads together.
@@ -126,7 +138,7 @@ class SitePlan:
         ----------
         x : Tensor
             All heads side by side, (tokens, D); keys before rotation.
-        inputs : sequence of Tensor
+        context : PredictorContext, optional
             As in `expected`.
 
         Returns
@@ -134,7 +146,7 @@ class SitePlan:
         Tensor
             (tokens, D)
         """
-        expected = self.expected(x, inputs)
+        expected = self.expected(x, context)
         latents = (x - expected) @ self.basis.down[0].to(x)
         return self.quantizer.reconstruct(latents) @ self.basis.up[0].to(x).mT + expected
 
@@ -152,15 +164,15 @@ class SitePlan:
         self.quantizer.check(name, self.basis, window)
         if self.mean is None and self.predictor is None:
             return
-        if self.grouping.width != self.grouping.heads:
+        if not self.of_all_heads:
             raise PlanError(f"{name}: means and predictors need a basis of all heads together")
         if self.mean is not None:
             check_numbers(f"{name}: mean", self.mean, (self.features,))
         if self.predictor is not None:
-            if self.predictor.weights.shape[1] != self.features:
+            if self.predictor.features != self.features:
                 raise PlanError(
-                    f"{name}: the predictor has {self.predictor.weights.shape[1]} outputs, must "
-                    f"be {self.features}"
+                    f"{name}: the predictor has {self.predictor.features} outputs, must be "
+                    f"{self.features}"
                 )
             if self.quantizer.run is not None:
                 raise PlanError(f"{name}: latents rounded in runs cannot be those of a predictor")
@@ -170,7 +182,8 @@ class SitePlan:
         commuting = {}
         if self.basis.frequencies is not None:
             commuting["frequencies"] = list(self.basis.frequencies)
-        return commuting | {
+        predicted = {} if self.predictor is None else {"predictor": self.predictor.describe()}
+        return (commuting | predicted) | {
             "grouping": self.grouping.name,
             "rank": self.rank,
             "orthonormal": self.basis.orthonormal,
@@ -185,7 +198,7 @@ class SitePlan:
         if self.mean is not None:
             named["mean"] = self.mean
         if self.predictor is not None:
-            named["predictor"] = self.predictor.weights
+            named |= self.predictor.tensors()
         return named | self.quantizer.tensors()
 
     @classmethod
@@ -215,7 +228,9 @@ class SitePlan:
         frequencies = tuple(description["frequencies"]) if "frequencies" in description else None
         basis = Basis(down, up, HeadGrouping(description["grouping"], kv_heads), frequencies)
         quantizer = quantizer_from(description["quantizer"], tensors)
-        predictor = LinearPredictor(tensors.pop("predictor")) if "predictor" in tensors else None
+        predictor = None
+        if "predictor" in description:
+            predictor = LinearPredictor.of_parts(description["predictor"], tensors)
         return cls(basis, quantizer, tensors.pop("mean", None), predictor)
 
 

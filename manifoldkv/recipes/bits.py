@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import (
     WIDTHS,
@@ -22,18 +25,34 @@ from manifoldkv.coding.quantizer import SCALE_BYTES, Quantizer
 from manifoldkv.coding.transform import SAMPLES, WeightedKLT, mixed_widths
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.recipes.coded import CodedRecipe
-from manifoldkv.recipes.coded_run import CodedRun
+from manifoldkv.recipes.coded import CodedRecipe, Designs
+from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
+from manifoldkv.recipes.designs import CHAINS, Space, menus
+from manifoldkv.recipes.menu import StepWork, blocks_of, gaussian_costs
 from manifoldkv.recipes.probe import timed
+from manifoldkv.text.sources import TextSource
 from manifoldkv.windows import cached_tokens
 
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
+
+DEFAULT_WORK = 16.0
+"""Largest work of a plan whose decode step takes no longer than that of the stock cache."""
+BANDS = (1, 2, 4, 8, 16, None)
+"""Widths of bands in frequencies."""
+DEPTH = 5
+"""Layers below whose keys predict values."""
+LEAST_WORK_OF_CHAINS = 32.0
+"""Work below which wider bands always lost less than predicted keys."""
+DEARER, LEAST_PRICE = 1.1, 1e-12
+"""Factor by which the price of work rises until a plan is within its limit, and where it begins."""
 Bits = list[NDArray[np.int64]]
 """Of the latents of every pack, by site."""
 
 
 @dataclass(frozen=True)
 class BitRecipe(CodedRecipe[Bits]):
-    """Latents get the bits that cost least, of all ranks and widths within the ratio.
+    """Latents get the bits that cost least, within one budget of bytes and one of work.
 
     Let F = E[g gᵀ] be the Fisher information of the keys or values x of a layer, all heads side by
     side (`fisher_moments`), and C the covariance of what `CodedRecipe` leaves unpredicted. With
@@ -44,6 +63,13 @@ class BitRecipe(CodedRecipe[Bits]):
     ranks (latents of 0 bits are not stored) and of bits. The ratio is one to the bytes of a cache
     in 16 bits: latents, scales and sink tokens.
 
+    The transform of keys may be cut into bands of RoPE frequencies over all heads, so that fewer
+    multiplications reconstruct a key; values are predicted from the keys of their layer and of the
+    layers below, whose latents attention weights mix as cheaply as its own; in chains of layers,
+    keys are predicted too (`Space`). `Menu` chooses among all of these what loses least within the
+    work, the multiplications of a decode step over those of stock attention
+    (`CompressionPlan.work`).
+
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
     text the divergence was 1.2 to 1.6 times the prediction from 16 × 512 tokens, and 2.7 to 5.2
@@ -52,27 +78,103 @@ class BitRecipe(CodedRecipe[Bits]):
 
     Parameters
     ----------
-    sinks, below
+    sinks
         As in `CodedRecipe`.
+    work : float
+        Largest `CompressionPlan.work`; infinite for no limit.
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
+    bands : tuple of (int or None)
+        Possible widths of a band in frequencies; None for all frequencies together.
+    depth : int or None
+        Largest number of layers below whose keys predict values; 0 for the keys of the same layer
+        only, None to predict nothing.
 
     Raises
     ------
     ArgumentError
-        If the widths do not increase from 0 to at most 8 bits, or `sinks` or `below` is negative.
+        If the widths do not increase from 0 to at most 8 bits, `sinks` or `depth` is negative, a
+        band is not positive, or `work` is not a positive number.
     """
 
     refits_last_round = False
 
+    work: float = DEFAULT_WORK
     widths: tuple[int, ...] = WIDTHS
+    bands: tuple[int | None, ...] = BANDS
+    depth: int | None = DEPTH
 
     def __post_init__(self) -> None:
-        checked_widths(self.widths)
         super().__post_init__()
+        checked_widths(self.widths)
+        if not self.work > 0:  # nor NaN
+            raise ArgumentError(f"work must be a positive number, got {self.work}")
+        if self.depth is not None and self.depth < 0:
+            raise ArgumentError(f"depth must be >= 0, got {self.depth}")
+        if not self.bands or any(band is not None and band < 1 for band in self.bands):
+            raise ArgumentError(f"bands must be positive numbers of frequencies, got {self.bands}")
+
+    def with_work(self, work: float) -> BitRecipe:
+        return replace(self, work=work)
+
+    def describe(self) -> dict[str, Any]:
+        work = self.work if isfinite(self.work) else "unlimited"
+        structure = {"work": work, "bands": list(self.bands), "depth": self.depth}
+        return super().describe() | structure
 
     def describe_allocation(self) -> dict[str, Any]:
         return {"name": "bits", "widths": list(self.widths)}
+
+    def check(
+        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
+    ) -> None:
+        super().check(decoder, tokens, config)
+        least = self.least_work(decoder)
+        if self.work < least:
+            raise ArgumentError(
+                f"work must be >= {least:.3g}, got {self.work:g}: a decode step on the cheapest "
+                f"plan for this model multiplies {least:.3g} times as often as stock attention"
+            )
+
+    def least_work(self, decoder: Decoder) -> float:
+        """Return the work within which a plan for a model exists at any ratio."""
+        blocks = [blocks_of(decoder.frequencies(), decoder.kv_heads, band) for band in self.bands]
+        features, heads = decoder.features, decoder.query_heads
+        rebuilt = min(sum(len(x) ** 2 for x in one) if one else features**2 for one in blocks)
+        rotated = 2 * decoder.rotary_dim * decoder.kv_heads
+        scored = heads * decoder.head_dim
+        return (rebuilt + 2 * features + rotated + scored + heads * features) / (2 * scored)
+
+    @property
+    def predicts(self) -> bool:
+        return self.depth is not None
+
+    def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Bits]:
+        chains = CHAINS if self.predicts and self.work > LEAST_WORK_OF_CHAINS else ()
+        possible = menus(decoder, run, moments, Space(self.bands, self.depth, chains))
+        cached = [cached_tokens(run.context, window) for window in run.windows]
+        stock = 2 * decoder.query_heads * decoder.head_dim * sum(cached)
+        chosen = [one.best(8 * run.budget, self.work * stock) for one in possible]
+        best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
+        menu, choice = possible[best], chosen[best]
+        sites = [site[index] for site, index in zip(menu.sites, choice.indices, strict=True)]
+        size = pack_size(self.widths)
+        costs = [
+            gaussian_costs(one.variances)[:, list(self.widths)]
+            .unflatten(0, (-1, size))
+            .sum(dim=1)
+            .numpy()
+            for one in sites
+        ]
+        bits = allocate(costs, self.widths, int(run.budget), menu.cached)
+        limit = self.work * stock
+        step = None
+        if isfinite(limit):
+            step = StepWork.of(sites, menu.cached, limit, choice.work_price)
+        designs = [one.design for one in sites]
+        if any(one.inputs for one in designs):
+            return Designs(designs, ROUNDS - 1, bits, step)
+        return Designs(designs, 1, None, step)
 
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         return min(self.sinks, tokens) * elements * (itemsize - 2)
@@ -98,10 +200,31 @@ class BitRecipe(CodedRecipe[Bits]):
             )
         return remaining
 
-    def allocate(self, sites: list[WeightedKLT], run: CodedRun) -> Bits:
+    def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
         costs = [site.costs(self.widths) for site in sites]
         cached = [cached_tokens(run.context, window) for window in run.windows for _ in range(2)]
-        return allocate(costs, self.widths, int(run.budget), cached)
+        budget, step = int(run.budget), designs.step
+        if step is None:
+            return allocate(costs, self.widths, budget, cached)
+        size = pack_size(self.widths)
+        rows = [
+            site.rows if index % 2 == 0 else torch.zeros_like(site.rows)
+            for index, site in enumerate(sites)
+        ]
+        price = step.price
+        while True:
+            priced = [
+                with_work(cost, price * tokens * (mapped + uses), size)
+                for cost, tokens, mapped, uses in zip(costs, cached, rows, step.uses, strict=True)
+            ]
+            bits = allocate(priced, self.widths, budget, cached)
+            stored = [
+                torch.from_numpy(one > 0).repeat_interleave(size) * site.varying
+                for one, site in zip(bits, sites, strict=True)
+            ]
+            if step.total(stored, rows) <= step.limit:
+                return bits
+            price = max(DEARER * price, LEAST_PRICE)
 
     def quantize(
         self, site: WeightedKLT, allocation: Bits, index: int, grouping: HeadGrouping
@@ -111,3 +234,10 @@ class BitRecipe(CodedRecipe[Bits]):
     def fitting_seconds(self, features: int) -> float:
         seconds, _ = timed(partial(fit_quantizers, torch.randn(SAMPLES, features), self.widths))
         return seconds
+
+
+def with_work(cost: NDArray[np.float64], price: Tensor, size: int) -> NDArray[np.float64]:
+    """Return costs of packs (packs, widths) with the price of the work of their latents, (D,)."""
+    priced = cost.copy()
+    priced[:, 1:] += price.unflatten(0, (-1, size)).sum(dim=1, keepdim=True).numpy()
+    return priced

@@ -17,14 +17,15 @@ from manifoldkv.activations.moments import LayerMoments, SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.coding.transform import WeightedKLT, by_token, weighted_klt
+from manifoldkv.coding.transform import SiteDesign, WeightedKLT, by_token, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.recipes.coded_run import CodedRun
+from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
 from manifoldkv.recipes.held_out import with_predicted_loss
+from manifoldkv.recipes.menu import StepWork
 from manifoldkv.recipes.probe import Estimate, Probe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, check_run, context_of
@@ -37,32 +38,58 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+REACH = 6
+"""Layers whose sites are held at once, to predict from."""
 Allocation = TypeVar("Allocation")
 """Unit of a budget: bits of latents, or the step of a quantizer."""
+
+
+@dataclass(frozen=True)
+class Designs(Generic[Allocation]):
+    """Structure of the transforms of all sites.
+
+    Parameters
+    ----------
+    sites : list of SiteDesign
+        Of keys and values of all layers, one after the other.
+    rounds : int
+        How often all sites are fitted.
+    allocation : Allocation or None
+        Allocation of the first round's reconstructions; exact ones if None.
+    step : StepWork or None
+        Multiplications of a decode step; None without a limit.
+    """
+
+    sites: list[SiteDesign]
+    rounds: int
+    allocation: Allocation | None = None
+    step: StepWork | None = None
+
+    @property
+    def depth(self) -> int | None:
+        """Return how many layers below are inputs at most; None if nothing is predicted."""
+        return max((below for site in self.sites for below, _ in site.inputs), default=None)
 
 
 @dataclass(frozen=True)
 class CodedRecipe(Recipe, Generic[Allocation]):
     """Latents of the residuals of a linear prediction, coded within one budget of bytes.
 
-    Keys and values of neighbouring layers are alike. Each is predicted, by ridge regression, from
-    the reconstructions of the layers below (values from the keys of their own layer too), and the
-    residual is transformed and quantised: predictive coding along the layers. Residuals depend on
-    the allocation of bits below and these on residuals, so that both are fitted three times, first
-    as if reconstruction were exact.
+    Keys and values of neighbouring layers are alike. Each site may be predicted, by ridge
+    regression, from reconstructions of sites before it, and the residual is transformed and
+    quantised: predictive coding along the layers. Residuals depend on the allocation of bits below
+    and these on residuals, so that both are fitted several times, first as if reconstruction were
+    exact.
 
     Parameters
     ----------
     sinks : int
         Number of first tokens that are kept uncompressed.
-    below : int or None
-        Number of layers below that predict keys and values; with 0 only values are predicted, from
-        the keys of their own layer, and with None nothing is.
 
     Raises
     ------
     ArgumentError
-        If `sinks` or `below` is negative.
+        If `sinks` is negative.
     """
 
     in_sixteen_bits = True
@@ -70,13 +97,10 @@ class CodedRecipe(Recipe, Generic[Allocation]):
     """Whether the last round allocates too, so that predictors know of the allocation before."""
 
     sinks: int = 4
-    below: int | None = 2
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "below"):
-            count = getattr(self, name)
-            if count is not None and count < 0:
-                raise ArgumentError(f"{name} must be >= 0, got {count}")
+        if self.sinks < 0:
+            raise ArgumentError(f"sinks must be >= 0, got {self.sinks}")
 
     @abstractmethod
     def budget(self, decoder: Decoder, ratio: float, context: int) -> float:
@@ -89,7 +113,30 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         """
 
     @abstractmethod
-    def allocate(self, sites: list[WeightedKLT], run: CodedRun) -> Allocation:
+    def design(
+        self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]
+    ) -> Designs[Allocation]:
+        """Return the structure of the transforms of all sites.
+
+        Parameters
+        ----------
+        decoder : Decoder
+            View of the model.
+        run : CodedRun
+            With the budget.
+        moments : list of LayerMoments
+            Fisher moments of all layers.
+        """
+
+    @property
+    @abstractmethod
+    def predicts(self) -> bool:
+        """Return whether sites may be predicted from others."""
+
+    @abstractmethod
+    def allocate(
+        self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Allocation]
+    ) -> Allocation:
         """Return the allocation that costs least within the budget of a run.
 
         Parameters
@@ -98,6 +145,8 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             Of keys and values of all layers, one after the other.
         run : CodedRun
             With the budget.
+        designs : Designs
+            Of the sites.
         """
 
     @abstractmethod
@@ -129,33 +178,34 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         """
         return None
 
-    def transform(self, moments: SiteMoments, x: Tensor, inputs: Tensor | None) -> WeightedKLT:
+    def transform(
+        self, moments: SiteMoments, x: Tensor, inputs: Tensor | None, design: SiteDesign
+    ) -> WeightedKLT:
         """Return the transform of a site; parameters as in `weighted_klt`."""
-        return weighted_klt(moments, x, inputs)
+        return weighted_klt(moments, x, inputs, design=design)
 
     def reconstruct(
         self,
         site: WeightedKLT,
         allocation: Allocation,
-        index: int,
-        run: CodedRun,
         x: Tensor,
-        inputs: list[Tensor],
+        planned: SitePlan,
+        context: PredictorContext,
     ) -> Tensor:
         """Return the reconstruction of keys or values, from which later sites are predicted.
 
         Parameters
         ----------
-        site, allocation, index
+        site, allocation
             As in `quantize`.
-        run : CodedRun
-            Of the recipe.
         x : Tensor
             Keys or values that the transform was fitted to, (tokens, D).
-        inputs : list of Tensor
-            Of the predictor, (tokens, D) each.
+        planned : SitePlan
+            Plan of the site under the allocation.
+        context : PredictorContext
+            Reconstructions of the sites before, (tokens, D) each.
         """
-        return self._planned(site, allocation, index, run.grouping).reconstruct(x, inputs)
+        return planned.reconstruct(x, context)
 
     def held(self, site: WeightedKLT) -> WeightedKLT:
         """Return a transform with the latents that are kept until all sites are allocated."""
@@ -170,7 +220,6 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             "value_grouping": "all",
             "ranks": self.describe_allocation(),
             "sinks": self.sinks,
-            "below": self.below,
         }
 
     @abstractmethod
@@ -205,16 +254,17 @@ class CodedRecipe(Recipe, Generic[Allocation]):
     ) -> CompressionPlan:
         coded = self._run(decoder, run)
         moments = coded.moments(decoder, coded.fitted, folder)
-        allocation: Allocation | None = None
-        for remaining in reversed(range(coded.rounds)):
-            done = coded.rounds - remaining
-            LOG.info("fitting %d layers, round %d of %d", len(moments), done, coded.rounds)
-            sites = self._sites(decoder, coded, moments, allocation)
+        designs = self.design(decoder, coded, moments)
+        allocation = designs.allocation
+        for remaining in reversed(range(designs.rounds)):
+            done = designs.rounds - remaining
+            LOG.info("fitting %d layers, round %d of %d", len(moments), done, designs.rounds)
+            sites = self._sites(decoder, coded, moments, designs, allocation)
             if allocation is None or remaining or self.refits_last_round:
-                allocation = self.allocate(sites, coded)
+                allocation = self.allocate(sites, coded, designs)
         assert allocation is not None
         planned = [
-            self._planned(site, allocation, index, coded.grouping)
+            self._planned(site, allocation, index, coded.grouping, designs.sites[index])
             for index, site in enumerate(sites)
         ]
         layers = [
@@ -242,6 +292,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         decoder: Decoder,
         run: CodedRun,
         moments: list[LayerMoments],
+        designs: Designs[Allocation],
         allocation: Allocation | None,
     ) -> list[WeightedKLT]:
         """Return the transforms of keys and of values of all layers, one after the other.
@@ -249,7 +300,7 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         Both are predicted, if at all, from reconstructions of the sites before, under an
         allocation; without one, from these sites themselves.
         """
-        context = PredictorContext(self.below, run.windows)
+        context = PredictorContext(designs.depth, run.windows)
         sites: list[WeightedKLT] = []
         for activations in follow(capture(decoder.model, run.fitted), len(moments)):
             context.begin(activations.layer)
@@ -257,32 +308,42 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             keys, values = activations.keys_in("pre"), activations.values_of()
             for of_site, x in ((of_layer.key, keys), (of_layer.value, values)):
                 x = by_token(x[:, :, run.first :])  # (S·n, D)
-                inputs = torch.cat(context.inputs, dim=1) if context.inputs else None
-                site = self.transform(of_site, x, inputs)
-                if self.below is not None and allocation is not None:
-                    x = self.reconstruct(site, allocation, len(sites), run, x, context.inputs)
+                design = designs.sites[len(sites)]
+                inputs = torch.cat(context.of(design.inputs), dim=1) if design.inputs else None
+                site = self.transform(of_site, x, inputs, design)
+                if designs.depth is not None and allocation is not None:
+                    planned = self._planned(site, allocation, len(sites), run.grouping, design)
+                    x = self.reconstruct(site, allocation, x, planned, context)
                 context.add(x)
                 sites.append(self.held(site))
         return sites
 
     def _planned(
-        self, site: WeightedKLT, allocation: Allocation, index: int, grouping: HeadGrouping
+        self,
+        site: WeightedKLT,
+        allocation: Allocation,
+        index: int,
+        grouping: HeadGrouping,
+        design: SiteDesign,
     ) -> SitePlan:
         basis, quantizer = self.quantize(site, allocation, index, grouping)
         predictor = None
         if site.weights is not None:
-            predictor = LinearPredictor(detached(site.weights.float()))
+            expansion = None if site.expansion is None else detached(site.expansion.float())
+            weights = detached(site.weights.float())
+            predictor = LinearPredictor(design.inputs, weights, expansion)
         return SitePlan(basis, quantizer, detached(site.mean.float()), predictor)
 
     def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        coded, probe = self._run(decoder, run), Probe.of(decoder, run.tokens)
+        probe = Probe.of(decoder, run.tokens)
+        rounds = ROUNDS if self.predicts else 1
         layers, reconstructions = probe.layers, 0
-        if self.below is not None:
-            reconstructions = 2 * (self.below + 1) * decoder.features * torch.float32.itemsize
+        if self.predicts:
+            reconstructions = 2 * REACH * decoder.features * torch.float32.itemsize
         return probe.estimate(
             ratio=run.config.ratio,
-            capture=coded.rounds * (probe.forward + layers * probe.per_layer),
+            capture=rounds * (probe.forward + layers * probe.per_layer),
             bases=probe.fisher_seconds,
-            ranks=coded.rounds * 2 * layers * self.fitting_seconds(decoder.features),
+            ranks=rounds * 2 * layers * self.fitting_seconds(decoder.features),
             activation_bytes=(layers + 2) * probe.input_bytes + reconstructions,
         )

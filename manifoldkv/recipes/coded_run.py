@@ -69,11 +69,6 @@ class CodedRun(Run):
         """Return the sequences that the loss is predicted on; none of fewer than eight."""
         return self.tokens[len(self.tokens) - len(self.tokens) // HELD_OUT :]
 
-    @property
-    def rounds(self) -> int:
-        """Return how often the activations of all layers are run through."""
-        return 1 if self.recipe.below is None else ROUNDS
-
     def warn_if_short(self, features: int) -> None:
         """Warn of a text that cannot span the features of a layer, all KV heads together."""
         fitted = self.fitted[:, self.first : self.prompt]

@@ -17,7 +17,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
-from manifoldkv.coding.transform import RIDGE
+from manifoldkv.coding.regression import RIDGE
 from manifoldkv.commuting import commuting_basis, hermitian_parts
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import KQSVD, LayerOutput, Problem

@@ -27,6 +27,10 @@ class CompressionConfig:
     ranks : RankRule or str, optional
         Rank rule of a `RankRecipe`, the recipe's if omitted; a name stands for a registered one
         with default fields (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``).
+    work : float, optional
+        Largest number of multiplications of a decode step, in times of stock attention's
+        (`CompressionPlan.work`), of a `BitRecipe`; the recipe's if omitted, infinite for the least
+        loss.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (smaller error) or after it (faster). A
         `CommutingRecipe` stores them after rotation in both cases.
@@ -55,6 +59,7 @@ class CompressionConfig:
     ratio: float = 0.5
     recipe: Recipe | str = DEFAULT_RECIPE
     ranks: RankRule | str | None = None
+    work: float | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None
     seed: int = 0
@@ -71,4 +76,6 @@ class CompressionConfig:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
         recipe.check_config(self)
+        if self.work is not None:
+            recipe = recipe.with_work(self.work)
         return recipe if self.ranks is None else recipe.with_ranks(self.ranks)

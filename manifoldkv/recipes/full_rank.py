@@ -14,6 +14,7 @@ from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
+from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.source import versions
 from manifoldkv.text.tokens import positions
 
@@ -82,5 +83,10 @@ def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> Compressi
         versions=versions(),
     )
     return CompressionPlan(
-        tuple(layers), rotary, config_hash(decoder.config), decoder.fingerprint(), provenance
+        tuple(layers),
+        rotary,
+        config_hash(decoder.config),
+        decoder.fingerprint(),
+        AttentionShape(decoder.query_heads, decoder.rotary_dim),
+        provenance,
     )

@@ -39,7 +39,7 @@ def with_predicted_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) 
         exact = {"key": activations.keys_in("pre"), "value": activations.values_of()}
         for site, planned in plan.layers[index].sites:
             x = by_token(exact[site][:, :, run.first : run.prompt])
-            reconstruction = planned.reconstruct(x, context.inputs)
+            reconstruction = planned.reconstruct(x, context)
             context.add(reconstruction)
             nats += _cost(x - reconstruction, of_layer[site])
     if run.prompt is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from math import inf
 
 from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
@@ -16,8 +17,8 @@ from manifoldkv.solvers import ClosedForm, Predictor, RiemannianAdam
 
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {
-    "best": BitRecipe(),
-    "bits": BitRecipe(below=None),
+    "bits": BitRecipe(),
+    "best": BitRecipe(work=inf),
     "low-rank": RankRecipe(
         KQSVD(),
         ClosedForm(),
@@ -38,7 +39,7 @@ RECIPES: dict[str, Recipe] = {
     "commuting": CommutingRecipe(),
     "stored": StoredRecipe(),
 }
-DEFAULT_RECIPE = "best"
+DEFAULT_RECIPE = "bits"
 
 
 def register_recipe(name: str, recipe: Recipe) -> None:

@@ -47,6 +47,19 @@ class Recipe(ABC):
             "another recipe (low-rank)"
         )
 
+    def with_work(self, work: float) -> Self:
+        """Return the recipe with another budget of work.
+
+        Raises
+        ------
+        ArgumentError
+            If the recipe has none.
+        """
+        raise ArgumentError(
+            f"{type(self).__name__} has no budget of work: leave work out, or take another recipe "
+            "(bits)"
+        )
+
     def check_config(self, config: CompressionConfig) -> None:
         """Refuse settings of a run that contradict the recipe, for any model.
 

@@ -19,6 +19,7 @@ from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.runs.source import versions
@@ -91,6 +92,7 @@ class Run:
             self.config.rotary if rotary is None else rotary,
             config_hash(decoder.config),
             decoder.fingerprint(),
+            AttentionShape(decoder.query_heads, decoder.rotary_dim),
             provenance,
             sinks=sinks,
         )

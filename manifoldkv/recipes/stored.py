@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.moments import SiteMoments
-from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.activations.moments import LayerMoments, SiteMoments
+from manifoldkv.basis import SITES, Basis, HeadGrouping
 from manifoldkv.coding.allocation import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
+from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.tables import entropy_coded, find_step
 from manifoldkv.coding.transform import SAMPLES as TRANSFORM_SAMPLES
-from manifoldkv.coding.transform import WeightedKLT, sampled, weighted_klt
+from manifoldkv.coding.transform import SiteDesign, WeightedKLT, sampled, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.recipes.coded import CodedRecipe
-from manifoldkv.recipes.coded_run import CodedRun
+from manifoldkv.plan.site import SitePlan
+from manifoldkv.recipes.coded import CodedRecipe, Designs
+from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
 from manifoldkv.recipes.probe import timed
 
 SAMPLES = 8192
@@ -45,8 +47,11 @@ class StoredRecipe(CodedRecipe[float]):
 
     Parameters
     ----------
-    sinks, below
+    sinks
         As in `CodedRecipe`.
+    below : int or None
+        Number of layers below that predict keys and values; with 0 only values are predicted, from
+        the keys of their own layer, and with None nothing is.
 
     Raises
     ------
@@ -54,8 +59,32 @@ class StoredRecipe(CodedRecipe[float]):
         If `sinks` or `below` is negative.
     """
 
+    below: int | None = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.below is not None and self.below < 0:
+            raise ArgumentError(f"below must be >= 0, got {self.below}")
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"below": self.below}
+
     def describe_allocation(self) -> dict[str, Any]:
         return {"name": "entropy"}
+
+    @property
+    def predicts(self) -> bool:
+        return self.below is not None
+
+    def design(
+        self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]
+    ) -> Designs[float]:
+        if self.below is None:
+            return Designs([SiteDesign() for _ in moments for _ in SITES], 1)
+        layers = range(len(moments))
+        depths = [min(self.below, layers_below(run.windows, index)) for index in layers]
+        inputs = [all_inputs(site, depth) for depth in depths for site in SITES]
+        return Designs([SiteDesign(one) for one in inputs], ROUNDS)
 
     def prompt(self, length: int) -> int:
         return length // 2
@@ -84,13 +113,15 @@ class StoredRecipe(CodedRecipe[float]):
             )
         return 8 * remaining / max(1, context - sinks)
 
-    def transform(self, moments: SiteMoments, x: Tensor, inputs: Tensor | None) -> WeightedKLT:
+    def transform(
+        self, moments: SiteMoments, x: Tensor, inputs: Tensor | None, design: SiteDesign
+    ) -> WeightedKLT:
         return weighted_klt(moments, x, inputs, samples=len(x), folds=FOLDS)
 
     def held(self, site: WeightedKLT) -> WeightedKLT:
         return replace(site, latents=sampled(site.latents, SAMPLES).float())
 
-    def allocate(self, sites: list[WeightedKLT], run: CodedRun) -> float:
+    def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[float]) -> float:
         return find_step([site.latents for site in sites], run.budget)
 
     def quantize(
@@ -107,10 +138,9 @@ class StoredRecipe(CodedRecipe[float]):
         self,
         site: WeightedKLT,
         allocation: float,
-        index: int,
-        run: CodedRun,
         x: Tensor,
-        inputs: list[Tensor],
+        planned: SitePlan,
+        context: PredictorContext,
     ) -> Tensor:
         # Latents are those of residuals of a cross-validation, as of text that nothing was fitted
         # to: where one is rounded to 0, the prediction is the reconstruction.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, ClassVar
 
 from manifoldkv import BitRecipe, CompressionPlan
@@ -24,34 +25,41 @@ class BitMethod(PlanMethod):
 
 @register_method("best")
 class Best(BitMethod):
-    """The recipe best: bits for the residual of a prediction from the two layers below."""
+    """The recipe best: the least loss within the ratio, whatever the work."""
 
-    recipe = BitRecipe()
+    recipe = BitRecipe(work=inf)
 
 
 @register_method("bits")
 class Bits(BitMethod):
-    """The recipe bits: rank and bits from one budget, the first 4 tokens uncompressed."""
+    """The recipe bits: the least loss of a decode step as fast as that of the stock cache."""
 
-    recipe = BitRecipe(below=None)
+    recipe = BitRecipe()
 
 
 @register_method("bits-few-widths")
 class BitsFewWidths(BitMethod):
     """Bits with latents of 0, 2, 4 and 8 bits only."""
 
-    recipe = BitRecipe(widths=(0, 2, 4, 8), below=None)
+    recipe = BitRecipe(widths=(0, 2, 4, 8))
+
+
+@register_method("dense-bits")
+class DenseBits(BitMethod):
+    """Bits with one transform of all frequencies and nothing predicted."""
+
+    recipe = BitRecipe(work=inf, bands=(None,), depth=None)
 
 
 @register_method("own-keys")
 class OwnKeys(BitMethod):
-    """Best with values predicted from the keys of the same layer only."""
+    """Bits with values predicted from the keys of the same layer only."""
 
-    recipe = BitRecipe(below=0)
+    recipe = BitRecipe(depth=0)
 
 
 @register_method("one-layer-below")
 class OneLayerBelow(BitMethod):
-    """Best predicted from one layer below."""
+    """Bits with values predicted from the keys of their layer and of the one below."""
 
-    recipe = BitRecipe(below=1)
+    recipe = BitRecipe(depth=1)
