@@ -15,12 +15,14 @@ from manifoldkv.coding.allocation import WIDTHS
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.commuting import commuting_basis
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
+from manifoldkv.plan.work import AttentionShape
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)
@@ -88,9 +90,15 @@ def random_plan(
         rotary,
         config_hash(model.config),
         fingerprint(model),
+        shape_of(model),
         PROVENANCE,
         sinks,
     )
+
+
+def shape_of(model: PreTrainedModel) -> AttentionShape:
+    decoder = Decoder.of(model)
+    return AttentionShape(decoder.query_heads, decoder.rotary_dim)
 
 
 def keys_in(quantization: Quantization | None, basis: Basis) -> Quantizer:

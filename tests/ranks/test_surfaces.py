@@ -21,7 +21,7 @@ from manifoldkv.ranks.divergences import divergences
 from manifoldkv.ranks.sequential import sequential_ranks
 from manifoldkv.ranks.surfaces import ErrorSurface, error_surface
 from tests.families import activations_of, tiny_model, tiny_tokens
-from tests.plans import PROVENANCE, any_basis
+from tests.plans import PROVENANCE, any_basis, shape_of
 
 RANKS = (3, 6, 8)
 
@@ -49,7 +49,7 @@ def test_divergences_are_those_through_the_cache(rotary: str) -> None:
         ]
         weights = fingerprint(model)
         plan = CompressionPlan(
-            tuple(layers), rotary, config_hash(model.config), weights, PROVENANCE
+            tuple(layers), rotary, config_hash(model.config), weights, shape_of(model), PROVENANCE
         )
         with compressed(model, plan), torch.no_grad():
             return float(divergence(exact, model(input_ids=tokens).logits.log_softmax(-1)))
