@@ -131,8 +131,9 @@ def reduced_rank(weights: Tensor, gram: Tensor, fisher: Tensor, rank: int) -> tu
 
 
 def square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a regularised Fisher matrix, and the inverse of that."""
+    """Return the square root of a regularised Fisher matrix (…, D, D), and the inverse of that."""
     values, vectors = torch.linalg.eigh(fisher)
-    ridge = RIDGE * values.clamp(min=0).mean().clamp(min=torch.finfo(torch.float32).tiny)
-    roots = (values.clamp(min=0) + ridge).sqrt()
+    mean = values.clamp(min=0).mean(dim=-1, keepdim=True)
+    ridge = RIDGE * mean.clamp(min=torch.finfo(torch.float32).tiny)
+    roots = (values.clamp(min=0) + ridge).sqrt().unsqueeze(-2)
     return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT

@@ -178,11 +178,16 @@ def spectrum(fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tupl
         (D,) each, float64 and int64.
     """
     variances, rows = [], []
+    by_size: dict[int, list[Tensor]] = {}
     for block in blocks or (torch.arange(len(second)),):
-        root, _ = square_roots(fisher[block][:, block])
-        values = torch.linalg.eigvalsh(root @ second[block][:, block] @ root)
-        variances.append(values.clamp(min=0))
-        rows.append(torch.full_like(block, len(block)))
+        by_size.setdefault(len(block), []).append(block)
+    for size, alike in by_size.items():
+        features = torch.stack(alike)  # (blocks, size)
+        pairs = features.unsqueeze(2), features.unsqueeze(1)
+        root, _ = square_roots(fisher[pairs])
+        values = torch.linalg.eigvalsh(root @ second[pairs] @ root)
+        variances.append(values.clamp(min=0).flatten())
+        rows.append(torch.full((values.numel(),), size))
     joined, order = torch.cat(variances).sort(descending=True, stable=True)
     return joined, torch.cat(rows)[order]
 

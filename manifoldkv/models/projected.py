@@ -1,4 +1,4 @@
-"""A model with projected keys and values: without a cache, and differentiable in the bases.
+"""A model with reconstructed keys and values: without a cache, and differentiable.
 
 Logits equal those of a compressed cache, in one pass over whole sequences. They are used to fit
 bases and ranks; reported losses are measured on the cache.
@@ -6,8 +6,8 @@ bases and ranks; reported losses are measured on the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,17 +27,42 @@ from manifoldkv.models.support import check_without_dropout, uncompiled
 
 Bases = Mapping[int, tuple[Basis | None, Basis | None]]
 """Key basis and value basis by layer; missing or None for uncompressed."""
+Reconstruct = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Reconstruction of the keys and values (B, H_kv, n, d) of a layer, by its index."""
 
 
-@contextmanager
 def projected(
     model: PreTrainedModel,
     bases: Bases,
     *,
     rotary: Rotary = "pre",
     sinks: int = 0,
+) -> AbstractContextManager[None]:
+    """Project the keys and values of a model inside the block. Other parameters: `reconstructed`.
+
+    Parameters
+    ----------
+    bases : mapping
+        Bases of the compressed layers, read at each call, so that they may be trained.
+    """
+
+    def project(index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        key_basis, value_basis = bases[index]
+        return _project(keys, key_basis), _project(values, value_basis)
+
+    return reconstructed(model, project, layers=bases, rotary=rotary, sinks=sinks)
+
+
+@contextmanager
+def reconstructed(
+    model: PreTrainedModel,
+    reconstruct: Reconstruct,
+    *,
+    layers: Container[int],
+    rotary: Rotary = "pre",
+    sinks: int = 0,
 ) -> Iterator[None]:
-    """Project the keys and values of a model inside the block.
+    """Replace the keys and values of a model by their reconstructions inside the block.
 
     Call the model with ``use_cache=False``.
 
@@ -45,10 +70,12 @@ def projected(
     ----------
     model : PreTrainedModel
         Causal language model with rotary embeddings, restored after the block.
-    bases : mapping
-        Bases of the compressed layers, read at each call, so that they may be trained.
+    reconstruct : callable
+        `Reconstruct`, called layer by layer.
+    layers : container of int
+        Indices of the layers concerned.
     rotary : {"pre", "post"}
-        Whether keys are projected before or after rotation.
+        Whether keys are reconstructed before or after rotation.
     sinks : int
         Number of first tokens that queries see uncompressed in layers without a sliding window.
 
@@ -63,16 +90,18 @@ def projected(
         stack.enter_context(intercepted(decoder.config))
         stack.enter_context(uncompiled(decoder.model))
         for index, attention in enumerate(decoder.attentions):
-            if index in bases:
+            if index in layers:
                 of_layer = sinks if decoder.windows[index] is None else 0
-                hook = _before_attention(decoder.layers[index], bases, index, rotary, of_layer)
+                hook = _before_attention(
+                    decoder.layers[index], reconstruct, index, rotary, of_layer
+                )
                 handle = attention.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield
 
 
 def _before_attention(
-    layer: nn.Module, bases: Bases, index: int, rotary: Rotary, sinks: int
+    layer: nn.Module, reconstruct: Reconstruct, index: int, rotary: Rotary, sinks: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     rotate = rotation_of(layer)
 
@@ -90,13 +119,11 @@ def _before_attention(
             arguments: dict[str, Any],
         ) -> Tensor:
             settings = AttentionSettings.from_arguments(module, arguments)
-            key_basis, value_basis = bases[index]
             queries, rotated = rotate(queries, cos, sin), rotate(keys, cos, sin)
-            if rotary == "post":
-                old_keys = _project(rotated, key_basis)
-            else:
-                old_keys = rotate(_project(keys, key_basis), cos, sin)
-            old_values = _project(values, value_basis)
+            exact = rotated if rotary == "post" else keys
+            old_keys, old_values = reconstruct(index, exact, values)
+            if rotary == "pre":
+                old_keys = rotate(old_keys, cos, sin)
             if sinks:
                 # Every token twice, projected and not; the mask shows a query one of the two.
                 first = torch.arange(mask.shape[-1], device=mask.device) < sinks

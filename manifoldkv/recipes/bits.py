@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -12,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import (
@@ -22,14 +25,15 @@ from manifoldkv.coding.allocation import (
     pack_size,
 )
 from manifoldkv.coding.quantizer import SCALE_BYTES, Quantizer
-from manifoldkv.coding.transform import SAMPLES, WeightedKLT, mixed_widths
+from manifoldkv.coding.transform import SAMPLES, WeightedKLT, by_token, mixed_widths
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
-from manifoldkv.recipes.designs import CHAINS, Space, menus
-from manifoldkv.recipes.menu import StepWork, blocks_of, gaussian_costs
+from manifoldkv.recipes.designs import CHAINS, MenuBuilder, Space
+from manifoldkv.recipes.menu import Menu, StepWork, blocks_of, gaussian_costs
 from manifoldkv.recipes.probe import timed
+from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 from manifoldkv.windows import cached_tokens
 
@@ -42,10 +46,13 @@ BANDS = (1, 2, 4, 8, 16, None)
 """Widths of bands in frequencies."""
 DEPTH = 5
 """Layers below whose keys predict values."""
-LEAST_WORK_OF_CHAINS = 32.0
-"""Work below which wider bands always lost less than predicted keys."""
+
+
 DEARER, LEAST_PRICE = 1.1, 1e-12
 """Factor by which the price of work rises until a plan is within its limit, and where it begins."""
+
+LOG = logging.getLogger(__name__)
+
 Bits = list[NDArray[np.int64]]
 """Of the latents of every pack, by site."""
 
@@ -150,31 +157,51 @@ class BitRecipe(CodedRecipe[Bits]):
         return self.depth is not None
 
     def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Bits]:
-        chains = CHAINS if self.predicts and self.work > LEAST_WORK_OF_CHAINS else ()
-        possible = menus(decoder, run, moments, Space(self.bands, self.depth, chains))
-        cached = [cached_tokens(run.context, window) for window in run.windows]
-        stock = 2 * decoder.query_heads * decoder.head_dim * sum(cached)
-        chosen = [one.best(8 * run.budget, self.work * stock) for one in possible]
+        space = Space(self.bands, self.depth, CHAINS if self.predicts else ())
+
+        def chosen(fill: Callable[[MenuBuilder], object]) -> Designs[Bits]:
+            builder = MenuBuilder(decoder, run, moments, space)
+            fill(builder)
+            return self._chosen(decoder, run, builder.menus())
+
+        LOG.info("choosing transforms within %g times the work of stock attention", self.work)
+        designs = chosen(lambda builder: self._add_exact(decoder, run, builder))
+        if designs.depth is None:
+            return replace(designs, allocation=None)
+        # What a site is worth as an input depends on the bits that it gets.
+        return chosen(
+            lambda builder: self._sites(
+                decoder, run, moments, designs, designs.allocation, builder.add
+            )
+        )
+
+    def _add_exact(self, decoder: Decoder, run: CodedRun, builder: MenuBuilder) -> None:
+        """Add all layers, as if reconstruction were exact."""
+        for activations in follow(capture(decoder.model, run.fitted), len(decoder.layers)):
+            pair = (activations.keys_in("pre"), activations.values_of())
+            exact = [by_token(x[:, :, run.first :]) for x in pair]
+            builder.add(activations.layer, exact, exact)
+
+    def _chosen(self, decoder: Decoder, run: CodedRun, menus: list[Menu]) -> Designs[Bits]:
+        """Return the designs that lose least of all menus."""
+        cached = sum(cached_tokens(run.context, window) for window in run.windows)
+        limit = self.work * 2 * decoder.query_heads * decoder.head_dim * cached
+        chosen = [menu.best(8 * run.budget, limit) for menu in menus]
         best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
-        menu, choice = possible[best], chosen[best]
+        menu, choice = menus[best], chosen[best]
         sites = [site[index] for site, index in zip(menu.sites, choice.indices, strict=True)]
-        size = pack_size(self.widths)
+        size, widths = pack_size(self.widths), list(self.widths)
         costs = [
-            gaussian_costs(one.variances)[:, list(self.widths)]
-            .unflatten(0, (-1, size))
-            .sum(dim=1)
-            .numpy()
+            gaussian_costs(one.variances)[:, widths].unflatten(0, (-1, size)).sum(dim=1).numpy()
             for one in sites
         ]
         bits = allocate(costs, self.widths, int(run.budget), menu.cached)
-        limit = self.work * stock
+        designs = [one.design for one in sites]
         step = None
         if isfinite(limit):
             step = StepWork.of(sites, menu.cached, limit, choice.work_price)
-        designs = [one.design for one in sites]
-        if any(one.inputs for one in designs):
-            return Designs(designs, ROUNDS - 1, bits, step)
-        return Designs(designs, 1, None, step)
+        rounds = ROUNDS - 1 if any(one.inputs for one in designs) else 1
+        return Designs(designs, rounds, bits, step)
 
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         return min(self.sinks, tokens) * elements * (itemsize - 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -294,20 +294,23 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         moments: list[LayerMoments],
         designs: Designs[Allocation],
         allocation: Allocation | None,
+        observe: Callable[[int, list[Tensor], list[Tensor]], None] | None = None,
     ) -> list[WeightedKLT]:
         """Return the transforms of keys and of values of all layers, one after the other.
 
         Both are predicted, if at all, from reconstructions of the sites before, under an
-        allocation; without one, from these sites themselves.
+        allocation; without one, from these sites themselves. `observe` is called with each layer's
+        index, keys and values, and their reconstructions, (tokens, D) each.
         """
         context = PredictorContext(designs.depth, run.windows)
         sites: list[WeightedKLT] = []
         for activations in follow(capture(decoder.model, run.fitted), len(moments)):
             context.begin(activations.layer)
             of_layer = moments[activations.layer]
-            keys, values = activations.keys_in("pre"), activations.values_of()
-            for of_site, x in ((of_layer.key, keys), (of_layer.value, values)):
-                x = by_token(x[:, :, run.first :])  # (S·n, D)
+            pair = (activations.keys_in("pre"), activations.values_of())
+            exact = [by_token(x[:, :, run.first :]) for x in pair]  # (S·n, D) each
+            reconstructed = []
+            for of_site, x in zip((of_layer.key, of_layer.value), exact, strict=True):
                 design = designs.sites[len(sites)]
                 inputs = torch.cat(context.of(design.inputs), dim=1) if design.inputs else None
                 site = self.transform(of_site, x, inputs, design)
@@ -315,7 +318,10 @@ class CodedRecipe(Recipe, Generic[Allocation]):
                     planned = self._planned(site, allocation, len(sites), run.grouping, design)
                     x = self.reconstruct(site, allocation, x, planned, context)
                 context.add(x)
+                reconstructed.append(x)
                 sites.append(self.held(site))
+            if observe is not None:
+                observe(activations.layer, exact, reconstructed)
         return sites
 
     def _planned(

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import SITES, Site
-from manifoldkv.coding.predictor import Input, all_inputs, layers_below
+from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.regression import reduced_rank, ridge
-from manifoldkv.coding.transform import SiteDesign, by_token, sampled, spectrum
+from manifoldkv.coding.transform import SiteDesign, sampled, spectrum
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.recipes.menu import Choice, Menu, blocks_of
-from manifoldkv.runs.progress import follow
 from manifoldkv.windows import cached_tokens
 
 SAMPLES = 8192
 """Tokens of joint moments."""
-RANKS = (16, 64, None)
+RANKS = (8, 16, 32, 64, None)
 """Ranks of key predictors; None for full rank."""
-CHAINS = (3, 4)
+CHAINS = (2, 3, 4, 6)
 """Lengths of chains. A chain is a run of layers; all sites of its layers below predict a site. It
 ends where another begins, so that a decode step depends on few layers."""
 
@@ -54,10 +52,8 @@ class Space:
         return max(self.depth or 0, *(length - 1 for length in self.chains), 0)
 
 
-def menus(
-    decoder: Decoder, run: CodedRun, moments: Sequence[LayerMoments], space: Space
-) -> list[Menu]:
-    """Return a menu without chains, then one for each length of chains.
+class MenuBuilder:
+    """Menus of all layers, which are added from the first to the last.
 
     Parameters
     ----------
@@ -70,154 +66,187 @@ def menus(
     space : Space
         Transforms to choose from.
     """
-    cached = [cached_tokens(run.context, window) for window in run.windows for _ in SITES]
-    builder = _Builder(decoder, space)
-    lengths = (None, *(space.chains if space.depth is not None else ()))
-    sites: list[list[list[Choice]]] = [[] for _ in lengths]
-    for index, joint in _joint_moments(decoder, run, space.reach):
-        for length, of_menu in zip(lengths, sites, strict=True):
-            of_menu += builder.choices(index, joint, moments[index], length)
-    return [Menu(of_menu, cached) for of_menu in sites]
+
+    def __init__(
+        self, decoder: Decoder, run: CodedRun, moments: Sequence[LayerMoments], space: Space
+    ) -> None:
+        self._run = run
+        self._moments = moments
+        self._choices = _Choices(decoder, space)
+        self._context = PredictorContext(space.reach, run.windows)
+        lengths = (None, *(space.chains if space.depth is not None else ()))
+        self._sites: dict[int | None, list[list[Choice]]] = {length: [] for length in lengths}
+        self._reach = space.reach
+
+    def add(self, index: int, exact: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Add a layer.
+
+        Parameters
+        ----------
+        index : int
+            Of the layer.
+        exact : sequence of Tensor
+            Keys and values, (tokens, D) each.
+        inputs : sequence of Tensor
+            Reconstructions of them, or themselves, from which sites are predicted.
+        """
+        self._context.begin(index)
+        for x in inputs:
+            self._context.add(sampled(x, SAMPLES))
+        below = min(self._reach, layers_below(self._run.windows, index))
+        joint = _Joint.of([sampled(x, SAMPLES) for x in exact], self._context, below)
+        for length, sites in self._sites.items():
+            sites += self._choices.of(index, joint, self._moments[index], length)
+
+    def menus(self) -> list[Menu]:
+        """Return a menu without chains, then one for each length of chains."""
+        cached = [cached_tokens(self._run.context, window) for window in self._run.windows]
+        by_site = [tokens for tokens in cached for _ in SITES]
+        return [Menu(sites, by_site) for sites in self._sites.values()]
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """Second moments of the keys and values of a layer and of those below.
+    """Second moments of the keys and values of a layer with the inputs of their predictors.
 
     Parameters
     ----------
+    exact : dict of Site to Tensor
+        Covariances of keys and of values, (D, D), float64.
     gram : Tensor
-        Covariance of all sites, (sites · D, sites · D), float64.
-    features : int
-        D.
-    below : int
-        Number of layers below.
+        Covariance of all possible inputs, (inputs · D, inputs · D), float64.
+    crossed : dict of Site to Tensor
+        Covariance of inputs with keys and with values, (inputs · D, D), float64.
+    names : list of Input
+        Possible inputs.
     tokens : int
         Number of tokens.
     """
 
+    exact: dict[Site, Tensor]
     gram: Tensor
-    features: int
-    below: int
+    crossed: dict[Site, Tensor]
+    names: list[Input]
     tokens: int
 
-    def residual(
-        self, site: Site, inputs: tuple[Input, ...], fisher: Tensor, rank: int | None = None
-    ) -> Tensor | None:
-        """Return the second moment of the residuals of a prediction on other text, (D, D).
+    @classmethod
+    def of(cls, exact: Sequence[Tensor], context: PredictorContext, below: int) -> _Joint:
+        """Return the moments of keys and values, and of the inputs that a context holds."""
+        names = list(all_inputs("value", below))
+        inputs = torch.cat(context.of(names), dim=1)
+        inputs = inputs - inputs.mean(dim=0)
+        tokens = len(inputs)
+        centred = {site: x - x.mean(dim=0) for site, x in zip(SITES, exact, strict=True)}
+        return cls(
+            {site: (x.mT @ x).double() / tokens for site, x in centred.items()},
+            (inputs.mT @ inputs).double() / tokens,
+            {site: (inputs.mT @ x).double() / tokens for site, x in centred.items()},
+            names,
+            tokens,
+        )
 
-        On other text it is larger by a factor of ``(n + k) / (n - k)`` for n tokens and k inputs.
-        None if there are too few tokens.
+    @property
+    def below(self) -> int:
+        """Return how many layers below are possible inputs."""
+        return max(below for below, _ in self.names)
+
+    def residuals(
+        self, site: Site, inputs: tuple[Input, ...], fisher: Tensor, ranks: Sequence[int | None]
+    ) -> list[Tensor]:
+        """Return the second moments of the residuals of predictions of some ranks, (D, D).
+
+        On other text they are larger by a factor of ``(n + k) / (n - k)`` for n tokens and k
+        parameters of a feature. None are returned if there are too few tokens.
         """
-        target = self._columns([(0, site)])
-        covariance = self.gram[target][:, target]
+        covariance, features = self.exact[site], len(fisher)
         if not inputs:
-            return covariance
-        columns = self._columns(inputs)
+            return [covariance]
+        columns = torch.cat(
+            [torch.arange(features) + self.names.index(one) * features for one in inputs]
+        )
         if 2 * len(columns) > self.tokens:
-            return None
-        gram, crossed = self.gram[columns][:, columns], self.gram[columns][:, target]
-        weights = ridge(gram, crossed)
-        if rank is not None:
-            first, second = reduced_rank(weights, gram, fisher, rank)
-            weights = first @ second
-        part = weights.mT @ crossed
-        residual = covariance - part - part.mT + weights.mT @ gram @ weights
-        count = len(columns) if rank is None else rank + len(columns) * rank / self.features
-        return residual * (self.tokens + count) / (self.tokens - count)
-
-    def _columns(self, inputs: Sequence[Input]) -> Tensor:
-        starts = [(2 * below + SITES.index(site)) * self.features for below, site in inputs]
-        return torch.cat([torch.arange(start, start + self.features) for start in starts])
-
-
-def _joint_moments(decoder: Decoder, run: CodedRun, reach: int) -> Iterator[tuple[int, _Joint]]:
-    """Yield the joint moments of every layer and of at most `reach` layers below."""
-    held: list[Tensor] = []
-    for activations in follow(capture(decoder.model, run.fitted), len(decoder.layers)):
-        index = activations.layer
-        below = min(reach, layers_below(run.windows, index))
-        pair = (activations.keys_in("pre"), activations.values_of())
-        new = [by_token(x[:, :, run.first :]) for x in pair]
-        new = [sampled(x, SAMPLES) for x in new]
-        held = [*(x - x.mean(dim=0) for x in new), *held][: 2 * (below + 1)]
-        joined = torch.cat(held, dim=1)
-        tokens = len(joined)
-        yield index, _Joint((joined.mT @ joined).double() / tokens, decoder.features, below, tokens)
+            return []
+        gram, crossed = self.gram[columns][:, columns], self.crossed[site][columns]
+        whole = ridge(gram, crossed)
+        found = []
+        for rank in ranks:
+            weights, parameters = whole, float(len(columns))
+            if rank is not None:
+                first, second = reduced_rank(whole, gram, fisher, rank)
+                weights = first @ second
+                parameters *= rank / features
+            part = weights.mT @ crossed
+            residual = covariance - part - part.mT + weights.mT @ gram @ weights
+            found.append(residual * (self.tokens + parameters) / (self.tokens - parameters))
+        return found
 
 
-class _Builder:
+class _Choices:
     """Choices of the sites of a layer."""
 
     def __init__(self, decoder: Decoder, space: Space) -> None:
         self._space = space
-        self._decoder = decoder
+        self._features = decoder.features
         heads, frequencies = decoder.kv_heads, decoder.frequencies()
         blocks = [blocks_of(frequencies, heads, band) for band in space.bands]
         self._bands = list({len(one): one for one in blocks}.values())
+        self._ranks = [rank for rank in RANKS if rank is None or rank < self._features]
         self._query_heads = decoder.query_heads
         rotated = 2 * decoder.rotary_dim * heads
         self._of_keys = float(rotated + self._query_heads * decoder.head_dim)
 
-    def choices(
+    def of(
         self, index: int, joint: _Joint, moments: LayerMoments, chain: int | None
     ) -> list[list[Choice]]:
         """Return the choices of keys and of values of a layer."""
         if chain is None:
-            return [
-                [one for blocks in self._bands for one in self._keys(joint, moments, blocks)],
-                self._values_from_keys(joint, moments),
-            ]
+            keys: list[Input] = [(below, "key") for below in range(joint.below + 1)]
+            depth = self._space.depth
+            count = 0 if depth is None else min(depth, joint.below) + 1
+            possible = [tuple(keys[:n]) for n in range(count + 1)]
+            return [self._keys(joint, moments, ()), self._values(joint, moments, possible)]
         place = min(index % chain, joint.below)
-        keys = [
-            one
-            for blocks in self._bands
-            for rank in (RANKS if place else (None,))
-            for one in self._keys(joint, moments, blocks, all_inputs("key", place), rank)
+        possible = [(), ((0, "key"),), all_inputs("value", place)]
+        return [
+            self._keys(joint, moments, all_inputs("key", place)),
+            self._values(joint, moments, list(dict.fromkeys(possible))),
         ]
-        inputs = all_inputs("value", place)
-        return [keys, self._values(joint, moments, [(), inputs])]
 
     def _keys(
-        self,
-        joint: _Joint,
-        moments: LayerMoments,
-        blocks: tuple[Tensor, ...],
-        inputs: tuple[Input, ...] = (),
-        rank: int | None = None,
+        self, joint: _Joint, moments: LayerMoments, inputs: tuple[Input, ...]
     ) -> list[Choice]:
-        features = joint.features
-        second = joint.residual("key", inputs, moments.key.fisher, rank)
-        if second is None:
-            return []
-        variances, rows = spectrum(moments.key.fisher, second, blocks)
-        outputs = features if rank is None else rank
-        expansion = 0 if rank is None else features * rank
-        return [
-            Choice(
-                SiteDesign(inputs, blocks, rank),
-                variances,
-                rows,
-                1.0,  # its scale
-                self._of_keys + (expansion if inputs else 0),
-                tuple((one, 1.0 + outputs) for one in inputs),
-            )
-        ]
-
-    def _values_from_keys(self, joint: _Joint, moments: LayerMoments) -> list[Choice]:
-        keys: list[Input] = [(below, "key") for below in range(joint.below + 1)]
-        count = 0 if self._space.depth is None else min(self._space.depth, joint.below) + 1
-        return self._values(joint, moments, [tuple(keys[:n]) for n in range(count + 1)])
+        fisher = moments.key.fisher
+        ranks = self._ranks if inputs else [None]
+        seconds = [*zip(ranks, joint.residuals("key", inputs, fisher, ranks), strict=False)]
+        choices = []
+        for blocks in self._bands:
+            for rank, second in seconds:
+                variances, rows = spectrum(fisher, second, blocks)
+                outputs = self._features if rank is None else rank
+                expansion = 0 if rank is None else self._features * rank
+                choices.append(
+                    Choice(
+                        SiteDesign(inputs, blocks, rank),
+                        variances,
+                        rows,
+                        1.0,  # its scale
+                        self._of_keys + (expansion if inputs else 0),
+                        tuple((one, 1.0 + outputs) for one in inputs),
+                    )
+                )
+        if inputs:
+            choices += self._keys(joint, moments, ())
+        return choices
 
     def _values(
         self, joint: _Joint, moments: LayerMoments, possible: list[tuple[Input, ...]]
     ) -> list[Choice]:
         per_latent = 1.0 + self._query_heads
+        fisher = moments.value.fisher
         choices = []
         for inputs in possible:
-            second = joint.residual("value", inputs, moments.value.fisher)
-            if second is not None:
-                variances, _ = spectrum(moments.value.fisher, second, ())
+            for second in joint.residuals("value", inputs, fisher, [None]):
+                variances, _ = spectrum(fisher, second, ())
                 choices.append(
                     Choice(
                         SiteDesign(inputs),
