@@ -3,8 +3,9 @@
 Tokens are the vector dimension. A tile of tokens is unpacked to scratch rows of constant length,
 which stay in a processor's nearest caches; the loop over its tokens is the innermost.
 
-Importing the module compiles the kernels, or loads them from Numba's cache on disk. Tables are
-those of `manifoldkv.kernels.tables`.
+A view of a tensor (B, rows, n) with tokens last is a flat array and the strides of batch and rows:
+compilers vectorise what they know to be contiguous. A tile is an index of the batch, a first token
+and a number of tokens. Importing the module compiles the kernels, or loads them from Numba's cache.
 """
 
 from __future__ import annotations
@@ -15,47 +16,76 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 from numba import float32, int64, uint8, void
+from numba.types import Tuple
 
 TILE = 256
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
 
 Array = np.ndarray[Any, Any]
-Kernel = TypeVar("Kernel", bound=Callable[..., None])
+View = tuple[Array, int, int]
+Packed = tuple[View, View, Array, Array]
+Tile = tuple[int, int, int]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Sums may be reordered; NaN and inf are kept, which rules out nnan and ninf.
-_OPTIONS = {
-    "fastmath": {"contract", "reassoc", "arcp", "nsz"},
-    "nogil": True,
-    "error_model": "numpy",
-}
-_FLOATS, _VIEW, _BYTES = float32[::1], float32[:, :, :], uint8[:, :, :]
-_FIELDS, _TABLE = int64[:, :, ::1], int64[:, ::1]
+_FLAGS = {"contract", "reassoc", "arcp", "nsz"}
+_inner: Callable[[Function], Function] = numba.njit(
+    fastmath=_FLAGS, nogil=True, error_model="numpy"
+)
+
+_FLOATS, _TABLE = float32[::1], int64[:, ::1]
+_VIEW = Tuple((float32[::1], int64, int64))
+_PACKED = Tuple((Tuple((uint8[::1], int64, int64)), _VIEW, int64[:, :, ::1], _FLOATS))
+_KEYS = Tuple((_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1]))
+_ROWS = float32[:, :, :, ::1]
 
 
-def _inner(function: Kernel) -> Kernel:
-    """Compile a part of kernels."""
-    return numba.njit(**_OPTIONS)(function)
-
-
-def _kernel(*signature: Any) -> Callable[[Kernel], Kernel]:
+def _kernel(*signature: Any) -> Callable[[Function], Function]:
     """Return a decorator that compiles a kernel at once, cached on disk."""
-    return numba.njit(void(*signature), cache=True, **_OPTIONS)
+    return numba.njit(
+        void(*signature, int64, int64), cache=True, fastmath=_FLAGS, nogil=True, error_model="numpy"
+    )
 
 
 @_inner
-def _unpack(codes: Array, fields: Array, start: int, tokens: int, integers: Array) -> None:
-    """Write the integers of a latent for some tokens; codes are (bytes, n)."""
-    for plane in range(len(fields)):
-        mask = fields[plane, 2]
-        if mask:
-            row = codes[fields[plane, 0], start : start + tokens]
-            right, left = fields[plane, 1] & 7, fields[plane, 3] & 7  # bounds narrow the shifts
-            if plane == 0:
-                for t in range(tokens):
-                    integers[t] = (row[t] >> right) & mask
-            else:
-                for t in range(tokens):
-                    integers[t] |= ((row[t] >> right) & mask) << left
+def _row(view: View, tile: Tile, row: int) -> Array:
+    """Return a row of a view in a tile, (tokens,)."""
+    flat, batch_stride, row_stride = view
+    batch, start, tokens = tile
+    first = batch * batch_stride + row * row_stride + start
+    return flat[first : first + tokens]
+
+
+@_inner
+def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
+    """Write the integers of a latent."""
+    codes, _, fields, _ = packed
+    tokens = tile[2]
+    for plane in range(fields.shape[1]):
+        index, right, mask, left = fields[latent, plane]
+        if mask == 0:
+            break
+        row = _row(codes, tile, index)
+        right, mask, left = right & 7, mask & 255, left & 7  # bounds narrow the shifts to bytes
+        if plane == 0:
+            for t in range(tokens):
+                integers[t] = (row[t] >> right) & mask
+        else:
+            for t in range(tokens):
+                integers[t] |= ((row[t] >> right) & mask) << left
+
+
+@_inner
+def _unpack_scaled(
+    packed: Packed, first: int, stop: int, tile: Tile, latents: Array, integers: Array
+) -> None:
+    """Write latents first to stop to scratch rows."""
+    scales, centres = _row(packed[1], tile, 0), packed[3]
+    for latent in range(first, stop):
+        _unpack(packed, latent, tile, integers)
+        row, centre = latents[(latent - first) * TILE :], centres[latent]
+        for t in range(tile[2]):
+            row[t] = scales[t] * (np.float32(integers[t]) - centre)
 
 
 @_inner
@@ -92,19 +122,13 @@ def _add_one(out: Array, first: int, source: Array, weight: float, tokens: int) 
 
 @_inner
 def _add_product(
-    out: Array,
-    offsets: Array,
-    source: Array,
-    weights: Array,
-    start: int,
-    stride: int,
-    k: int,
-    tokens: int,
+    out: Array, offsets: Array, source: Array, matrix: tuple[Array, int, int], k: int, tokens: int
 ) -> None:
     """Add a matrix times k source rows to the rows of `out` at some offsets.
 
-    The matrix begins at `start` of flat weights, its rows are `stride` apart.
+    The matrix is its flat weights, the first of them, and the stride of rows.
     """
+    weights, start, stride = matrix
     pairs, fours = len(offsets) // 2 * 2, k // 4 * 4
     for i in range(0, pairs, 2):
         a, b = start + i * stride, start + (i + 1) * stride
@@ -121,167 +145,84 @@ def _add_product(
 
 
 @_inner
-def _unpack_scaled(
-    codes: Array,
-    scales: Array,
-    fields: Array,
-    centres: Array,
-    start: int,
-    latents: Array,
-    integers: Array,
-) -> None:
-    """Write latents of the tokens from `start` on to scratch rows; scales are (tokens,)."""
-    tokens = len(scales)
-    for i in range(len(fields)):
-        _unpack(codes, fields[i], start, tokens, integers)
-        row, centre = latents[i * TILE : (i + 1) * TILE], centres[i]
-        for t in range(tokens):
-            row[t] = scales[t] * (np.float32(integers[t]) - centre)
-
-
-@_inner
-def _rotate(keys: Array, pairs: Array, cos: Array, sin: Array, start: int, tokens: int) -> None:
-    """Rotate pairs of scratch rows in place; angles are (rotary dimension, n)."""
-    for i in range(len(pairs)):
-        first, second = pairs[i, 0] * TILE, pairs[i, 1] * TILE
-        x, y = keys[first : first + tokens], keys[second : second + tokens]
-        cos_x, sin_x = cos[pairs[i, 2], start:], sin[pairs[i, 2], start:]
-        cos_y, sin_y = cos[pairs[i, 3], start:], sin[pairs[i, 3], start:]
-        for t in range(tokens):
-            old_x, old_y = x[t], y[t]
-            x[t] = old_x * cos_x[t] - old_y * sin_x[t]
-            y[t] = old_y * cos_y[t] + old_x * sin_y[t]
-
-
-@_inner
-def _rebuild(
-    codes: Array,
-    scales: Array,
-    fields: Array,
-    centres: Array,
-    blocks: Array,
-    slots: Array,
-    weights: Array,
-    start: int,
-    keys: Array,
-    latents: Array,
-    integers: Array,
-) -> None:
-    """Add products of blocks and latents to the scratch rows of a group."""
-    tokens = len(scales)
-    for i in range(len(blocks)):
-        first, count, latent, k, weight = blocks[i]
-        used = slice(latent, latent + k)
-        _unpack_scaled(codes, scales, fields[used], centres[used], start, latents, integers)
-        offsets = slots[first : first + count] * TILE
-        _add_product(keys, offsets, latents, weights, weight, k, k, tokens)
-
-
-@_inner
-def _predict(
-    predicted: Array, matrix: Array, start: int, keys: Array, source: Array, tokens: int
-) -> None:
+def _predict(predicted: View, matrix: Array, tile: Tile, keys: Array, source: Array) -> None:
     """Add the prediction of some features, whose matrix is (features, p), to scratch rows."""
     features, p = matrix.shape
-    for j in range(p):
-        row = predicted[j, start : start + tokens]
-        for t in range(tokens):
-            source[j * TILE + t] = row[t]
+    for i in range(p):
+        source[i * TILE : i * TILE + tile[2]] = _row(predicted, tile, i)
     offsets = np.arange(features) * TILE
-    _add_product(keys, offsets, source, matrix.reshape(-1), 0, p, p, tokens)
+    _add_product(keys, offsets, source, (matrix.reshape(-1), 0, p), p, tile[2])
 
 
 @_inner
-def _score(
-    queries: Array, segments: Array, start: int, keys: Array, out: Array, tokens: int
-) -> None:
-    """Add products of query rows (H_kv, R, d) and scratch rows to `out`, (H_kv, R, n)."""
-    rows, n = out.shape[1:]
-    head_dim, flat_queries, flat_out = queries.shape[2], queries.reshape(-1), out.reshape(-1)
+def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned: Array) -> None:
+    """Rotate pairs of scratch rows; short loops need few checks that rows do not overlap."""
+    tokens = tile[2]
+    for i in range(len(pairs)):
+        first, second, of_first, of_second = pairs[i]
+        x, y = keys[first * TILE : (first + 1) * TILE], keys[second * TILE : (second + 1) * TILE]
+        cosine, sine = _row(cos, tile, of_first), _row(sin, tile, of_first)
+        for t in range(tokens):
+            turned[t] = x[t] * cosine[t] - y[t] * sine[t]
+        cosine, sine = _row(cos, tile, of_second), _row(sin, tile, of_second)
+        for t in range(tokens):
+            y[t] = y[t] * cosine[t] + x[t] * sine[t]
+        for t in range(tokens):
+            x[t] = turned[t]
+
+
+@_inner
+def _score(queries: Array, segments: Array, tile: Tile, keys: Array, out: Array) -> None:
+    """Add products of query rows (B, H_kv, R, d) and scratch rows to `out`, (B, H_kv, R, n)."""
+    batch, start, tokens = tile
+    _, heads, rows, n = out.shape
+    head_dim, flat_queries, flat_out = queries.shape[3], queries.reshape(-1), out.reshape(-1)
     for i in range(len(segments)):
         head, feature, slot, count = segments[i]
-        offsets = np.arange(head * rows, (head + 1) * rows) * n + start
-        first = head * rows * head_dim + feature
+        row = (batch * heads + head) * rows
+        matrix = flat_queries, row * head_dim + feature, head_dim
+        offsets = np.arange(row, row + rows) * n + start
         source = keys[slot * TILE : (slot + count) * TILE]
-        _add_product(flat_out, offsets, source, flat_queries, first, head_dim, count, tokens)
+        _add_product(flat_out, offsets, source, matrix, count, tokens)
 
 
-@_kernel(
-    float32[:, :, :, ::1],
-    _BYTES,
-    float32[:, ::1],
-    _FIELDS,
-    _FLOATS,
-    _TABLE,
-    _TABLE,
-    int64[::1],
-    _FLOATS,
-    _TABLE,
-    _TABLE,
-    _FLOATS,
-    float32[:, ::1],
-    _VIEW,
-    _VIEW,
-    _VIEW,
-    float32[:, :, :, ::1],
-    int64,
-    int64,
-)
+@_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, _ROWS)
 def scores(
     queries: Array,
-    codes: Array,
-    scales: Array,
-    fields: Array,
-    centres: Array,
-    groups: Array,
-    blocks: Array,
-    slots: Array,
-    weights: Array,
-    segments: Array,
-    pairs: Array,
-    mean: Array,
-    predictor: Array,
-    predicted: Array,
-    cos: Array,
-    sin: Array,
+    packed: Packed,
+    tables: tuple[Array, ...],
+    predicted: View,
+    cos: View,
+    sin: View,
     out: Array,
     first: int,
     stop: int,
 ) -> None:
-    """Add the scores of tokens first to stop; angles are (1 or B, rotary dimension, n)."""
+    """Add the scores of tokens first to stop; angles are views of (B, rotary dimension, n)."""
+    groups, blocks, slots, weights, segments, pairs, mean, predictor = tables
     p = predictor.shape[1]
     keys = np.empty(len(mean) * TILE, mean.dtype)
-    latents = np.empty(max(p, len(centres)) * TILE, mean.dtype)
-    integers = np.empty(TILE, np.uint8)
-    for b in range(len(codes)):
-        of_angles = min(b, len(cos) - 1)
+    latents = np.empty(max(p, len(packed[3])) * TILE, mean.dtype)
+    turned, integers = np.empty(TILE, mean.dtype), np.empty(TILE, np.uint8)
+    for batch in range(len(queries)):
         for start in range(first, stop, TILE):
             tokens = min(TILE, stop - start)
-            of_tile = scales[b, start : start + tokens]
+            tile = batch, start, tokens
             for g in range(len(groups) - 1):
-                block, feature, segment, pair = groups[g]
-                next_block, next_feature, next_segment, next_pair = groups[g + 1]
-                for i in range(next_feature - feature):
-                    keys[i * TILE : i * TILE + tokens] = mean[feature + i]
-                _rebuild(
-                    codes[b],
-                    of_tile,
-                    fields,
-                    centres,
-                    blocks[block:next_block],
-                    slots,
-                    weights,
-                    start,
-                    keys,
-                    latents,
-                    integers,
+                of_blocks, of_features = (
+                    slice(groups[g, 0], groups[g + 1, 0]),
+                    slice(groups[g, 1], groups[g + 1, 1]),
                 )
+                for i, offset in enumerate(mean[of_features]):
+                    keys[i * TILE : i * TILE + tokens] = offset
+                for row, rows, latent, k, weight in blocks[of_blocks]:
+                    _unpack_scaled(packed, latent, latent + k, tile, latents, integers)
+                    offsets = slots[row : row + rows] * TILE
+                    _add_product(keys, offsets, latents, (weights, weight, k), k, tokens)
                 if p:
-                    of_group = predictor[feature:next_feature]
-                    _predict(predicted[b], of_group, start, keys, latents, tokens)
-                rotated = pairs[pair:next_pair]
-                _rotate(keys, rotated, cos[of_angles], sin[of_angles], start, tokens)
-                _score(queries[b], segments[segment:next_segment], start, keys, out[b], tokens)
+                    _predict(predicted, predictor[of_features], tile, keys, latents)
+                _rotate(keys, pairs[groups[g, 3] : groups[g + 1, 3]], cos, sin, tile, turned)
+                _score(queries, segments[groups[g, 2] : groups[g + 1, 2]], tile, keys, out)
 
 
 @_inner
@@ -295,22 +236,16 @@ def _add_dots_two_by_four(
         x2, x3 = latents[t + 2 * TILE], latents[t + 3 * TILE]
         a0, a1, a2, a3 = a0 + a * x0, a1 + a * x1, a2 + a * x2, a3 + a * x3
         b0, b1, b2, b3 = b0 + b * x0, b1 + b * x1, b2 + b * x2, b3 + b * x3
-    out[row, column] += a0
-    out[row, column + 1] += a1
-    out[row, column + 2] += a2
-    out[row, column + 3] += a3
-    out[row + 1, column] += b0
-    out[row + 1, column + 1] += b1
-    out[row + 1, column + 2] += b2
-    out[row + 1, column + 3] += b3
+    for i, total in enumerate((a0, a1, a2, a3)):
+        out[row, column + i] += total
+    for i, total in enumerate((b0, b1, b2, b3)):
+        out[row + 1, column + i] += total
 
 
 @_inner
-def _add_dot(
-    out: Array, row: int, column: int, weights: Array, latents: Array, tokens: int
-) -> None:
+def _add_dot(out: Array, row: int, column: int, weights: Array, latents: Array, n: int) -> None:
     total = np.float32(0)
-    for t in range(tokens):
+    for t in range(n):
         total += weights[t] * latents[t]
     out[row, column] += total
 
@@ -330,62 +265,39 @@ def _add_dots(
             _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
 
 
-@_kernel(float32[:, :, ::1], _BYTES, float32[:, ::1], _FIELDS, _FLOATS, _VIEW, int64, int64)
-def mix(
-    weights: Array,
-    codes: Array,
-    scales: Array,
-    fields: Array,
-    centres: Array,
-    out: Array,
-    first: int,
-    stop: int,
-) -> None:
-    """Add the mixtures of tokens first to stop."""
-    rows = weights.shape[1]
-    scaled = np.empty(rows * TILE, weights.dtype)
-    latents = np.empty(4 * TILE, weights.dtype)
-    integers = np.empty(TILE, np.uint8)
-    for b in range(len(codes)):
+@_kernel(_VIEW, _PACKED, float32[:, :, ::1])
+def mix(weights: View, packed: Packed, out: Array, first: int, stop: int) -> None:
+    """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n)."""
+    batches, rows, r = out.shape
+    scaled, latents = np.empty(rows * TILE, out.dtype), np.empty(4 * TILE, out.dtype)
+    integers, centres = np.empty(TILE, np.uint8), packed[3]
+    for batch in range(batches):
         for start in range(first, stop, TILE):
             tokens = min(TILE, stop - start)
+            tile = batch, start, tokens
+            scales = _row(packed[1], tile, 0)
             for row in range(rows):
+                weight, target = _row(weights, tile, row), scaled[row * TILE :]
                 for t in range(tokens):
-                    weight = weights[b, row, start + t]
-                    scaled[row * TILE + t] = weight * scales[b, start + t]
-            for column in range(0, len(fields), 4):
-                count = min(4, len(fields) - column)
+                    target[t] = weight[t] * scales[t]
+            for column in range(0, r, 4):
+                count = min(4, r - column)
                 for i in range(count):
-                    _unpack(codes[b], fields[column + i], start, tokens, integers)
+                    _unpack(packed, column + i, tile, integers)
+                    latent, centre = latents[i * TILE :], centres[column + i]
                     for t in range(tokens):
-                        latents[i * TILE + t] = np.float32(integers[t]) - centres[column + i]
-                _add_dots(out[b], column, count, scaled, rows, latents, tokens)
+                        latent[t] = np.float32(integers[t]) - centre
+                _add_dots(out[batch], column, count, scaled, rows, latents, tokens)
 
 
-@_kernel(_BYTES, float32[:, ::1], _FIELDS, _FLOATS, float32[:, ::1], _VIEW, int64, int64)
-def project(
-    codes: Array,
-    scales: Array,
-    fields: Array,
-    centres: Array,
-    matrix: Array,
-    out: Array,
-    first: int,
-    stop: int,
-) -> None:
-    """Add the products of a matrix and the latents of tokens first to stop."""
+@_kernel(_PACKED, float32[:, ::1], _VIEW, int64)
+def project(packed: Packed, matrix: Array, out: View, batches: int, first: int, stop: int) -> None:
+    """Add the products of a matrix and the latents of tokens first to stop to (B, p, n)."""
     p, r = matrix.shape
-    latents = np.empty(r * TILE, matrix.dtype)
-    products = np.empty(p * TILE, matrix.dtype)
-    integers = np.empty(TILE, np.uint8)
-    for b in range(len(codes)):
+    latents, integers = np.empty(r * TILE, matrix.dtype), np.empty(TILE, np.uint8)
+    for batch in range(batches):
         for start in range(first, stop, TILE):
-            tokens = min(TILE, stop - start)
-            of_tile = scales[b, start : start + tokens]
-            _unpack_scaled(codes[b], of_tile, fields, centres, start, latents, integers)
-            products[:] = 0
-            offsets = np.arange(p) * TILE
-            _add_product(products, offsets, latents, matrix.reshape(-1), 0, r, r, tokens)
-            for row in range(p):
-                for t in range(tokens):
-                    out[b, row, start + t] += products[row * TILE + t]
+            tile = batch, start, min(TILE, stop - start)
+            _unpack_scaled(packed, 0, r, tile, latents, integers)
+            offsets = batch * out[1] + np.arange(p) * out[2] + start
+            _add_product(out[0], offsets, latents, (matrix.reshape(-1), 0, r), r, tile[2])

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.kernels.tables import Array, KeyTables, LatentTables
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ def scores(
     order = tables.order.unsqueeze(1)  # (H_kv, 1, d)
     queries = queries.gather(3, order.expand(queries.shape))
     out = queries.new_zeros(*queries.shape[:3], codes.shape[2])
-    predicted = queries.new_empty(1, 0, 0) if predicted is None else predicted
-    packed = codes.numpy(), scales.float().numpy(), *tables.latents.arrays
-    angles = cos.mT.numpy(), sin.mT.numpy()
-    arguments = *packed, *tables.arrays, predicted.numpy(), *angles, out.numpy()
-    _in_parts(codes.shape[2], partial(_kernels().scores, queries.numpy(), *arguments))
+    predicted = queries[..., 0] if predicted is None else predicted  # of which no row is read
+    views = _view(predicted), _view(cos.mT), _view(sin.mT)
+    packed = _packed(codes, scales, tables.latents)
+    arguments = queries.numpy(), packed, tables.arrays, *views, out.numpy()
+    _in_parts(codes.shape[2], partial(_kernels().scores, *arguments))
     return out
 
 
@@ -90,17 +90,16 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, tables: LatentTables) ->
     tables : LatentTables
         Of the r latents.
     """
-    shape = len(weights), weights.shape[1], len(tables.fields)
-    arguments = codes.numpy(), scales.float().numpy(), *tables.arrays
-    kernel, rows = _kernels().mix, weights.contiguous().numpy()
-    parts: list[Tensor] = []
+    shape = *weights.shape[:2], len(tables.fields)
+    arguments = _view(weights), _packed(codes, scales, tables)
+    kernel, parts = _kernels().mix, []
 
-    def mixed(first: int, stop: int) -> None:
+    def add_part(first: int, stop: int) -> None:
         part = weights.new_zeros(shape)
-        kernel(rows, *arguments, part.numpy(), first, stop)
+        kernel(*arguments, part.numpy(), first, stop)
         parts.append(part)
 
-    _in_parts(codes.shape[2], mixed)
+    _in_parts(codes.shape[2], add_part)
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
 
@@ -118,9 +117,26 @@ def project(
     out : Tensor
         (B, p, n), float32.
     """
-    arguments = codes.numpy(), scales.float().numpy(), *tables.arrays
-    product = partial(_kernels().project, *arguments, matrix.contiguous().numpy(), out.numpy())
-    _in_parts(codes.shape[2], product)
+    if out.stride(2) != 1:
+        raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
+    arguments = _packed(codes, scales, tables), matrix.contiguous().numpy(), _view(out), len(out)
+    _in_parts(codes.shape[2], partial(_kernels().project, *arguments))
+
+
+def _view(x: Tensor) -> tuple[Array, int, int]:
+    """Return the elements of x (1 or B, rows, n) in one run, and its strides by batch and row."""
+    if not x.numel():
+        return x.flatten().numpy(), 0, 0
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    batches, rows, tokens = x.shape
+    batch_stride, row_stride, _ = x.stride()
+    size = (batches - 1) * batch_stride + (rows - 1) * row_stride + tokens
+    return x.as_strided((size,), (1,)).numpy(), batch_stride if batches > 1 else 0, row_stride
+
+
+def _packed(codes: Tensor, scales: Tensor, tables: LatentTables) -> tuple[object, ...]:
+    return _view(codes), _view(scales.float().unsqueeze(1)), *tables.arrays
 
 
 def _in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:
