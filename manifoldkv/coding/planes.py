@@ -56,6 +56,30 @@ class BitPlanes:
             parts.append(shifted.sum(dim=-3, dtype=torch.uint8))
         return torch.cat(parts, dim=-2) if parts else integers
 
+    def fields(self) -> Tensor:
+        """Return where the bits of every integer are, (count, 4, 4), int64, on the CPU.
+
+        Per integer and plane, lowest bits first: the row of the byte, the right shift and the mask
+        that cut the bits out of it, and the left shift to their position. Fields without bits are
+        last and 0.
+        """
+        count = max((x.stop for ranges in self._planes.values() for x in ranges), default=0)
+        fields = torch.zeros(count, len(PLANES), 4, dtype=torch.int64)
+        used = [0] * count
+        first = 0
+        for plane, ranges in self._planes.items():
+            rows = ceil(sum(x.stop - x.start for x in ranges) * plane / 8)
+            done = 0
+            for x in ranges:
+                for index in range(x.start, x.stop):
+                    position, row = divmod(done, rows)
+                    field = first + row, position * plane, 2**plane - 1, x.shift
+                    fields[index, used[index]] = torch.tensor(field)
+                    used[index] += 1
+                    done += 1
+            first += rows
+        return fields
+
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write the integers of packed bytes (…, bytes, n) to `out` (…, count, n), uint8."""
         first = 0

@@ -1,0 +1,151 @@
+"""Kernels of packed latents against plain torch, and against their number of multiplications."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interleaved_partial
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
+
+from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.kernels.decode import mix, project, scores
+from manifoldkv.kernels.rotation import Rotation
+from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.models.rotary import rotate_halves
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+HEADS, HEAD_DIM = 2, 8
+CPU = torch.device("cpu")
+
+
+def of_keys(apply: Callable[..., tuple[Tensor, Tensor]]) -> Rotate:
+    return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
+
+
+ROTATIONS: list[tuple[Rotate, int]] = [
+    (rotate_halves, HEAD_DIM),
+    (of_keys(halves), HEAD_DIM),
+    (of_keys(partial_halves), HEAD_DIM // 2),
+    (of_keys(interleaved_partial), HEAD_DIM // 2),
+]
+WIDTHS = st.lists(st.integers(1, 8), min_size=1, max_size=20).map(lambda x: sorted(x, reverse=True))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Packed latents of some tokens, and the same unpacked."""
+
+    codes: Tensor
+    scales: Tensor
+    latents: Tensor
+    tables: LatentTables
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
+    """A view that begins inside of a larger store."""
+    generator = torch.Generator().manual_seed(seed)
+    bits, planes = torch.tensor(widths, dtype=torch.uint8), BitPlanes(widths, CPU)
+    shape = batch, len(widths), tokens + 5
+    integers = torch.randint(0, 256, shape, generator=generator) % (2 ** bits.long()).view(-1, 1)
+    codes = planes.pack(integers.to(torch.uint8))[..., 2 : 2 + tokens]
+    scales = (torch.rand(batch, tokens + 5, generator=generator) + 0.1).half()[:, 2 : 2 + tokens]
+    unpacked = torch.empty(batch, len(widths), tokens, dtype=torch.uint8)
+    planes.unpack(codes, unpacked)
+    half = 2.0 ** (bits.float() - 1).view(-1, 1)
+    latents = scales.float().unsqueeze(1) * (unpacked.float() + 0.5 - half)
+    return Site(codes, scales, latents, LatentTables.of(planes, bits))
+
+
+def drawn_angles(batch: int, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    angles = normal(batch, tokens, rotary_dim // 2).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
+
+
+def drawn_up(kind: str, latents: int) -> Tensor:
+    """An up-projection: dense, in bands of features j and j + d/2 of all heads, or with gaps."""
+    up = normal(HEADS * HEAD_DIM, latents)
+    features = torch.arange(HEADS * HEAD_DIM).view(-1, 1) % HEAD_DIM
+    if kind == "dense":
+        return up
+    band, of_latents = features % (HEAD_DIM // 2), torch.arange(latents) * 7
+    if kind == "gaps":
+        return up * (features % 3 == of_latents % 4)
+    return up * (band == of_latents % (HEAD_DIM // 2))
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if len(finite) else 1.0
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale, equal_nan=True)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("manifoldkv.kernels.decode.TOKENS_PER_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+SITES = st.builds(
+    drawn_site, WIDTHS, st.sampled_from([1, 3]), st.integers(1, 300), st.integers(0, 9)
+)
+
+
+@pytest.mark.usefixtures("threads")
+@given(
+    site=SITES,
+    rotation=st.sampled_from(ROTATIONS),
+    up=st.sampled_from(["dense", "bands", "gaps"]),
+    predicted=st.integers(0, 6),
+    rows=st.integers(1, 8),
+    nan=st.booleans(),
+)
+def test_scores_are_those_of_rebuilt_rotated_keys(
+    site: Site, rotation: tuple[Rotate, int], up: str, predicted: int, rows: int, nan: bool
+) -> None:
+    batch, latents, tokens = site.latents.shape
+    matrix, mean = drawn_up(up, latents), normal(HEADS * HEAD_DIM)
+    if nan and up == "dense":
+        site.scales[0, 0], site.latents[0, :, 0] = torch.nan, torch.nan
+    rotate, rotary_dim = rotation
+    cos, sin = drawn_angles(batch if rows % 2 else 1, tokens, rotary_dim)
+    found = Rotation.of(rotate, HEAD_DIM, rotary_dim)
+    assert found is not None
+    predictor, given_tokens = normal(len(mean), predicted), normal(batch, predicted, tokens)
+    tables = KeyTables.of(site.tables, matrix, mean, HEADS, found, predictor)
+    queries = normal(batch, HEADS, rows, HEAD_DIM)
+    keys = matrix @ site.latents + mean.view(-1, 1) + predictor @ given_tokens
+    keys = rotate(keys.unflatten(1, (HEADS, HEAD_DIM)).mT, cos, sin)
+    more = given_tokens if predicted else None
+    found_scores = scores(queries, site.codes, site.scales, tables, cos, sin, more)
+    assert_close(found_scores, queries @ keys.mT)
+
+
+@pytest.mark.usefixtures("threads")
+@given(site=SITES, rows=st.integers(1, 9), nan=st.booleans())
+def test_mixtures_and_products_are_those_of_unpacked_latents(
+    site: Site, rows: int, nan: bool
+) -> None:
+    batch, latents, tokens = site.latents.shape
+    if nan:
+        site.scales[0, 0], site.latents[0, :, 0] = torch.nan, torch.nan
+    weights, matrix = normal(batch, rows, tokens), normal(rows, latents)
+    mixed = mix(weights, site.codes, site.scales, site.tables)
+    assert_close(mixed, weights @ site.latents.mT)
+    out = normal(batch, rows, tokens + 3)
+    expected = out[..., 1:-2] + matrix @ site.latents
+    project(site.codes, site.scales, site.tables, matrix, out[..., 1:-2])
+    assert_close(out[..., 1:-2], expected)
