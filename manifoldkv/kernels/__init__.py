@@ -1,0 +1,1 @@
+"""Compiled kernels that decode from packed latents."""
