@@ -2,7 +2,7 @@
 
 Nothing imports this file before a CUDA device is used: it alone needs Triton. Tensors of tokens
 have them last, with stride 1. A program has a tile of tokens or latents and a part of the sum;
-the parts are added at the end. Products are of codes plus their centres, which have at most 8
+the parts are added at the end. Products are of codes less their centres, which have at most 8
 significant bits, so that tensor cores round one operand only; scales multiply the results.
 """
 
@@ -22,7 +22,7 @@ from triton import language as tl
 
 TOKENS = tl.constexpr(64)  # of a tile
 LATENTS = tl.constexpr(32)  # unpacked at a time
-FEATURES = 32  # of a tile of keys, at most
+FEATURES = tl.constexpr(32)  # of a tile of keys
 ROWS = 32  # of queries, weights or predictions of a program, at most
 PROGRAMS = 512  # among which work is split: a few per multiprocessor
 PRECISION = tl.constexpr("tf32x3")  # about that of float32, on tensor cores
@@ -37,12 +37,18 @@ class Latents:
     fields : Tensor
         Byte, right shift, mask and left shift of every bit field, (r, fields, 4), int32,
         contiguous. Missing fields have mask 0.
-    centre : Tensor
-        Code 0 as a multiple of the step, (r,), float32.
+    centres : Tensor
+        Codes whose latent is 0, (r,), float32.
     """
 
     fields: Tensor
-    centre: Tensor
+    centres: Tensor
+
+
+def tabulate_latents(fields: Tensor, centres: Tensor) -> Latents:
+    """Return the tables of fields (r, fields, 4), of which those of no latent are dropped."""
+    depth = int((fields[..., 2] > 0).any(dim=0).sum())
+    return Latents(fields[:, :depth].to(torch.int32).contiguous(), centres)
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,10 @@ class Keys:
     ----------
     latents : Latents
         Stored latents.
-    head_dim : int
-        Features of a KV head.
     partner, sign : Tensor
-        Partner of a rotated feature of a head, int32, and sign of its sine, (rotary_dim,).
+        Partners of the features of a head, int64, and signs of the sines, (d,).
+    cosines, sines : Tensor
+        Angles that multiply the features of a head, (d,), int32; -1 if they are not rotated.
     tiles : Tensor
         First entry in `columns`, number of columns and first entry in `up` of every tile,
         (tiles, 3), int32.
@@ -68,9 +74,10 @@ class Keys:
     """
 
     latents: Latents
-    head_dim: int
     partner: Tensor
     sign: Tensor
+    cosines: Tensor
+    sines: Tensor
     tiles: Tensor
     columns: Tensor
     features: Tensor
@@ -83,10 +90,10 @@ def tabulate_keys(
     latents: Latents,
     up: Tensor,
     mean: Tensor,
-    prediction: Tensor | None,
-    heads: int,
     partner: Tensor,
     sign: Tensor,
+    angle: Tensor,
+    prediction: Tensor | None = None,
 ) -> Keys:
     """Return the tables of keys ``up z + mean + prediction p``.
 
@@ -97,17 +104,19 @@ def tabulate_keys(
     up : Tensor
         Up-projection times the factors of the latents, (D, r), float32. Blocks that share no
         latent are multiplied without the zeros between them.
-    mean, prediction : Tensor
-        (D,) and, if keys are predicted, (D, p), float32.
-    heads : int
-        KV heads.
-    partner, sign : Tensor
-        Partners of the rotated features of a head, each other's, and signs of the sines that
-        multiply partners, (rotary_dim,).
+    mean : Tensor
+        (D,), float32.
+    partner, sign, angle : Tensor
+        Feature f of a head is rotated to ``x[f] cos[angle[f]] + sign[f] x[partner[f]]
+        sin[angle[f]]``, (d,) each; partners are each other's, and features of sign 0 are not
+        rotated.
+    prediction : Tensor, optional
+        (D, p), float32.
     """
-    parts = list(_tiles(up.ne(0).cpu()))
-    size = _padded(max(len(rows) for rows, _ in parts))
-    features = torch.full((len(parts), size), -1, device=up.device)  # the last feature, which pads
+    partner, sign = partner.to(up.device), sign.to(up)
+    angle = angle.to(up.device, torch.int32).where(sign != 0, -1)
+    parts = list(_tiles(up.ne(0).cpu(), FEATURES.value))
+    features = torch.full((len(parts), FEATURES.value), -1, device=up.device)  # the zeros below
     for tile, (rows, _) in zip(features, parts, strict=True):
         tile[: len(rows)] = rows
     padded = functional.pad(up, (0, 0, 0, 1))
@@ -117,10 +126,11 @@ def tabulate_keys(
     prediction = up[:, :0] if prediction is None else prediction
     return Keys(
         latents,
-        len(up) // heads,
-        partner.to(up.device, torch.int32),
-        sign.to(up),
-        torch.stack([starts, widths, size * starts], dim=1).to(up.device, torch.int32),
+        partner,
+        sign,
+        angle,
+        angle[partner],
+        torch.stack([starts, widths, FEATURES.value * starts], dim=1).to(up.device, torch.int32),
         torch.cat([columns for _, columns in parts]).to(up.device, torch.int32),
         features.to(torch.int32),
         torch.cat(blocks),
@@ -129,11 +139,8 @@ def tabulate_keys(
     )
 
 
-def _tiles(pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows, at most `FEATURES`, and columns of the blocks of a pattern (D, r).
-
-    Small blocks share a tile: products on tensor cores have 16 rows at least.
-    """
+def _tiles(pattern: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows, at most `most`, and columns of blocks of a pattern (D, r); small ones share."""
     entries = pattern.int().numpy()
     graph = block_array([[None, entries], [entries.T, None]])
     labels = torch.from_numpy(connected_components(graph)[1])
@@ -141,22 +148,17 @@ def _tiles(pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows, columns = labels[:0].long(), labels[:0].long()
     for label in row_labels.unique():
         block = (column_labels == label).nonzero().flatten()
-        for part in (row_labels == label).nonzero().flatten().split(FEATURES):
-            if len(rows) + len(part) > FEATURES:
+        for part in (row_labels == label).nonzero().flatten().split(most):
+            if len(rows) + len(part) > most:
                 yield rows, columns
                 rows, columns = rows[:0], columns[:0]
             rows, columns = torch.cat([rows, part]), torch.cat([columns, block])
     yield rows, columns
 
 
-def _padded(size: int) -> int:
-    """Return the size of a tile of tensor cores."""
-    return max(16, triton.next_power_of_2(size))
-
-
 def _row_tiles(rows: int) -> tuple[int, int]:
     """Return the number of tiles of rows and their size."""
-    size = min(ROWS, _padded(rows))
+    size = min(ROWS, max(16, triton.next_power_of_2(rows)))  # 16 for tensor cores
     return triton.cdiv(rows, size), size
 
 
@@ -185,15 +187,14 @@ def scores(
     keys : Keys
         Tables of the layer.
     cos, sin : Tensor
-        Angles of the tokens, (1 or B, n, rotary_dim).
+        Of the angles of the tokens, (1 or B, n, angles).
     predicted : Tensor, optional
         Inputs p of the predictor, (B, p, n), float32.
     """
     batch, heads, rows_per_head, head_dim = queries.shape
-    n, rows, rotary_dim = codes.shape[-1], heads * rows_per_head, len(keys.partner)
+    n, rows = codes.shape[-1], heads * rows_per_head
     queries = queries.contiguous()
-    turned = torch.zeros_like(queries)  # sines multiply queries instead of keys
-    turned[..., keys.partner] = queries[..., :rotary_dim] * keys.sign
+    turned = (queries * keys.sign)[..., keys.partner]  # sines multiply queries, not keys
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     inputs = scales[:, 0] if predicted is None else predicted
     row_tiles, row_size = _row_tiles(rows)
@@ -203,11 +204,11 @@ def scores(
     _scores_kernel[(*grid, splits)](
         *(queries, turned, parts, n, rows, rows_per_head, head_dim),
         *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(cos, *cos.stride(), sin, *sin.stride(), keys.partner, rotary_dim),
+        *(cos, *cos.stride(), sin, *sin.stride(), keys.cosines, keys.sines),
         *(inputs, inputs.stride(0), inputs.stride(1), keys.prediction, keys.prediction.shape[-1]),
         *(keys.tiles, keys.columns, keys.features, keys.up, keys.mean, len(keys.tiles)),
-        *(keys.latents.fields, keys.latents.centre),
-        *(row_tiles, row_size, keys.features.shape[-1], keys.latents.fields.shape[1]),
+        *(keys.latents.fields, keys.latents.centres),
+        *(row_tiles, row_size, keys.latents.fields.shape[1]),
         num_warps=8,  # with 4, registers spill
     )
     return parts.sum(dim=0)
@@ -224,7 +225,7 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, latents: Latents) -> Ten
         Packed latents and scales, as in `scores`, and tables of the site.
     """
     batch, rows, n = weights.shape
-    stored = len(latents.centre)
+    stored = len(latents.centres)
     row_tiles, row_size = _row_tiles(rows)
     grid = triton.cdiv(stored, LATENTS.value), batch * row_tiles
     tiles = triton.cdiv(n, TOKENS.value)
@@ -234,7 +235,7 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, latents: Latents) -> Ten
     _mix_kernel[(*grid, splits)](
         *(weights, weights.stride(0), weights.stride(1)),
         *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(latents.fields, latents.centre, stored, parts, n, rows, per_split),
+        *(latents.fields, latents.centres, stored, parts, n, rows, per_split),
         *(row_tiles, row_size, latents.fields.shape[1]),
     )
     return parts.sum(dim=0)
@@ -257,16 +258,16 @@ def project(matrix: Tensor, codes: Tensor, scales: Tensor, latents: Latents, out
     _project_kernel[triton.cdiv(n, TOKENS.value), batch * row_tiles](
         matrix.contiguous(),
         *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(latents.fields, latents.centre, len(latents.centre)),
+        *(latents.fields, latents.centres, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),
         *(row_tiles, row_size, latents.fields.shape[1]),
     )
 
 
 @triton.jit
-def _unpack(codes, stride, token, valid, fields, centre, latent, chosen, depth: tl.constexpr):
-    """Return codes plus centres, (latents, tokens); 0 for latents that are not chosen."""
-    middle = tl.load(centre + latent, mask=chosen, other=0.0)
+def _unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
+    """Return codes less centres, (latents, tokens); 0 for latents that are not chosen."""
+    centre = tl.load(centres + latent, mask=chosen, other=0.0)
     code = latent[:, None] * 0 + token[None, :] * 0
     for field in tl.static_range(depth):
         entry = fields + (latent * depth + field) * 4
@@ -277,7 +278,7 @@ def _unpack(codes, stride, token, valid, fields, centre, latent, chosen, depth: 
         address = codes + byte[:, None] * stride + token[None, :]
         packed = tl.load(address, mask=(bits[:, None] > 0) & valid[None, :], other=0).to(tl.int32)
         code += ((packed >> right[:, None]) & bits[:, None]) << left[:, None]
-    return code.to(tl.float32) + middle[:, None]
+    return code.to(tl.float32) - centre[:, None]
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -285,9 +286,9 @@ def _scores_kernel(
     queries, turned, out, n, rows, rows_per_head, head_dim,
     codes, code_batch, code_stride, scales, scale_batch,
     cos, cos_batch, cos_stride, cos_feature, sin, sin_batch, sin_stride, sin_feature,
-    partner, rotary_dim, inputs, input_batch, input_stride, prediction, p,
-    tiles, columns, features, up, mean, count, fields, centre,
-    row_tiles: tl.constexpr, row_size: tl.constexpr, size: tl.constexpr, depth: tl.constexpr,
+    cosines, sines, inputs, input_batch, input_stride, prediction, p,
+    tiles, columns, features, up, mean, count, fields, centres,
+    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of tokens with every `splits`-th tile of features."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
@@ -297,23 +298,20 @@ def _scores_kernel(
     valid, chunk = token < n, tl.arange(0, LATENTS)
     codes += sequence * code_batch
     inputs += sequence * input_batch
-    cos += sequence * cos_batch
-    sin += sequence * sin_batch
-    queries += (sequence * rows + row[:, None]) * head_dim
-    turned += (sequence * rows + row[:, None]) * head_dim
+    cos, sin = cos + sequence * cos_batch, sin + sequence * sin_batch
+    query = (sequence * rows + row[:, None]) * head_dim
     scale = tl.load(scales + sequence * scale_batch + token, mask=valid, other=0.0).to(tl.float32)
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for tile in range(split, count, splits):
-        member = tile * size + tl.arange(0, size)
-        start = tl.load(tiles + 3 * tile)
-        width = tl.load(tiles + 3 * tile + 1)
-        matrix = up + tl.load(tiles + 3 * tile + 2) + tl.arange(0, size)[:, None] * width
-        k = tl.full((size, TOKENS), 0.0, tl.float32)
+        member = tile * FEATURES + tl.arange(0, FEATURES)
+        start, width = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+        matrix = up + tl.load(tiles + 3 * tile + 2) + tl.arange(0, FEATURES)[:, None] * width
+        k = tl.full((FEATURES, TOKENS), 0.0, tl.float32)
         for first in range(0, width, LATENTS):
             column = first + chunk
             inside = column < width
             latent = tl.load(columns + start + column, mask=inside, other=0)
-            z = _unpack(codes, code_stride, token, valid, fields, centre, latent, inside, depth)
+            z = _unpack(codes, code_stride, token, valid, fields, centres, latent, inside, depth)
             u = tl.load(matrix + column[None, :], mask=inside[None, :], other=0.0)
             k = tl.dot(u, z, k, input_precision=PRECISION)
         k = k * scale[None, :] + tl.load(mean + member)[:, None]
@@ -327,18 +325,17 @@ def _scores_kernel(
             k = tl.dot(u, z, k, input_precision=PRECISION)
         feature = tl.load(features + member)
         at = feature % head_dim
-        rotated = (feature >= 0) & (at < rotary_dim)
-        partners = tl.load(partner + at, mask=rotated, other=0)
-        mask = rotated[:, None] & valid[None, :]
-        address = cos + at[:, None] * cos_feature + token[None, :] * cos_stride
-        c = tl.load(address, mask=mask, other=1.0).to(tl.float32)
-        address = sin + partners[:, None] * sin_feature + token[None, :] * sin_stride
-        s = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        angle = tl.load(cosines + at, mask=feature >= 0, other=-1)[:, None]
+        address = cos + angle * cos_feature + token[None, :] * cos_stride
+        c = tl.load(address, mask=(angle >= 0) & valid[None, :], other=1.0).to(tl.float32)
+        angle = tl.load(sines + at, mask=feature >= 0, other=-1)[:, None]
+        address = sin + angle * sin_feature + token[None, :] * sin_stride
+        s = tl.load(address, mask=(angle >= 0) & valid[None, :], other=0.0).to(tl.float32)
         own = (row // rows_per_head)[:, None] == (feature // head_dim)[None, :]
         own &= (row < rows)[:, None] & (feature >= 0)[None, :]
-        q = tl.load(queries + at[None, :], mask=own, other=0.0)
+        q = tl.load(queries + query + at[None, :], mask=own, other=0.0)
         total = tl.dot(q, k * c, total, input_precision=PRECISION)
-        q = tl.load(turned + at[None, :], mask=own, other=0.0)
+        q = tl.load(turned + query + at[None, :], mask=own, other=0.0)
         total = tl.dot(q, k * s, total, input_precision=PRECISION)
     part = split * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
     address = out + (part * rows + row[:, None]) * n + token[None, :]
@@ -348,7 +345,7 @@ def _scores_kernel(
 @triton.jit(do_not_specialize=["n"])
 def _mix_kernel(
     weights, weight_batch, weight_stride, codes, code_batch, code_stride, scales, scale_batch,
-    fields, centre, r, out, n, rows, per_split,
+    fields, centres, r, out, n, rows, per_split,
     row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of latents over the tokens of a part."""
@@ -366,7 +363,7 @@ def _mix_kernel(
         scale = tl.load(scales + token, mask=valid, other=0.0).to(tl.float32)
         address = weights + row[:, None] * weight_stride + token[None, :]
         w = tl.load(address, mask=held & valid[None, :], other=0.0) * scale[None, :]
-        z = _unpack(codes, code_stride, token, valid, fields, centre, latent, chosen, depth)
+        z = _unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
         total = tl.dot(w, tl.trans(z), total, input_precision=PRECISION)
     part = tl.program_id(2) * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
     address = out + (part * rows + row[:, None]) * r + latent[None, :]
@@ -375,7 +372,7 @@ def _mix_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _project_kernel(
-    matrix, codes, code_batch, code_stride, scales, scale_batch, fields, centre, r,
+    matrix, codes, code_batch, code_stride, scales, scale_batch, fields, centres, r,
     out, out_batch, out_stride, n, rows,
     row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
@@ -389,7 +386,7 @@ def _project_kernel(
     for first in range(0, r, LATENTS):
         latent = first + tl.arange(0, LATENTS)
         chosen = latent < r
-        z = _unpack(codes, code_stride, token, valid, fields, centre, latent, chosen, depth)
+        z = _unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
         address = matrix + row[:, None] * r + latent[None, :]
         q = tl.load(address, mask=held & chosen[None, :], other=0.0)
         total = tl.dot(q, z, total, input_precision=PRECISION)

@@ -77,9 +77,9 @@ class Step:
         planes = BitPlanes(case.widths, torch.device("cpu"))
         self.codes = self.view(planes.pack(codes.to(torch.uint8)).to(device)).unsqueeze(1)
         self.scales = self.view(self.random(case.batch, 1, case.tokens).abs().half()).unsqueeze(1)
-        centre = 0.5 - 2.0 ** (widths - 1)
-        self.latents = gpu.Latents(fields(case.widths).to(device), centre.to(device))
-        self.z = (codes + centre.unsqueeze(1)).to(device).double() * self.scales[:, 0].double()
+        centres = 2.0 ** (widths - 1) - 0.5
+        self.latents = gpu.tabulate_latents(fields(case.widths).to(device), centres.to(device))
+        self.z = (codes - centres.unsqueeze(1)).to(device).double() * self.scales[:, 0].double()
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -94,7 +94,7 @@ class Step:
 def fields(widths: tuple[int, ...]) -> Tensor:
     """Byte, right shift, mask and left shift of bit fields, from single bits that are packed."""
     planes = BitPlanes(widths, torch.device("cpu"))
-    table = torch.zeros(len(widths), 3, 4, dtype=torch.int32)
+    table = torch.zeros(len(widths), 4, 4, dtype=torch.int64)
     for latent, width in enumerate(widths):
         found: dict[tuple[int, int], int] = {}
         for bit in range(width):
@@ -107,7 +107,7 @@ def fields(widths: tuple[int, ...]) -> Tensor:
         for row, ((byte, offset), mask) in enumerate(found.items()):
             left = (mask & -mask).bit_length() - 1
             table[latent, row] = torch.tensor([byte, left - offset, mask >> left, left])
-    return table[:, : int((table[..., 2] > 0).any(dim=0).sum())].contiguous()
+    return table
 
 
 def rotation(case: Case) -> tuple[Tensor, Tensor]:
@@ -143,9 +143,17 @@ def scores_of(step: Step, case: Case) -> tuple[Tensor, Tensor]:
     inputs = step.view(step.random(case.batch, case.inputs, case.tokens)) if case.inputs else None
     queries = step.random(case.batch, case.heads, case.rows, case.head_dim)
     angles = step.random(1 if case.rows == 2 else case.batch, case.tokens, case.rotary_dim)
-    angles = torch.maximum(angles, angles[..., partner])  # one angle for two partners
     cos, sin = angles.cos(), angles.mT.contiguous().mT.sin()
-    keys = gpu.tabulate_keys(step.latents, up, mean, prediction, case.heads, partner, sign)
+    still = torch.arange(case.rotary_dim, case.head_dim)
+    keys = gpu.tabulate_keys(
+        step.latents,
+        up,
+        mean,
+        torch.cat([partner, still]),
+        torch.cat([sign, 0.0 * still]),
+        torch.cat([torch.arange(case.rotary_dim), 0 * still]),
+        prediction,
+    )
     out = gpu.scores(queries, step.codes, step.scales, keys, cos, sin, inputs)
 
     k = up.double() @ step.z + mean.double().unsqueeze(1)
