@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # set before transformers imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
 # The same examples at every run, so that a failure is one of the code and not of the day.
 settings.register_profile("quick", max_examples=30, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=300, deadline=None, derandomize=True)

@@ -8,7 +8,17 @@ import typer
 
 from manifoldkv.cli.app import app
 
-SLOW = ("torch", "transformers", "geoopt", "numpy", "pandas", "matplotlib", "datasets", "scipy")
+SLOW = (
+    "torch",
+    "transformers",
+    "geoopt",
+    "numpy",
+    "pandas",
+    "matplotlib",
+    "datasets",
+    "scipy",
+    "triton",
+)
 REPORT = f"""
 import json, sys
 print("\\n" + json.dumps(sorted(set({SLOW!r}) & set(sys.modules))))

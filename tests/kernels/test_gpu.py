@@ -1,0 +1,219 @@
+"""The laws of the products of a decode step, in Triton.
+
+Without a CUDA device they hold under Triton's interpreter; `pytest -m gpu` runs them on a device.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from manifoldkv.coding.planes import BitPlanes
+
+triton = pytest.importorskip("triton")
+from manifoldkv.kernels import gpu  # noqa: E402
+
+CAPACITY = 13
+"""Tokens allocated beyond those of a view."""
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    interpreted = triton.knobs.runtime.interpret
+    if (request.param == "cpu") != interpreted:
+        pytest.skip("the interpreter is for machines without a CUDA device, and only for them")
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, params=[1, gpu.PROGRAMS])
+def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in one part and in many."""
+    monkeypatch.setattr(gpu, "PROGRAMS", request.param)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and a step: widths, bands and rotation, sizes."""
+
+    widths: tuple[int, ...] = (8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1)
+    bands: int = 1
+    rotation: str = "halves"
+    heads: int = 2
+    head_dim: int = 8
+    rotary_dim: int = 8
+    inputs: int = 0
+    batch: int = 1
+    rows: int = 1
+    tokens: int = 37
+
+    @property
+    def features(self) -> int:
+        return self.heads * self.head_dim
+
+
+# Of several tiles in every dimension, and of less than one.
+CASES = [
+    Case(),
+    Case(bands=4, batch=2, rows=3, inputs=3),
+    Case(bands=2, rotation="neighbours", heads=3, rows=4, tokens=1),
+    Case(bands=2, rotary_dim=4, head_dim=7, inputs=40, tokens=64),
+    Case((1,) * 9, rotation="neighbours", rotary_dim=6, batch=2, rows=2, tokens=131),
+    Case((4,) * 70, heads=3, head_dim=64, rotary_dim=64, batch=2, rows=2),
+    Case((3,) * 6, bands=3, head_dim=6, rotary_dim=0, heads=1, inputs=1, tokens=65),
+    Case((2,), heads=9, head_dim=2, rotary_dim=2, rows=8),
+]
+
+
+class Step:
+    """Random tensors of a case, in views with a stride, and float64 latents for the reference."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.generator = torch.Generator().manual_seed(0)
+        widths = torch.tensor(case.widths)
+        codes = (self.random(case.batch, len(widths), case.tokens).abs() * 1000).long().cpu()
+        codes %= (2**widths).unsqueeze(1)
+        planes = BitPlanes(case.widths, torch.device("cpu"))
+        self.codes = self.view(planes.pack(codes.to(torch.uint8)).to(device)).unsqueeze(1)
+        self.scales = self.view(self.random(case.batch, 1, case.tokens).abs().half()).unsqueeze(1)
+        centres = 2.0 ** (widths - 1) - 0.5
+        self.latents = gpu.tabulate_latents(fields(case.widths).to(device), centres.to(device))
+        self.z = (codes - centres.unsqueeze(1)).to(device).double() * self.scales[:, 0].double()
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device)
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return tokens of a larger tensor."""
+        wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + CAPACITY)
+        wide[..., 3 : 3 + x.shape[-1]] = x
+        return wide[..., 3 : 3 + x.shape[-1]]
+
+
+def fields(widths: tuple[int, ...]) -> Tensor:
+    """Byte, right shift, mask and left shift of bit fields, from single bits that are packed."""
+    planes = BitPlanes(widths, torch.device("cpu"))
+    table = torch.zeros(len(widths), 4, 4, dtype=torch.int64)
+    for latent, width in enumerate(widths):
+        found: dict[tuple[int, int], int] = {}
+        for bit in range(width):
+            one = torch.zeros(len(widths), 1, dtype=torch.uint8)
+            one[latent] = 1 << bit
+            packed = planes.pack(one)[:, 0]
+            byte = int(packed.argmax())
+            shift = int(packed[byte]).bit_length() - 1
+            found[byte, bit - shift] = found.get((byte, bit - shift), 0) | 1 << bit
+        for row, ((byte, offset), mask) in enumerate(found.items()):
+            left = (mask & -mask).bit_length() - 1
+            table[latent, row] = torch.tensor([byte, left - offset, mask >> left, left])
+    return table
+
+
+def rotation(case: Case) -> tuple[Tensor, Tensor]:
+    """Partners and signs of the rotated features of a head."""
+    feature = torch.arange(case.rotary_dim)
+    if case.rotation == "neighbours":
+        return feature ^ 1, feature % 2 * 2.0 - 1
+    half = case.rotary_dim // 2
+    return feature.roll(half), torch.where(feature < half, -1.0, 1.0)
+
+
+def banded(case: Case, step: Step, partner: Tensor) -> Tensor:
+    """An up-projection (D, r) of bands of frequencies; latents of a band are not neighbours."""
+    frequency = torch.arange(case.head_dim)
+    frequency[: case.rotary_dim] = torch.minimum(frequency[: case.rotary_dim], partner)
+    rows = frequency.repeat(case.heads) % case.bands
+    columns = torch.arange(len(case.widths)) % case.bands
+    up = step.random(case.features, len(case.widths))
+    return up * (rows.unsqueeze(1) == columns).to(step.device)
+
+
+def assert_close(x: Tensor, reference: Tensor) -> None:
+    assert x.dtype == torch.float32
+    assert x.shape == reference.shape
+    assert (x - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
+def scores_of(step: Step, case: Case) -> tuple[Tensor, Tensor]:
+    """Scores of the kernel and of a plain reference."""
+    partner, sign = rotation(case)
+    up, mean = banded(case, step, partner), step.random(case.features)
+    prediction = step.random(case.features, case.inputs) if case.inputs else None
+    inputs = step.view(step.random(case.batch, case.inputs, case.tokens)) if case.inputs else None
+    queries = step.random(case.batch, case.heads, case.rows, case.head_dim)
+    angles = step.random(1 if case.rows == 2 else case.batch, case.tokens, case.rotary_dim)
+    cos, sin = angles.cos(), angles.mT.contiguous().mT.sin()
+    still = torch.arange(case.rotary_dim, case.head_dim)
+    keys = gpu.tabulate_keys(
+        step.latents,
+        up,
+        mean,
+        torch.cat([partner, still]),
+        torch.cat([sign, 0.0 * still]),
+        torch.cat([torch.arange(case.rotary_dim), 0 * still]),
+        prediction,
+    )
+    out = gpu.scores(queries, step.codes, step.scales, keys, cos, sin, inputs)
+
+    k = up.double() @ step.z + mean.double().unsqueeze(1)
+    if prediction is not None and inputs is not None:
+        k += prediction.double() @ inputs.double()
+    k = k.unflatten(1, (case.heads, case.head_dim)).mT  # (B, H, n, d)
+    turned = k.clone()
+    rotary = k[..., : case.rotary_dim]
+    turned[..., : case.rotary_dim] = rotary * cos.double().unsqueeze(1)
+    sines = sin.double().unsqueeze(1) * sign.to(step.device)
+    turned[..., : case.rotary_dim] += rotary[..., partner] * sines
+    return out, queries.double() @ turned.mT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_products_with_rotated_keys(case: Case, device: torch.device) -> None:
+    assert_close(*scores_of(Step(case, device), case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mix_is_the_weighted_sum_of_latents(case: Case, device: torch.device) -> None:
+    step = Step(case, device)
+    weights = step.view(step.random(case.batch, case.heads * case.rows, case.tokens))
+    out = gpu.mix(weights, step.codes, step.scales, step.latents)
+    assert_close(out, weights.double() @ step.z.mT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_projection_is_added(case: Case, device: torch.device) -> None:
+    step = Step(case, device)
+    matrix = step.random(case.features, len(case.widths))
+    out = step.view(step.random(case.batch, case.features, case.tokens))
+    reference = out.double() + matrix.double() @ step.z
+    buffer = out._base
+    assert buffer is not None
+    before = buffer.clone()
+    gpu.project(matrix, step.codes, step.scales, step.latents, out)
+    assert_close(out, reference)
+    beyond = torch.ones_like(buffer, dtype=torch.bool)
+    beyond[..., 3 : 3 + case.tokens] = False
+    assert torch.equal(buffer[beyond], before[beyond])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_scale_that_is_not_finite_stays_with_its_token(bad: float, device: torch.device) -> None:
+    case = Case(bands=4, batch=2, rows=2, tokens=9)
+    step = Step(case, device)
+    step.scales[1, ..., 4] = bad
+    finite = torch.ones(2, 9, dtype=torch.bool, device=device)
+    finite[1, 4] = False
+    scores, _ = scores_of(step, case)
+    assert torch.equal(scores.isfinite(), finite[:, None, None].expand_as(scores))
+
+    weights = step.random(2, 4, 9)
+    weights[:, 0, 4] = 0  # times infinity is NaN, as in torch
+    mixed = gpu.mix(weights, step.codes, step.scales, step.latents)
+    assert mixed[0].isfinite().all()
+    assert not mixed[1].isfinite().any()
+
+    out = torch.zeros(2, 5, 9, device=device)
+    gpu.project(step.random(5, len(case.widths)), step.codes, step.scales, step.latents, out)
+    assert torch.equal(out.isfinite(), finite[:, None].expand_as(out))
