@@ -52,6 +52,11 @@ class MixedWidthStore(Store):
         codes = codes.clamp(min=0).minimum(2 * self._half - 1).to(torch.uint8)
         self._codes.append(self._planes.pack(codes))
 
+    def packed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return packed integers (B, bytes, t) and scales (B, t) of some tokens, both views."""
+        codes, scales = self._codes.view, self._scales.view
+        return codes[:, 0, :, start:stop], scales[:, 0, 0, start:stop]
+
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)
         for start, stop in split_tiles(first, len(self), size):

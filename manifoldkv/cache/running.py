@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from manifoldkv.cache.attention import CachedAttention
+from manifoldkv.cache.compiled import CompiledSites, can_compile
 from manifoldkv.cache.composed import ComposedSites
 from manifoldkv.cache.grouped import GroupedSites
 from manifoldkv.cache.latents import RunningBasis
@@ -41,7 +42,8 @@ def running_attention(
     if plan.rotary == "pre" and all(
         isinstance(planned.quantizer, MixedWidths) for _, planned in layer.sites
     ):
-        sites = ComposedSites(plan.layers, index, dtype, device)
+        kind = CompiledSites if can_compile(dtype, device) else ComposedSites
+        sites = kind(plan.layers, index, dtype, device)
     else:
         key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)
         value = RunningBasis(layer.value.basis, dtype, device, layer.value.mean)

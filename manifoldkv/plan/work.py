@@ -86,10 +86,12 @@ def multiplications(
     if key.predictor is not None:
         predicted = sources(layers, index, "key") - {(0, "key")}
         rank = key.predictor.rank
+        total += key.features * rank
         total += sum(_scales(of(one)) + rank * of(one).latents for one in predicted)
-        total += 0 if key.predictor.expansion is None else key.features * rank
-    mixed = sources(layers, index, "value")
-    return total + sum(_scales(of(one)) + heads * of(one).latents for one in mixed)
+    for one in sources(layers, index, "value"):
+        # Scales are multiplied by weights, not by latents.
+        total += heads * (of(one).latents + (_scales(of(one)) > 0))
+    return total
 
 
 def block_entries(matrix: Tensor) -> int:

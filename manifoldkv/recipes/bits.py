@@ -150,7 +150,8 @@ class BitRecipe(CodedRecipe[Bits]):
         rebuilt = min(sum(len(x) ** 2 for x in one) if one else features**2 for one in blocks)
         rotated = 2 * decoder.rotary_dim * decoder.kv_heads
         scored = heads * decoder.head_dim
-        return (rebuilt + 2 * features + rotated + scored + heads * features) / (2 * scored)
+        mixed = heads * (1 + features)
+        return (rebuilt + features + rotated + scored + mixed) / (2 * scored)
 
     @property
     def predicts(self) -> bool:

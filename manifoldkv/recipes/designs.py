@@ -20,7 +20,7 @@ from manifoldkv.windows import cached_tokens
 
 SAMPLES = 8192
 """Tokens of joint moments."""
-RANKS = (8, 16, 32, 64, None)
+RANKS = (8, 16, 32, 64, 128, None)
 """Ranks of key predictors; None for full rank."""
 CHAINS = (2, 3, 4, 6)
 """Lengths of chains. A chain is a run of layers; all sites of its layers below predict a site. It
@@ -190,7 +190,7 @@ class _Choices:
         heads, frequencies = decoder.kv_heads, decoder.frequencies()
         blocks = [blocks_of(frequencies, heads, band) for band in space.bands]
         self._bands = list({len(one): one for one in blocks}.values())
-        self._ranks = [rank for rank in RANKS if rank is None or rank < self._features]
+        self._ranks = [rank for rank in RANKS if rank is None or 2 * rank <= self._features]
         self._query_heads = decoder.query_heads
         rotated = 2 * decoder.rotary_dim * heads
         self._of_keys = float(rotated + self._query_heads * decoder.head_dim)
@@ -223,7 +223,7 @@ class _Choices:
             for rank, second in seconds:
                 variances, rows = spectrum(fisher, second, blocks)
                 outputs = self._features if rank is None else rank
-                expansion = 0 if rank is None else self._features * rank
+                expansion = self._features * outputs
                 choices.append(
                     Choice(
                         SiteDesign(inputs, blocks, rank),
@@ -241,7 +241,7 @@ class _Choices:
     def _values(
         self, joint: _Joint, moments: LayerMoments, possible: list[tuple[Input, ...]]
     ) -> list[Choice]:
-        per_latent = 1.0 + self._query_heads
+        heads = float(self._query_heads)
         fisher = moments.value.fisher
         choices = []
         for inputs in possible:
@@ -252,9 +252,9 @@ class _Choices:
                         SiteDesign(inputs),
                         variances,
                         torch.zeros_like(variances),
-                        per_latent,
-                        0.0,
-                        tuple((one, per_latent) for one in inputs),
+                        heads,
+                        heads * (1 + len(inputs)),  # scales, multiplied by weights
+                        tuple((one, heads) for one in inputs),
                     )
                 )
         return choices
