@@ -55,7 +55,7 @@ def manifoldkv(
     Every default is shown with its option; an option without a value is off by default. Results
     are printed on standard output at the end (with --json as one JSON object), a line for each
     phase of the work and errors on standard error. Exit codes: 0 done; 2 the input cannot be used
-    or the work cannot be done, and the message says why; 130 interrupted. A run with --work
+    or the work cannot be done, and the message says why; 130 interrupted. A run with --checkpoints
     resumes.
     """
 
@@ -97,9 +97,27 @@ class Compress(ModelOptions):
             help="Length of the text that the ratio holds for: 4000, or 32k, which is 32768.",
         ),
     ] = None
+    work: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            show_default="the recipe's",
+            help="Most multiplications of a decode step, in times of stock attention's; inf for "
+            "the least loss. --dry-run shows what it costs.",
+        ),
+    ] = None
+    nats: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER",
+            show_default="as --ratio says",
+            help="Largest loss in nats per token: the smallest cache that stays below it on "
+            "calibration text that nothing was fitted to.",
+        ),
+    ] = None
     recipe: Annotated[
         str, typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes.")
-    ] = "best"
+    ] = "bits"
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,7 +137,7 @@ class Compress(ModelOptions):
     length: Length = None
     out: Annotated[Path, typer.Option(**FOLDER, help="Folder to save the plan in.")] = Path("plan")
     force: Force = False
-    work: Annotated[
+    checkpoints: Annotated[
         Path | None,
         typer.Option(
             **FOLDER,

@@ -21,6 +21,7 @@ def describe(plan: CompressionPlan) -> Answer:
     facts = {
         "ratio": plan.ratio,
         "bytes_per_token": plan.bytes_per_token(),
+        "work": plan.work,
         "basis_bytes": plan.basis_nbytes(),
         "rotary": plan.rotary,
         "sinks": plan.sinks,
@@ -54,6 +55,11 @@ def _lines(plan: CompressionPlan) -> list[str]:
             f"loss    {provenance.predicted_nats:.4f} nats per token predicted, on "
             f"{provenance.predicted_tokens:,} held-out tokens of the calibration text"
         ]
+    if provenance.measured_nats is not None:
+        predicted.append(
+            f"        {provenance.measured_nats:.4f} ± {provenance.measured_error:.4f} measured on "
+            "the same tokens"
+        )
     return [
         f"model   {provenance.model}",
         f"bases   {provenance.origin}, {provenance.threads} threads, "
@@ -61,6 +67,7 @@ def _lines(plan: CompressionPlan) -> list[str]:
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16",
         f"        {uncompressed}keys {plan.rotary}-rotation, latents {plan.formats}",
+        f"work    {plan.work:.3g} times the multiplications of stock attention in a decode step",
         *predicted,
         f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",

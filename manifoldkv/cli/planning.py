@@ -39,9 +39,9 @@ REHEARSED_TOKENS = 8
 
 def compress(options: Compress) -> Answer:
     """Find a plan and save it, or estimate its time and memory."""
-    out, work = options.out, options.work
+    out, checkpoints = options.out, options.checkpoints
     if not options.dry_run:
-        _check_overwrites(out, work, options.force)
+        _check_overwrites(out, checkpoints, options.force)
     model, source, config = _opened(options)
     if options.dry_run:
         estimated = _estimated(model, source, options, config)
@@ -51,11 +51,11 @@ def compress(options: Compress) -> Answer:
         check_before_text(model, OWN, config)
     try:
         tokens = _own_text(model, options) if source is None else source
-        plan = find_plan(model, tokens, config, folder=work)
+        plan = find_plan(model, tokens, config, folder=checkpoints)
     except KeyboardInterrupt as interruption:
-        saved = "nothing is saved; with --work FOLDER the same command resumes"
-        if work is not None:
-            saved = f"finished parts are in {work}; the same command resumes there"
+        saved = "nothing is saved; with --checkpoints FOLDER the same command resumes"
+        if checkpoints is not None:
+            saved = f"finished parts are in {checkpoints}; the same command resumes there"
         raise Interrupted(f"interrupted: {saved}") from interruption
     if source is None:
         plan = replace(plan, provenance=replace(plan.provenance, text=OWN))
@@ -75,13 +75,16 @@ def _opened(
         If the budget contradicts itself, or a name or a setting is unknown.
     """
     nbytes, context = options.nbytes, options.context
-    if nbytes is not None and options.ratio is not None:
-        raise ArgumentError("--ratio and --bytes exclude each other: give one")
+    budgets = {"--ratio": options.ratio, "--bytes": nbytes, "--nats": options.nats}
+    asked = [name for name, value in budgets.items() if value is not None]
+    if len(asked) > 1:
+        raise ArgumentError(f"{' and '.join(asked)} exclude each other: give one")
     if nbytes is not None and context is None:
         raise ArgumentError("--bytes needs --context, the number of tokens that they hold")
     config = configured(options.recipe, options.settings or ())
     ratio = config.ratio if options.ratio is None else options.ratio
     config = replace(config, ratio=ratio, context=context)
+    config = replace(config, work=options.work, nats=options.nats)
     config = replace(config, sequences=options.sequences, length=options.length)
     text = options.text
     if text is None:
@@ -94,9 +97,9 @@ def _opened(
     return model, source, config
 
 
-def _check_overwrites(out: Path, work: Path | None, force: bool) -> None:
+def _check_overwrites(out: Path, checkpoints: Path | None, force: bool) -> None:
     """Refuse to overwrite a plan, unless it is the run's own or --force is set."""
-    own = work is not None and work.resolve() == out.resolve()
+    own = checkpoints is not None and checkpoints.resolve() == out.resolve()
     if not force and not own and any((out / name).exists() for name in CompressionPlan.FILES):
         raise RunError(
             f"{out} holds a plan already: take another folder as --out, or --force to overwrite it"
@@ -111,10 +114,10 @@ def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
         LOG.info("writing %d texts to calibrate on", count)
         return own_text(model, count, options.length)
 
-    if options.work is None:
+    if options.checkpoints is None:
         return write()
     settings = {"model": digest_of_model(model), "shape": [count, options.length]}
-    checkpoints = Checkpoints(options.work, settings).made_by(own_text)
+    checkpoints = Checkpoints(options.checkpoints, settings).made_by(own_text)
     return checkpoints.tensors("own-text", lambda: {"tokens": write()})["tokens"]
 
 
@@ -146,5 +149,16 @@ def _estimate_lines(estimated: Estimate) -> list[str]:
         f"{size(estimated.activation_bytes)} of activations (in files where they do not fit)",
         f"cache   at most {size(estimated.cache_bytes)} per token, "
         f"{size(estimated.stock_bytes)} uncompressed",
+        *_frontier_lines(estimated),
         "Nothing was saved: leave --dry-run out to run it.",
+    ]
+
+
+def _frontier_lines(estimated: Estimate) -> list[str]:
+    if not estimated.frontier:
+        return []
+    losses = ", ".join(f"{nats:.4f} within {work}" for work, nats in estimated.frontier.items())
+    return [
+        f"loss    at least {losses} times the multiplications of stock attention (--work), in nats "
+        "per token"
     ]

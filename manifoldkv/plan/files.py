@@ -232,9 +232,10 @@ def _provenance(fields: dict[str, Any]) -> Provenance:
     found = Provenance(**fields | {name: _integer(fields, name) for name in integers})
     for part in ("objective", "solver", "ranks"):
         found.method(part)
-    predicted = found.predicted_nats
-    if predicted is not None and not (isinstance(predicted, float) and math.isfinite(predicted)):
-        raise PlanError(f"predicted_nats {predicted!r} is no number")
+    for name in ("predicted_nats", "measured_nats", "measured_error"):
+        number = getattr(found, name)
+        if number is not None and not (isinstance(number, float) and math.isfinite(number)):
+            raise PlanError(f"{name} {number!r} is no number")
     return found
 
 

@@ -38,6 +38,9 @@ class Provenance:
         that nothing was fitted to; not that after tuning.
     predicted_tokens : int
         Number of tokens of these sequences.
+    measured_nats, measured_error : float or None
+        Measured divergence from the uncompressed model on the same sequences, in nats per token,
+        and its standard error over sequences, of a plan that was asked for by its loss.
     """
 
     model: str
@@ -53,6 +56,8 @@ class Provenance:
     tuning_steps: int = 0
     predicted_nats: float | None = None
     predicted_tokens: int = 0
+    measured_nats: float | None = None
+    measured_error: float | None = None
 
     @property
     def origin(self) -> str:

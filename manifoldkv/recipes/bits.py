@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +29,16 @@ from manifoldkv.coding.quantizer import SCALE_BYTES, Quantizer
 from manifoldkv.coding.transform import SAMPLES, WeightedKLT, by_token, mixed_widths
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded import CodedRecipe, Designs
-from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
+from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
 from manifoldkv.recipes.designs import CHAINS, MenuBuilder, Space
+from manifoldkv.recipes.held_out import with_measured_loss
 from manifoldkv.recipes.menu import Menu, StepWork, blocks_of, gaussian_costs
-from manifoldkv.recipes.probe import timed
+from manifoldkv.recipes.probe import Estimate, timed
+from manifoldkv.recipes.run import Run
+from manifoldkv.recipes.smallest import smallest_plan
+from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
 from manifoldkv.windows import cached_tokens
@@ -48,6 +54,10 @@ DEPTH = 5
 """Layers below whose keys predict values."""
 
 
+FRONTIER = (2.0, 4.0, 8.0, 16.0)
+"""Amounts of work whose losses an estimate shows."""
+FRONTIER_SEQUENCES = 8
+"""Calibration sequences that these losses are estimated on."""
 DEARER, LEAST_PRICE = 1.1, 1e-12
 """Factor by which the price of work rises until a plan is within its limit, and where it begins."""
 
@@ -104,6 +114,7 @@ class BitRecipe(CodedRecipe[Bits]):
         band is not positive, or `work` is not a positive number.
     """
 
+    meets_nats = True
     refits_last_round = False
 
     work: float = DEFAULT_WORK
@@ -152,6 +163,27 @@ class BitRecipe(CodedRecipe[Bits]):
         scored = heads * decoder.head_dim
         mixed = heads * (1 + features)
         return (rebuilt + features + rotated + scored + mixed) / (2 * scored)
+
+    def fit(
+        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
+    ) -> CompressionPlan:
+        nats = run.config.nats
+        if nats is None:
+            return super().fit(decoder, run, folder, executor)
+        coded = self.coded_run(decoder, run)
+        if not len(coded.held_out):
+            raise ArgumentError(
+                f"nats needs {HELD_OUT} or more calibration sequences, one of which in {HELD_OUT} "
+                f"the loss is measured on, got {len(run.tokens)}"
+            )
+        moments = coded.moments(decoder, coded.fitted, folder)
+
+        def plan_at(ratio: float) -> CompressionPlan:
+            at_ratio = replace(run, config=replace(run.config, ratio=ratio))
+            coded = self.coded_run(decoder, at_ratio)
+            return with_measured_loss(decoder, self.fitted(decoder, coded, moments), coded)
+
+        return smallest_plan(plan_at, nats)
 
     @property
     def predicts(self) -> bool:
@@ -203,6 +235,28 @@ class BitRecipe(CodedRecipe[Bits]):
             step = StepWork.of(sites, menu.cached, limit, choice.work_price)
         rounds = ROUNDS - 1 if any(one.inputs for one in designs) else 1
         return Designs(designs, rounds, bits, step)
+
+    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
+        few = replace(run, tokens=run.tokens[:FRONTIER_SEQUENCES])
+        coded = self.coded_run(decoder, few)
+        moments = coded.moments(decoder, coded.fitted, None)
+        space = Space(self.bands, self.depth, CHAINS if self.predicts else ())
+        builder = MenuBuilder(decoder, coded, moments, space)
+        self._add_exact(decoder, coded, builder)
+        menus, least = builder.menus(), self.least_work(decoder)
+        limits = [work for work in (*FRONTIER, inf) if work >= least]
+        frontier = {
+            f"{work:g}" if isfinite(work) else "unlimited": self._least_nats(
+                decoder, coded, menus, work
+            )
+            for work in limits
+        }
+        return replace(super().estimate(decoder, run), frontier=frontier)
+
+    def _least_nats(self, decoder: Decoder, run: CodedRun, menus: list[Menu], work: float) -> float:
+        cached = sum(cached_tokens(run.context, window) for window in run.windows)
+        limit = work * 2 * decoder.query_heads * decoder.head_dim * cached
+        return min(menu.best(8 * run.budget, limit).nats for menu in menus)
 
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         return min(self.sinks, tokens) * elements * (itemsize - 2)

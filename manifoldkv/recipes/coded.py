@@ -252,8 +252,13 @@ class CodedRecipe(Recipe, Generic[Allocation]):
     def fit(
         self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
     ) -> CompressionPlan:
-        coded = self._run(decoder, run)
-        moments = coded.moments(decoder, coded.fitted, folder)
+        coded = self.coded_run(decoder, run)
+        return self.fitted(decoder, coded, coded.moments(decoder, coded.fitted, folder))
+
+    def fitted(
+        self, decoder: Decoder, coded: CodedRun, moments: list[LayerMoments]
+    ) -> CompressionPlan:
+        """Return the plan of a run with Fisher moments of its sequences."""
         designs = self.design(decoder, coded, moments)
         allocation = designs.allocation
         for remaining in reversed(range(designs.rounds)):
@@ -271,9 +276,10 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             LayerPlan(key, value, window)
             for key, value, window in zip(planned[::2], planned[1::2], coded.windows, strict=True)
         ]
-        return with_predicted_loss(decoder, run.plan(decoder, layers, sinks=self.sinks), coded)
+        return with_predicted_loss(decoder, coded.plan(decoder, layers, sinks=self.sinks), coded)
 
-    def _run(self, decoder: Decoder, run: Run) -> CodedRun:
+    def coded_run(self, decoder: Decoder, run: Run) -> CodedRun:
+        """Return a run with its budget."""
         coded = CodedRun(
             run.config,
             self,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.coding.integers import Quantization
+from manifoldkv.errors import ArgumentError
 from manifoldkv.ranks import RankRule
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
 from manifoldkv.recipes.recipe import Recipe
@@ -31,6 +33,10 @@ class CompressionConfig:
         Largest number of multiplications of a decode step, in times of stock attention's
         (`CompressionPlan.work`), of a `BitRecipe`; the recipe's if omitted, infinite for the least
         loss.
+    nats : float, optional
+        Largest loss in nats per token, in place of a ratio: the smallest cache of a `BitRecipe`
+        whose loss on calibration sequences that nothing was fitted to stays below. The provenance
+        of the plan has the predicted and the measured loss.
     rotary : {"pre", "post"}
         Whether keys are stored before rotation (smaller error) or after it (faster). A
         `CommutingRecipe` stores them after rotation in both cases.
@@ -60,6 +66,7 @@ class CompressionConfig:
     recipe: Recipe | str = DEFAULT_RECIPE
     ranks: RankRule | str | None = None
     work: float | None = None
+    nats: float | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None
     seed: int = 0
@@ -70,12 +77,19 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         check_rotary(self.rotary)
         check_seed(self.seed)
+        if self.nats is not None and not 0 < self.nats < inf:
+            raise ArgumentError(f"nats must be a positive number, got {self.nats}")
         self.complete_recipe()
 
     def complete_recipe(self) -> Recipe:
         """Return the recipe with the rank rule of this run."""
         recipe = recipe_named(self.recipe)
         recipe.check_config(self)
+        if self.nats is not None and not recipe.meets_nats:
+            raise ArgumentError(
+                f"{type(recipe).__name__} makes no plan for a loss: leave nats out, or take "
+                "another recipe (bits)"
+            )
         if self.work is not None:
             recipe = recipe.with_work(self.work)
         return recipe if self.ranks is None else recipe.with_ranks(self.ranks)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import SiteMoments
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.transform import by_token
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.projected import divergence, log_probabilities
+from manifoldkv.models.projected import reconstructed as replaced
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.runs.progress import follow
@@ -47,6 +51,39 @@ def with_predicted_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) 
         nats *= (run.prompt - run.first) / (tokens.shape[1] - run.prompt)
     provenance = replace(plan.provenance, predicted_nats=nats, predicted_tokens=tokens.numel())
     return replace(plan, provenance=provenance)
+
+
+@torch.no_grad()
+def with_measured_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) -> CompressionPlan:
+    """Return the plan with the measured divergence on held-out sequences in its provenance.
+
+    Keys and values of the whole model are reconstructed as the cache reads them.
+    """
+    losses = []
+    for tokens in follow(run.held_out.split(1), len(run.held_out), "measuring the loss"):
+        tokens = tokens.to(decoder.device)
+        exact = log_probabilities(decoder.model, tokens)
+        context = plan.predictor_context()
+
+        def reconstruct(
+            index: int, keys: Tensor, values: Tensor, context: PredictorContext = context
+        ) -> tuple[Tensor, Tensor]:
+            context.begin(index)
+            reconstructed = []
+            for (_, planned), x in zip(plan.layers[index].sites, (keys, values), strict=True):
+                flat = planned.reconstruct(by_token(x).float(), context)
+                context.add(flat)
+                by_head = planned.grouping.merge(flat.unflatten(0, (1, 1, -1)))
+                reconstructed.append(by_head.to(x))
+            return reconstructed[0], reconstructed[1]
+
+        layers = range(len(plan.layers))
+        with replaced(decoder.model, reconstruct, layers=layers, sinks=plan.sinks):
+            losses.append(float(divergence(exact, log_probabilities(decoder.model, tokens))))
+    sample = torch.tensor(losses, dtype=torch.float64)
+    error = float(sample.std()) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+    measured = replace(plan.provenance, measured_nats=float(sample.mean()), measured_error=error)
+    return replace(plan, provenance=measured)
 
 
 def _cost(errors: Tensor, moments: SiteMoments) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -48,6 +48,10 @@ class Estimate:
         model.
     stock_bytes : int
         Bytes per token of the uncompressed cache.
+    frontier : dict of str to float
+        Loss in nats per token within some amounts of work (`CompressionPlan.work`), of recipes that
+        have such a budget: that of a rate-distortion calculation on a few sequences, which
+        measured losses exceed.
     """
 
     seconds: dict[str, float]
@@ -55,6 +59,7 @@ class Estimate:
     activation_bytes: int
     cache_bytes: float
     stock_bytes: int
+    frontier: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

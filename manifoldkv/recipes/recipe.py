@@ -32,6 +32,8 @@ class Recipe(ABC):
 
     in_sixteen_bits: ClassVar[bool] = False
     """Whether a ratio compares bytes to a cache in 16 bits, for any dtype of the model."""
+    meets_nats: ClassVar[bool] = False
+    """Whether a plan can be asked for by its loss."""
     tuning_steps = 0
 
     def with_ranks(self, ranks: RankRule | str) -> Self:

@@ -1,0 +1,74 @@
+"""The smallest plan whose measured loss stays below a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from math import log
+
+from manifoldkv.errors import ArgumentError
+from manifoldkv.plan.plan import CompressionPlan
+
+LOG = logging.getLogger(__name__)
+
+FIRST_RATIO, SMALLEST_RATIO, LARGEST_RATIO = 1 / 8, 1 / 64, 0.75
+SLOPE = -25.0
+"""Change of the logarithm of the loss with the ratio: four bits of every latent are a quarter of a
+cache in 16 bits, and every bit divides the loss by about four."""
+TRIES = 5
+CLOSE = 0.85
+"""Share of the limit that a loss must reach for a plan to be the smallest."""
+
+
+def smallest_plan(plan_at: Callable[[float], CompressionPlan], nats: float) -> CompressionPlan:
+    """Return the plan of the smallest ratio among those tried whose loss is below a limit.
+
+    The logarithm of the loss is nearly linear in the ratio: the next ratio is where a line through
+    the last two, or of slope `SLOPE`, reaches the limit.
+
+    Parameters
+    ----------
+    plan_at : callable
+        Function of a ratio that returns a plan with a measured loss.
+    nats : float
+        Limit of the measured loss, per token.
+
+    Raises
+    ------
+    ArgumentError
+        If no plan stays below.
+    """
+    tried: dict[float, float] = {}
+    best: CompressionPlan | None = None
+    ratio = FIRST_RATIO
+    for _ in range(TRIES):
+        plan = plan_at(ratio)
+        loss = plan.provenance.measured_nats
+        assert loss is not None
+        LOG.info("ratio %.4f loses %.4f nats per token", ratio, loss)
+        tried[ratio] = max(loss, 1e-9)
+        if loss <= nats and (best is None or plan.ratio < best.ratio):
+            best = plan
+        if CLOSE * nats <= loss <= nats or ratio in (SMALLEST_RATIO, LARGEST_RATIO):
+            break
+        ratio = _next_ratio(tried, nats)
+    if best is None:
+        least = min(tried.values())
+        raise ArgumentError(
+            f"nats must be >= {least:.3g} for this model and text, got {nats:g}: the largest cache "
+            f"tried, of ratio {max(tried):.3g}, loses that much"
+        )
+    return best
+
+
+def _next_ratio(tried: dict[float, float], nats: float) -> float:
+    """Return the ratio where the loss is expected to be a little below the limit."""
+    aim = log(nats * (1 + CLOSE) / 2)
+    by_distance = sorted(tried, key=lambda ratio: abs(log(tried[ratio]) - aim))
+    nearest, slope = by_distance[0], SLOPE
+    if len(by_distance) > 1:
+        other = by_distance[1]
+        measured = (log(tried[nearest]) - log(tried[other])) / (nearest - other)
+        slope = min(measured, SLOPE / 5)  # noise must not turn the line
+    ratio = nearest + (aim - log(tried[nearest])) / slope
+    return min(max(ratio, SMALLEST_RATIO), LARGEST_RATIO)
