@@ -27,33 +27,41 @@ Packed = tuple[View, View, Array, Array]
 Tile = tuple[int, int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Sums may be reordered; NaN and inf are kept, which rules out nnan and ninf.
-_FLAGS = {"contract", "reassoc", "arcp", "nsz"}
-_inner: Callable[[Function], Function] = numba.njit(
-    fastmath=_FLAGS, nogil=True, error_model="numpy"
-)
+_OPTIONS = {
+    # Sums may be reordered; NaN and inf are kept, which rules out nnan and ninf.
+    "fastmath": {"contract", "reassoc", "arcp", "nsz"},
+    "error_model": "numpy",
+    "nogil": True,
+    # Counts of references to slices would take half of the time; so kernels allocate nothing.
+    "_nrt": False,
+}
+_inner: Callable[[Function], Function] = numba.njit(**_OPTIONS)
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
 _PACKED = Tuple((Tuple((uint8[::1], int64, int64)), _VIEW, int64[:, :, ::1], _FLOATS))
 _KEYS = Tuple((_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1]))
-_ROWS = float32[:, :, :, ::1]
+_ROWS, _SCRATCH = float32[:, :, :, ::1], Tuple((float32[::1], uint8[::1]))
 
 
 def _kernel(*signature: Any) -> Callable[[Function], Function]:
     """Return a decorator that compiles a kernel at once, cached on disk."""
-    return numba.njit(
-        void(*signature, int64, int64), cache=True, fastmath=_FLAGS, nogil=True, error_model="numpy"
-    )
+    return numba.njit(void(*signature, int64, int64), cache=True, **_OPTIONS)
 
 
-@_inner
+@numba.njit(inline="always", **_OPTIONS)
 def _row(view: View, tile: Tile, row: int) -> Array:
     """Return a row of a view in a tile, (tokens,)."""
     flat, batch_stride, row_stride = view
     batch, start, tokens = tile
     first = batch * batch_stride + row * row_stride + start
     return flat[first : first + tokens]
+
+
+@_inner
+def _copy(out: Array, row: Array) -> None:
+    for t in range(len(row)):
+        out[t] = row[t]
 
 
 @_inner
@@ -121,37 +129,26 @@ def _add_one(out: Array, first: int, source: Array, weight: float, tokens: int) 
 
 
 @_inner
-def _add_product(
-    out: Array, offsets: Array, source: Array, matrix: tuple[Array, int, int], k: int, tokens: int
-) -> None:
-    """Add a matrix times k source rows to the rows of `out` at some offsets.
+def _add_product(out: View, slots: Array, source: Array, matrix: View, k: int, tokens: int) -> None:
+    """Add a matrix times k source rows to rows of `out`.
 
-    The matrix is its flat weights, the first of them, and the stride of rows.
+    Both are a flat array, the index of the first element and the stride of rows.
     """
+    target, base, step = out
     weights, start, stride = matrix
-    pairs, fours = len(offsets) // 2 * 2, k // 4 * 4
+    pairs, fours = len(slots) // 2 * 2, k // 4 * 4
     for i in range(0, pairs, 2):
+        first, second = base + slots[i] * step, base + slots[i + 1] * step
         a, b = start + i * stride, start + (i + 1) * stride
         for j in range(0, fours, 4):
             x = source[j * TILE : (j + 4) * TILE]
-            _add_two_by_four(out, offsets[i], offsets[i + 1], x, weights, a + j, b + j, tokens)
-    for i in range(len(offsets)):
-        a = start + i * stride
+            _add_two_by_four(target, first, second, x, weights, a + j, b + j, tokens)
+    for i in range(len(slots)):
+        first, a = base + slots[i] * step, start + i * stride
         for j in range(0, 0 if i < pairs else fours, 4):
-            _add_four(out, offsets[i], source[j * TILE : (j + 4) * TILE], weights, a + j, tokens)
+            _add_four(target, first, source[j * TILE : (j + 4) * TILE], weights, a + j, tokens)
         for j in range(fours, k):
-            x = source[j * TILE : (j + 1) * TILE]
-            _add_one(out, offsets[i], x, weights[a + j], tokens)
-
-
-@_inner
-def _predict(predicted: View, matrix: Array, tile: Tile, keys: Array, source: Array) -> None:
-    """Add the prediction of some features, whose matrix is (features, p), to scratch rows."""
-    features, p = matrix.shape
-    for i in range(p):
-        source[i * TILE : i * TILE + tile[2]] = _row(predicted, tile, i)
-    offsets = np.arange(features) * TILE
-    _add_product(keys, offsets, source, (matrix.reshape(-1), 0, p), p, tile[2])
+            _add_one(target, first, source[j * TILE : (j + 1) * TILE], weights[a + j], tokens)
 
 
 @_inner
@@ -171,22 +168,7 @@ def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned:
             x[t] = turned[t]
 
 
-@_inner
-def _score(queries: Array, segments: Array, tile: Tile, keys: Array, out: Array) -> None:
-    """Add products of query rows (B, H_kv, R, d) and scratch rows to `out`, (B, H_kv, R, n)."""
-    batch, start, tokens = tile
-    _, heads, rows, n = out.shape
-    head_dim, flat_queries, flat_out = queries.shape[3], queries.reshape(-1), out.reshape(-1)
-    for i in range(len(segments)):
-        head, feature, slot, count = segments[i]
-        row = (batch * heads + head) * rows
-        matrix = flat_queries, row * head_dim + feature, head_dim
-        offsets = np.arange(row, row + rows) * n + start
-        source = keys[slot * TILE : (slot + count) * TILE]
-        _add_product(flat_out, offsets, source, matrix, count, tokens)
-
-
-@_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, _ROWS)
+@_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, int64[::1], _SCRATCH, _ROWS)
 def scores(
     queries: Array,
     packed: Packed,
@@ -194,35 +176,49 @@ def scores(
     predicted: View,
     cos: View,
     sin: View,
+    numbers: Array,
+    scratch: tuple[Array, Array],
     out: Array,
     first: int,
     stop: int,
 ) -> None:
-    """Add the scores of tokens first to stop; angles are views of (B, rotary dimension, n)."""
+    """Add the scores of tokens first to stop.
+
+    Angles are views of (B, rotary dimension, n), `numbers` counts from 0 to the most rows, and
+    scratch is rows for D keys and for the latents or the predictions, and a row of integers.
+    """
     groups, blocks, slots, weights, segments, pairs, mean, predictor = tables
-    p = predictor.shape[1]
-    keys = np.empty(len(mean) * TILE, mean.dtype)
-    latents = np.empty(max(p, len(packed[3])) * TILE, mean.dtype)
-    turned, integers = np.empty(TILE, mean.dtype), np.empty(TILE, np.uint8)
-    for batch in range(len(queries)):
+    batches, heads, rows, n = out.shape
+    head_dim, p = queries.shape[3], predictor.shape[1]
+    keys, latents, integers = scratch[0], scratch[0][len(mean) * TILE :], scratch[1]
+    for batch in range(batches):
         for start in range(first, stop, TILE):
-            tokens = min(TILE, stop - start)
-            tile = batch, start, tokens
+            tile = batch, start, min(TILE, stop - start)
+            tokens = tile[2]
             for g in range(len(groups) - 1):
-                of_blocks, of_features = (
-                    slice(groups[g, 0], groups[g + 1, 0]),
-                    slice(groups[g, 1], groups[g + 1, 1]),
-                )
-                for i, offset in enumerate(mean[of_features]):
-                    keys[i * TILE : i * TILE + tokens] = offset
-                for row, rows, latent, k, weight in blocks[of_blocks]:
+                block, feature, segment, pair = groups[g]
+                next_block, next_feature, next_segment, next_pair = groups[g + 1]
+                for i in range(next_feature - feature):
+                    keys[i * TILE : i * TILE + tokens] = mean[feature + i]
+                for i in range(block, next_block):
+                    row, count, latent, k, weight = blocks[i]
                     _unpack_scaled(packed, latent, latent + k, tile, latents, integers)
-                    offsets = slots[row : row + rows] * TILE
-                    _add_product(keys, offsets, latents, (weights, weight, k), k, tokens)
+                    used = slots[row : row + count]
+                    _add_product((keys, 0, TILE), used, latents, (weights, weight, k), k, tokens)
                 if p:
-                    _predict(predicted, predictor[of_features], tile, keys, latents)
-                _rotate(keys, pairs[groups[g, 3] : groups[g + 1, 3]], cos, sin, tile, turned)
-                _score(queries, segments[groups[g, 2] : groups[g + 1, 2]], tile, keys, out)
+                    for i in range(p):
+                        _copy(latents[i * TILE :], _row(predicted, tile, i))
+                    used = numbers[: next_feature - feature]
+                    matrix = predictor.reshape(-1), feature * p, p
+                    _add_product((keys, 0, TILE), used, latents, matrix, p, tokens)
+                _rotate(keys, pairs[pair:next_pair], cos, sin, tile, latents)
+                for i in range(segment, next_segment):
+                    head, feature, slot, count = segments[i]
+                    row = (batch * heads + head) * rows
+                    source = keys[slot * TILE : (slot + count) * TILE]
+                    matrix = queries.reshape(-1), row * head_dim + feature, head_dim
+                    target = out.reshape(-1), row * n + start, n
+                    _add_product(target, numbers[:rows], source, matrix, count, tokens)
 
 
 @_inner
@@ -265,12 +261,21 @@ def _add_dots(
             _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
 
 
-@_kernel(_VIEW, _PACKED, float32[:, :, ::1])
-def mix(weights: View, packed: Packed, out: Array, first: int, stop: int) -> None:
-    """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n)."""
+@_kernel(_VIEW, _PACKED, _SCRATCH, float32[:, :, ::1])
+def mix(
+    weights: View,
+    packed: Packed,
+    scratch: tuple[Array, Array],
+    out: Array,
+    first: int,
+    stop: int,
+) -> None:
+    """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n).
+
+    Scratch is rows for the weights and 4 more, and a row of integers.
+    """
     batches, rows, r = out.shape
-    scaled, latents = np.empty(rows * TILE, out.dtype), np.empty(4 * TILE, out.dtype)
-    integers, centres = np.empty(TILE, np.uint8), packed[3]
+    scaled, latents, integers = scratch[0], scratch[0][rows * TILE :], scratch[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
             tokens = min(TILE, stop - start)
@@ -284,20 +289,31 @@ def mix(weights: View, packed: Packed, out: Array, first: int, stop: int) -> Non
                 count = min(4, r - column)
                 for i in range(count):
                     _unpack(packed, column + i, tile, integers)
-                    latent, centre = latents[i * TILE :], centres[column + i]
+                    latent, centre = latents[i * TILE :], packed[3][column + i]
                     for t in range(tokens):
                         latent[t] = np.float32(integers[t]) - centre
                 _add_dots(out[batch], column, count, scaled, rows, latents, tokens)
 
 
-@_kernel(_PACKED, float32[:, ::1], _VIEW, int64)
-def project(packed: Packed, matrix: Array, out: View, batches: int, first: int, stop: int) -> None:
-    """Add the products of a matrix and the latents of tokens first to stop to (B, p, n)."""
-    p, r = matrix.shape
-    latents, integers = np.empty(r * TILE, matrix.dtype), np.empty(TILE, np.uint8)
+@_kernel(_PACKED, float32[:, ::1], int64[::1], _SCRATCH, _VIEW, int64)
+def project(
+    packed: Packed,
+    matrix: Array,
+    numbers: Array,
+    scratch: tuple[Array, Array],
+    out: View,
+    batches: int,
+    first: int,
+    stop: int,
+) -> None:
+    """Add the products of a matrix and the latents of tokens first to stop to (B, p, n).
+
+    `numbers` counts from 0 to p, and scratch is rows for the latents and a row of integers.
+    """
+    r = matrix.shape[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
-            _unpack_scaled(packed, 0, r, tile, latents, integers)
-            offsets = batch * out[1] + np.arange(p) * out[2] + start
-            _add_product(out[0], offsets, latents, (matrix.reshape(-1), 0, r), r, tile[2])
+            _unpack_scaled(packed, 0, r, tile, scratch[0], scratch[1])
+            target = out[0], batch * out[1] + start, out[2]
+            _add_product(target, numbers, scratch[0], (matrix.reshape(-1), 0, r), r, tile[2])

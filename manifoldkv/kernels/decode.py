@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,9 +75,14 @@ def scores(
     out = queries.new_zeros(*queries.shape[:3], codes.shape[2])
     predicted = queries[..., 0] if predicted is None else predicted  # of which no row is read
     views = _view(predicted), _view(cos.mT), _view(sin.mT)
-    packed = _packed(codes, scales, tables.latents)
-    arguments = queries.numpy(), packed, tables.arrays, *views, out.numpy()
-    _in_parts(codes.shape[2], partial(_kernels().scores, *arguments))
+    numbers = np.arange(max(len(tables.mean), queries.shape[2]))
+    packed, kernel = _packed(codes, scales, tables.latents), _kernels().scores
+    arguments = queries.numpy(), packed, tables.arrays, *views, numbers
+
+    def add(first: int, stop: int) -> None:
+        kernel(*arguments, _scratch(tables.scratch_rows), out.numpy(), first, stop)
+
+    _in_parts(codes.shape[2], add)
     return out
 
 
@@ -94,12 +100,12 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, tables: LatentTables) ->
     arguments = _view(weights), _packed(codes, scales, tables)
     kernel, parts = _kernels().mix, []
 
-    def add_part(first: int, stop: int) -> None:
+    def add(first: int, stop: int) -> None:
         part = weights.new_zeros(shape)
-        kernel(*arguments, part.numpy(), first, stop)
+        kernel(*arguments, _scratch(shape[1] + 4), part.numpy(), first, stop)
         parts.append(part)
 
-    _in_parts(codes.shape[2], add_part)
+    _in_parts(codes.shape[2], add)
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
 
@@ -119,8 +125,19 @@ def project(
     """
     if out.stride(2) != 1:
         raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
-    arguments = _packed(codes, scales, tables), matrix.contiguous().numpy(), _view(out), len(out)
-    _in_parts(codes.shape[2], partial(_kernels().project, *arguments))
+    packed, kernel = _packed(codes, scales, tables), _kernels().project
+    arguments = packed, matrix.contiguous().numpy(), np.arange(len(matrix))
+
+    def add(first: int, stop: int) -> None:
+        kernel(*arguments, _scratch(len(tables.fields)), _view(out), len(out), first, stop)
+
+    _in_parts(codes.shape[2], add)
+
+
+def _scratch(rows: int) -> tuple[Array, Array]:
+    """Return rows of numbers and a row of integers for a tile of tokens."""
+    tile = _kernels().TILE
+    return np.empty(rows * tile, np.float32), np.empty(tile, np.uint8)
 
 
 def _view(x: Tensor) -> tuple[Array, int, int]:

@@ -149,6 +149,11 @@ class KeyTables:
         tensors = (self.groups, self.blocks, self.slots, self.weights, self.segments, self.pairs)
         return tuple(x.numpy() for x in (*tensors, self.mean, self.predictor))
 
+    @cached_property
+    def scratch_rows(self) -> int:
+        """Return the rows of a tile: keys, and latents of a block, predictions or a rotated row."""
+        return len(self.mean) + max(1, self.predictor.shape[1], *self.blocks[:, 3].tolist())
+
     def multiplications(self, rows: int) -> int:
         """Return the multiplications per token of `scores` with some query rows per KV head."""
         rebuilt = len(self.latents.fields) + len(self.weights) + self.predictor.numel()
