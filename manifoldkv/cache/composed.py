@@ -166,10 +166,11 @@ class _NewTokens:
         x = x.to(self.basis.working)
         predicted = self._predicted(context)
         residual = x if predicted is None else x - predicted
-        store.append(self.basis.latents_of_groups(residual.unsqueeze(1)))
+        latents = self.basis.latents_of_groups(residual.unsqueeze(1))
         if not self._is_input:
+            store.append(latents)
             return x[:0]
-        latents = store.read(len(store) - x.shape[1], len(store))
+        latents = store.append_and_read(latents)
         reconstruction = self.basis.up_project_groups(latents)[:, 0]
         return reconstruction if predicted is None else reconstruction + predicted
 

@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.kernels.decode import is_available
+from manifoldkv.kernels.quantize import QuantizerTables, quantize
+from manifoldkv.kernels.tables import LatentTables
 
 
 class MixedWidthStore(Store):
@@ -35,6 +40,16 @@ class MixedWidthStore(Store):
         self._deviation = quantizer.deviation[:stored].to(device).unsqueeze(1)
         self._factor = self._step * quantizer.gain[:stored].to(device).unsqueeze(1)
         self._dtype = dtype
+        self._tables: QuantizerTables | None = None
+        if device.type == "cpu" and dtype == torch.float32 and is_available():
+            latents = LatentTables.of(self._planes, bits)
+            self._tables = QuantizerTables(
+                latents,
+                quantizer.deviation[:stored],
+                quantizer.step[:stored],
+                quantizer.gain[:stored],
+                bytes_per_token=quantizer.nbytes(1, stored, 1) - SCALE_BYTES,
+            )
         self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
         self._scales = GrowingTensor(dim=3)  # (B, 1, 1, n)
         self.parts = [self._codes, self._scales]
@@ -43,6 +58,9 @@ class MixedWidthStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
+        if self._tables is not None:
+            self.append_and_read(latents)
+            return
         x = latents.mT[:, :, : self._stored].float()  # (B, 1, stored, m)
         scales = (x / self._deviation).square().mean(dim=2, keepdim=True).sqrt()
         scales = scales.clamp(max=torch.finfo(torch.float16).max).half()
@@ -51,6 +69,16 @@ class MixedWidthStore(Store):
         codes = (x / self._step).floor() + self._half
         codes = codes.clamp(min=0).minimum(2 * self._half - 1).to(torch.uint8)
         self._codes.append(self._planes.pack(codes))
+
+    def append_and_read(self, latents: Tensor) -> Tensor:
+        if self._tables is None:
+            return super().append_and_read(latents)
+        stored = latents[:, 0, :, : self._stored].float()
+        codes, scales, found = quantize(stored, self._tables)
+        self._scales.append(scales[:, None, None])
+        self._codes.append(codes.unsqueeze(1))
+        found = functional.pad(found, (0, self._features - self._stored))
+        return found.unsqueeze(1).to(self._dtype)
 
     def packed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return packed integers (B, bytes, t) and scales (B, t) of some tokens, both views."""

@@ -164,6 +164,11 @@ class Store(ABC):
         _, _, latents = next(self.tiles(start, stop - start))
         return latents[:, :, : stop - start]
 
+    def append_and_read(self, latents: Tensor) -> Tensor:
+        """Append tokens (B, G, m, features), and return their reconstructed latents."""
+        self.append(latents)
+        return self.read(len(self) - latents.shape[2], len(self))
+
     def pieces(self, count: int) -> list[int]:
         """Split `count` new tokens so that appending the parts equals appending single tokens."""
         return [count]

@@ -152,7 +152,7 @@ class CompressionPlan(OnHub):
         pairs = ((layer.key.basis, layer.value.basis) for layer in self.layers)
         return dict(enumerate(pairs))
 
-    @property
+    @cached_property
     def predictor_depth(self) -> int | None:
         """Return how many layers below are inputs of predictors, at most; None without any."""
         depths = [s.predictor.depth for s in self._sites if s.predictor is not None]
