@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -117,11 +118,11 @@ def bits_plan(
     *,
     widths: tuple[int, ...] = WIDTHS,
     sinks: int = 4,
-    below: int | None = None,
     **settings: Any,
 ) -> CompressionPlan:
-    """Rank and bits from one budget, nothing predicted unless it is asked for."""
-    return compress(model, tokens, recipe=BitRecipe(sinks, below, widths), **settings)
+    """Rank and bits from one budget, nothing predicted and keys in one block."""
+    recipe = BitRecipe(sinks, inf, widths, bands=(None,), depth=None)
+    return compress(model, tokens, recipe=recipe, **settings)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:

@@ -102,10 +102,10 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Return the number of features of a head that are rotated; 0 without a known rotation."""
         try:
-            like = torch.zeros((), device=self.devices[0])
-            return self.angles(0, torch.zeros(1, 1, dtype=torch.int64), like)[0].shape[-1]
+            _, signs = self._rotated_pairs()
         except ModelError:
             return 0
+        return int(signs.count_nonzero())
 
     def frequencies(self) -> list[int]:
         """Return the index of the frequency of every feature of a head, (d,).
@@ -117,10 +117,15 @@ class Decoder:
         ModelError
             If the model has no `rotary_embedding`, or rotates other than pairs of features.
         """
-        self.rotary_embedding  # noqa: B018 - refuses a model without one
-        rotate = rotation_of(self.layers[0])
-        partners, _ = rotated_pairs(rotate, self.head_dim, self.rotary_dim)
+        partners, _ = self._rotated_pairs()
         return frequencies_of(partners)
+
+    def _rotated_pairs(self) -> tuple[Tensor, Tensor]:
+        """Return `rotated_pairs` of the first layer."""
+        like = torch.zeros((), device=self.devices[0])
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
+        angles = self.angles(0, positions, like)[0].shape[-1]
+        return rotated_pairs(rotation_of(self.layers[0]), self.head_dim, angles)
 
     @property
     def attentions(self) -> tuple[Any, ...]:

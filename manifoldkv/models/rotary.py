@@ -74,11 +74,12 @@ def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
     return rotate_halves if agrees else rotate
 
 
-def rotated_pairs(rotate: Rotate, head_dim: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
+def rotated_pairs(rotate: Rotate, head_dim: int, angles: int) -> tuple[Tensor, Tensor]:
     """Return partner and sign of every feature of a head, (d,), int64 and float32.
 
     Rotated feature f is ``x[f] · cos[f] + sign[f] · x[partner[f]] · sin[f]``; the partner of a
-    feature that is not rotated is itself, with sign 0.
+    feature that is not rotated is itself, with sign 0. Where a model has one of the `angles` for
+    every pair of features, their index is f modulo `angles`.
 
     Raises
     ------
@@ -86,8 +87,11 @@ def rotated_pairs(rotate: Rotate, head_dim: int, rotary_dim: int) -> tuple[Tenso
         If a rotation is not of this form.
     """
     units = torch.eye(head_dim).view(1, 1, head_dim, head_dim)  # one token for every feature
-    zeros, ones = torch.zeros(1, head_dim, rotary_dim), torch.ones(1, head_dim, rotary_dim)
-    turned = rotate(units, zeros, ones)[0, 0].mT  # (d, d), output by input
+    zeros, ones = torch.zeros(1, head_dim, angles), torch.ones(1, head_dim, angles)
+    try:
+        turned = rotate(units, zeros, ones)[0, 0].mT  # (d, d), output by input
+    except RuntimeError as error:  # the layer rotates some features that it cuts out itself
+        raise ModelError("the model rotates keys other than in pairs of features") from error
     partner = turned.abs().argmax(dim=1)
     sign = turned.gather(1, partner.unsqueeze(1)).squeeze(1)
     rotated = rotate(units, zeros, zeros)[0, 0].diagonal() == 0
@@ -96,7 +100,7 @@ def rotated_pairs(rotate: Rotate, head_dim: int, rotary_dim: int) -> tuple[Tenso
     expected = torch.zeros_like(turned)
     expected[features, partner] = torch.where(rotated, sign, 1.0)
     pairs = bool((partner[partner] == features).all()) and bool((sign[rotated].abs() == 1).all())
-    if not pairs or not torch.equal(turned, expected) or int(rotated.sum()) != rotary_dim:
+    if not pairs or not torch.equal(turned, expected) or int(rotated.sum()) not in (angles, 2 * angles):
         raise ModelError("the model rotates keys other than in pairs of features")
     return partner, sign
 

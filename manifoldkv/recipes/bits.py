@@ -156,7 +156,8 @@ class BitRecipe(CodedRecipe[Bits]):
 
     def least_work(self, decoder: Decoder) -> float:
         """Return the work within which a plan for a model exists at any ratio."""
-        blocks = [blocks_of(decoder.frequencies(), decoder.kv_heads, band) for band in self.bands]
+        pairs = [feature // 2 for feature in range(decoder.head_dim)]  # in any order
+        blocks = [blocks_of(pairs, decoder.kv_heads, band) for band in self.bands]
         features, heads = decoder.features, decoder.query_heads
         rebuilt = min(sum(len(x) ** 2 for x in one) if one else features**2 for one in blocks)
         rotated = 2 * decoder.rotary_dim * decoder.kv_heads
