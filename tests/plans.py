@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -11,10 +12,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
+from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import WIDTHS
+from manifoldkv.coding.predictor import Input, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
+from manifoldkv.coding.transform import SiteDesign
 from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import fingerprint
@@ -24,6 +28,10 @@ from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
+from manifoldkv.recipes.coded import Designs
+from manifoldkv.recipes.coded_run import CodedRun
+from manifoldkv.recipes.menu import blocks_of
+from tests.families import tiny_tokens
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
 PROVENANCE = Provenance("tiny", "tokens", 4, 12, 12, RECIPE, 0, 1.0, {"manifoldkv": "0"}, 1)
@@ -123,6 +131,60 @@ def bits_plan(
     """Rank and bits from one budget, nothing predicted and keys in one block."""
     recipe = BitRecipe(sinks, inf, widths, bands=(None,), depth=None)
     return compress(model, tokens, recipe=recipe, **settings)
+
+
+REACH = 2
+"""Layers below that the predictors of `DESIGNS` have as inputs, where there are as many."""
+DESIGNS: dict[str, int | None] = {
+    "dense": None,
+    "own keys": 1,
+    "keys below": 2,
+    "chain": None,
+    "low-rank chain": 1,
+}
+"""Frequencies per block of keys, by kind of design: of values predicted from the keys of their
+layer; from those of the layers below too; of keys and values predicted from all sites below."""
+
+
+def designs_of(kind: str, below: int) -> tuple[SiteDesign, SiteDesign]:
+    """Inputs and ranks of keys and values with `below` layers below."""
+    if "chain" in kind:
+        rank = 4 if kind == "low-rank chain" else None
+        keys, values = all_inputs("key", below), all_inputs("value", below)
+        return SiteDesign(keys, rank=rank if keys else None), SiteDesign(values, rank=rank)
+    layers = {"dense": 0, "own keys": 1, "keys below": below + 1}[kind]
+    inputs: tuple[Input, ...] = tuple((one, "key") for one in range(layers))
+    return SiteDesign(), SiteDesign(inputs)
+
+
+@dataclass(frozen=True)
+class DesignedRecipe(BitRecipe):
+    """Bits of transforms of one of the `DESIGNS`, whatever another one would save."""
+
+    kind: str = "dense"
+
+    def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Any]:
+        blocks = blocks_of(decoder.frequencies(), decoder.kv_heads, DESIGNS[self.kind])
+        sites: list[SiteDesign] = []
+        for index in range(len(decoder.layers)):
+            keys, values = designs_of(self.kind, min(REACH, layers_below(run.windows, index)))
+            sites += [replace(keys, blocks=blocks), values]
+        return Designs(sites, rounds=2)
+
+
+def designed_plan(
+    model: PreTrainedModel,
+    kind: str,
+    tokens: Tensor | None = None,
+    *,
+    sinks: int = 4,
+    ratio: float = 0.4,
+    context: int = 256,
+) -> CompressionPlan:
+    """The plan of one of the `DESIGNS`, made on a few hundred random tokens if none are given."""
+    tokens = tiny_tokens(12, 32) if tokens is None else tokens
+    recipe = DesignedRecipe(sinks, inf, kind=kind)
+    return compress(model, tokens, recipe=recipe, ratio=ratio, context=context)
 
 
 def projected_by_loops(x: Tensor, basis: Basis) -> Tensor:

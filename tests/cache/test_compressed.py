@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
+from manifoldkv.cache import sites as cache_sites
 from manifoldkv.errors import CacheError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
@@ -143,7 +144,7 @@ def test_tiles_and_blocks_of_queries_change_nothing(
     model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
     plan = random_plan(model, rotary=rotary)
     whole = steps(model, plan, tokens, [LONG])
-    monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), whole)
     assert_equal(steps(model, plan, tokens, [9, 1, 4]), whole)
@@ -156,7 +157,7 @@ class TestManyQueries:
     def many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_attention, "MANY_QUERIES", 2)
         monkeypatch.setattr(cache_attention, "MASKED_AT_A_TIME", LONG * 6)
-        monkeypatch.setattr(cache_attention, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+        monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
 
     @pytest.mark.parametrize("rotary", ROTARIES)
     @pytest.mark.parametrize("family", KINDS)

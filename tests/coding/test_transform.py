@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.moments import SiteMoments
-from manifoldkv.coding.transform import PREDICTION_RIDGE, WeightedKLT, weighted_klt
+from manifoldkv.coding.regression import PREDICTION_RIDGE
+from manifoldkv.coding.transform import WeightedKLT, weighted_klt
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
 

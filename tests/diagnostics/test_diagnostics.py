@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from manifoldkv import (
     RECIPES,
-    BitRecipe,
     Codec,
     CompressionPlan,
     Quantization,
@@ -30,7 +29,7 @@ from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.recipes.full_rank import full_rank_plan
 from manifoldkv.testing import HEAD_DIM, random_basis, tiny_activations
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import random_plan
+from tests.plans import designed_plan, random_plan
 from tests.short_recipes import short
 from tests.stored import some_tokens, stored_model, stored_plan
 
@@ -140,9 +139,7 @@ LLAMA_PLANS: dict[str, Callable[[PreTrainedModel], CompressionPlan]] = {
     if name != "stored"
 }
 LLAMA_PLANS |= {
-    "best of two layers": partial(
-        compress, tokens=tiny_tokens(8, 24), recipe=BitRecipe(sinks=2, below=2), ratio=0.3
-    ),
+    "low-rank chain": partial(designed_plan, kind="low-rank chain", sinks=2, ratio=0.3),
     "sinks": partial(random_plan, sinks=3),
     "sinks after rotation": partial(random_plan, sinks=2, rotary="post"),
     "static": partial(random_plan, quantization=Quantization(3, "static", group_size=2)),
@@ -152,7 +149,7 @@ LLAMA_PLANS |= {
 PLANS = [("llama", name, plan) for name, plan in LLAMA_PLANS.items()] + [
     (family, name, LLAMA_PLANS[name])
     for family in ("gemma2", "gemma3", "gpt-oss", "mistral")
-    for name in ("best", "sinks after rotation", "static")
+    for name in ("low-rank chain", "sinks after rotation", "static")
 ]
 
 

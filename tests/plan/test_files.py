@@ -232,10 +232,10 @@ class TestDamagedFiles:
 
     def test_the_format_of_an_earlier_version_is_refused(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path) / "plan.json"
-        path.write_text(path.read_text().replace('"format": 7', '"format": 6'))
+        path.write_text(path.read_text().replace('"format": 8', '"format": 7'))
         with pytest.raises(
             PlanError,
-            match=r"plan\.json has format 6, this version of manifoldkv reads format 7: make the "
+            match=r"plan\.json has format 7, this version of manifoldkv reads format 8: make the "
             "plan again",
         ):
             CompressionPlan.load(tmp_path)

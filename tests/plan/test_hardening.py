@@ -26,7 +26,7 @@ from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
 from manifoldkv.recipes.rounding import quantize
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import bits_plan, random_plan
+from tests.plans import designed_plan, random_plan
 
 MANY = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -56,7 +56,7 @@ def saved_files(kind: str, folder: Path) -> tuple[dict[str, Any], bytes]:
     if kind == "sinks":
         plan = random_plan(model, sinks=2, rotary="post")
     if kind == "coded":
-        plan = bits_plan(model, tiny_tokens(3, 24), ratio=0.4, below=1)
+        plan = designed_plan(model, "low-rank chain", tiny_tokens(3, 24))
     if kind in ("static", "token"):
         plan = quantize(plan, model, tokens, Quantization(4, kind))
     plan.save(folder)
@@ -172,7 +172,7 @@ def test_any_bytes_of_tensors(plans, kind: str, folder: Path, data: st.DataObjec
 
 
 NUMBERS = (0.0, float("nan"), float("inf"), 1e300, 3e38, -1.0)
-PARTS = ("step", "mean", "deviation", "gain", "predictor")
+PARTS = ("step", "mean", "deviation", "gain", "predictor", "expansion")
 OF_A_LAYER = {
     "static": ("key.down", "value.down", "key.ranges"),
     "coded": ("key.down", "value.up", *(f"value.{part}" for part in PARTS)),

@@ -14,7 +14,7 @@ from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import any_basis, bits_plan, random_plan
+from tests.plans import any_basis, designed_plan, random_plan
 from tests.stored import stored_plan
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def plan_named(name: str) -> CompressionPlan:
     if name == "coded":
-        return bits_plan(tiny_model("llama"), tiny_tokens(3, 24), ratio=0.4, below=1)
+        return designed_plan(tiny_model("llama"), "low-rank chain", tiny_tokens(3, 24))
     if name == "stored":
         return stored_plan()
     return random_plan(tiny_model("gemma2" if name == "windows" else "llama"), **PLANS[name])

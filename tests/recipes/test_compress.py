@@ -164,7 +164,7 @@ class TestText:
 class TestRefusedBeforeAnyWork:
     def test_unknown_names(self) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens()
-        with pytest.raises(ArgumentError, match="unknown recipe 'nothing'; known: best, bits"):
+        with pytest.raises(ArgumentError, match="unknown recipe 'nothing'; known: bits, best"):
             compress(model, tokens, recipe="nothing")
         with pytest.raises(ArgumentError, match="unknown rank rule"):
             compress(model, tokens, recipe="low-rank", ranks="greedy")

@@ -7,6 +7,7 @@ from manifoldkv import RECIPES, BitRecipe, RankRecipe
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.offloading import load_offloaded
 from manifoldkv.ranks import RANK_RULES
+from manifoldkv.recipes.coded import REACH
 from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 
@@ -25,14 +26,14 @@ def test_parts_that_a_recipe_has_take_time(recipe: str, rule: str) -> None:
 
 def test_bits_take_time_for_moments_and_for_quantisers() -> None:
     model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
-    recipe = BitRecipe(below=None)
+    recipe = BitRecipe(depth=None)
     found = estimate(model, tokens, ratio=0.5, recipe=recipe)
     assert min(found.seconds[part] for part in ("capture", "bases", "ranks")) > 0
     assert found.seconds["tuning"] == 0
     assert found.activation_bytes == 6 * 16 * 4 * (3 + 2) * 32
-    predicted = estimate(model, tokens, ratio=0.5, recipe=BitRecipe(below=1))
-    given_back = 2 * 2 * 16  # keys and values of two layers
-    assert predicted.activation_bytes == found.activation_bytes + 6 * 16 * 4 * given_back
+    predicted = estimate(model, tokens, ratio=0.5, recipe=BitRecipe(depth=1))
+    inputs = 2 * REACH * 16  # keys and values of the layers that are predicted from
+    assert predicted.activation_bytes == found.activation_bytes + 6 * 16 * 4 * inputs
     assert predicted.seconds["capture"] > 0
     assert found.cache_bytes == found.stock_bytes / 2
     with pytest.raises(ArgumentError, match="too small"):

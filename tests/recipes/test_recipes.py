@@ -55,9 +55,12 @@ def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
         CompressionConfig(recipe="best", quantization=Quantization(4))
     with pytest.raises(ArgumentError, match="increase from 0 to at most 8"):
         BitRecipe(widths=(2, 4))
-    for name in ("sinks", "below"):
+    for name in ("sinks", "depth"):
         with pytest.raises(ArgumentError, match=f"{name} must be >= 0, got -1"):
             BitRecipe(**{name: -1})
+    for bands in ((), (0,), (None, -2)):
+        with pytest.raises(ArgumentError, match="bands must be positive numbers of frequencies"):
+            BitRecipe(bands=bands)
     for recipe in ("best", "stored"):
         with pytest.raises(PlanError, match="stores keys before rotation"):
             CompressionConfig(recipe=recipe, rotary="post")
@@ -86,7 +89,7 @@ def test_python_and_the_command_line_have_the_same_default() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="unknown recipe 'nothing'; known: best, bits"):
+    with pytest.raises(ArgumentError, match="unknown recipe 'nothing'; known: bits, best"):
         recipe_named("nothing")
     with pytest.raises(ArgumentError, match=r"unknown rank rule .best.; known: .*uniform"):
         RankRecipe("k-svd", "closed-form", ranks="best")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifoldkv import Quantization, compress, quantize, tune
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.tables import NARROWEST, entropy_coded, find_step
 from manifoldkv.coding.transform import weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
@@ -63,7 +64,7 @@ def test_the_reconstruction_of_zeros_is_a_prediction_by_others() -> None:
     site = weighted_klt(moments, x, inputs, samples=TOKENS, folds=4)
 
     def reconstruct(step: float) -> Tensor:
-        return StoredRecipe().reconstruct(site, step, 0, None, x, [])
+        return StoredRecipe().reconstruct(site, step, x, None, PredictorContext(None, ()))
 
     found = reconstruct(1e6).double().numpy()
     all_x, all_inputs = x.double().numpy(), inputs.double().numpy()

@@ -21,7 +21,7 @@ from manifoldkv.recipes import tune as tuning
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from tests.families import KINDS, tiny_model, tiny_tokens
-from tests.plans import bits_plan, random_plan
+from tests.plans import designed_plan, random_plan
 
 
 def lost(model, plan: CompressionPlan, tokens: torch.Tensor) -> float:
@@ -146,8 +146,8 @@ def test_impossible_starts_are_refused() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
     with pytest.raises(PlanError, match=r"8-bit integers in .* cannot be tuned: tune a plan of"):
         tune(model, random_plan(model, quantization=Quantization(8)), tokens)
-    for below in (None, 1):
-        coded = bits_plan(model, tokens, ratio=0.5, below=below)
+    for kind in ("dense", "chain"):
+        coded = designed_plan(model, kind, tokens, ratio=0.5)
         with pytest.raises(PlanError, match=r"quantised latents \(mixed widths\) cannot be tuned"):
             tune(model, coded, tokens, steps=1)
     with pytest.raises(PlanError):
