@@ -196,13 +196,9 @@ def _block_transform(
     fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the projections of a transform, (D, D) each, latents by falling variance."""
-    if not blocks:
-        root, inverse = square_roots(fisher)
-        directions = torch.linalg.eigh(root @ second @ root).eigenvectors.flip(-1)
-        return root @ directions, inverse @ directions
     down, up = torch.zeros_like(second), torch.zeros_like(second)
     variances, start = [], 0
-    for block in blocks:
+    for block in blocks or (torch.arange(len(second)),):
         root, inverse = square_roots(fisher[block][:, block])
         values, directions = torch.linalg.eigh(root @ second[block][:, block] @ root)
         columns = torch.arange(start, start + len(block))

@@ -1,12 +1,13 @@
 """Predictions of a site: least squares, and what they leave of tokens they have not seen."""
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.coding.regression import PREDICTION_RIDGE
-from manifoldkv.coding.transform import WeightedKLT, weighted_klt
+from manifoldkv.coding.transform import SiteDesign, WeightedKLT, spectrum, weighted_klt
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
 
@@ -74,3 +75,67 @@ def test_folds_promise_what_other_text_leaves() -> None:
     truth = float(left.square().mean())
     assert once < 0.75 < 1.2 < truth
     assert 0.85 * truth < crossed < 1.2 * truth
+
+
+def coloured_site() -> tuple[SiteMoments, Tensor]:
+    """A site whose features are correlated, and cost errors differently."""
+    generator = torch.Generator().manual_seed(3)
+    mixing = torch.randn(FEATURES, FEATURES, generator=generator, dtype=torch.float64)
+    x = torch.randn(TOKENS, FEATURES, generator=generator, dtype=torch.float64) @ mixing + 2
+    costs = torch.randn(FEATURES, 2 * FEATURES, generator=generator, dtype=torch.float64)
+    mean = x.mean(dim=0)
+    covariance = (x - mean).mT @ (x - mean) / TOKENS
+    return SiteMoments(mean, covariance, costs @ costs.mT, TOKENS), x
+
+
+BLOCKS = (torch.tensor([0, 3]), torch.tensor([5, 1]), torch.tensor([2, 4]))
+ONE_BLOCK = (torch.arange(FEATURES),)
+
+
+def test_one_block_of_all_features_is_no_block() -> None:
+    moments, x = coloured_site()
+    whole, one = (
+        weighted_klt(moments, x, design=SiteDesign(blocks=blocks)) for blocks in ((), ONE_BLOCK)
+    )
+    for part in ("down", "up", "mean", "latents"):
+        assert torch.equal(getattr(whole, part), getattr(one, part))
+
+
+@pytest.mark.parametrize("blocks", [(), ONE_BLOCK, BLOCKS])
+def test_blocks_are_transforms_of_their_own(blocks: tuple[Tensor, ...]) -> None:
+    """Inverse to each other, 0 elsewhere, with latents of the variances that were promised."""
+    moments, x = coloured_site()
+    site = weighted_klt(moments, x, design=SiteDesign(blocks=blocks))
+    identity = torch.eye(FEATURES, dtype=torch.float64)
+    torch.testing.assert_close(site.up.mT @ site.down, identity)
+    variances, rows = spectrum(moments.fisher, moments.covariance, blocks)
+    torch.testing.assert_close(site.latents.square().mean(dim=0), variances)
+    assert (variances.diff() <= 0).all()
+    assert torch.equal(rows, site.rows)
+    block_of = torch.empty(FEATURES, dtype=torch.int64)
+    for index, block in enumerate(blocks or ONE_BLOCK):
+        block_of[block] = index
+    for part in (site.down, site.up):
+        of_latent = block_of[part.abs().argmax(dim=0)]
+        assert (part[block_of.unsqueeze(1) != of_latent] == 0).all()
+    second = site.latents.mT @ site.latents / TOKENS
+    same = of_latent.unsqueeze(1) == of_latent
+    torch.testing.assert_close(second[same], second.diagonal().diag()[same])
+
+
+def test_a_prediction_of_low_rank_leaves_what_its_factors_leave() -> None:
+    moments, x, inputs, _ = some_site()
+    full = weighted_klt(moments, x, inputs)
+    for rank in (1, FEATURES):
+        site = weighted_klt(moments, x, inputs, design=SiteDesign(rank=rank))
+        assert site.weights is not None
+        assert site.expansion is not None
+        assert full.weights is not None
+        assert site.weights.shape == (INPUTS, rank)
+        weights = site.weights @ site.expansion
+        residuals = x.double() - site.mean - inputs.double() @ weights
+        np.testing.assert_allclose(left_of(site), residuals.numpy(), atol=1e-4)
+        torch.testing.assert_close(
+            residuals.mean(dim=0), torch.zeros(FEATURES).double(), atol=1e-4, rtol=0
+        )
+    torch.testing.assert_close(weights, full.weights)
