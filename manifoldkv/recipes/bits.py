@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +149,10 @@ class BitRecipe(CodedRecipe[Bits]):
         super().check(decoder, tokens, config)
         least = self.least_work(decoder)
         if self.work < least:
+            least = ceil(100 * least) / 100  # a number to take over
             raise ArgumentError(
-                f"work must be >= {least:.3g}, got {self.work:g}: a decode step on the cheapest "
-                f"plan for this model multiplies {least:.3g} times as often as stock attention"
+                f"work must be >= {least:g}, got {self.work:g}: a decode step on the cheapest "
+                f"plan for this model multiplies {least:g} times as often as stock attention"
             )
 
     def least_work(self, decoder: Decoder) -> float:

@@ -1,0 +1,115 @@
+"""Choices under two budgets: against all there are."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifoldkv.coding.predictor import Input
+from manifoldkv.coding.transform import SiteDesign
+from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork, gaussian_costs
+
+LATENTS, WIDTHS = 2, 9
+CACHED = 3
+
+
+def choice(variances: list[float], rows: int, fixed: float, inputs: tuple[Input, ...]) -> Choice:
+    return Choice(
+        SiteDesign(inputs),
+        torch.tensor(sorted(variances, reverse=True), dtype=torch.float64),
+        torch.full((LATENTS,), rows),
+        1.0,
+        fixed,
+        tuple((one, 2.0) for one in inputs),
+    )
+
+
+@st.composite
+def menus(draw: st.DrawFn, layers: int = 1, *, linked: bool = True) -> Menu:
+    """Two choices for keys and for values, which may multiply the latents of keys below."""
+    variances = st.lists(st.floats(0.01, 10), min_size=LATENTS, max_size=LATENTS)
+    sites = []
+    for layer in range(layers):
+        keys = [choice(draw(variances), draw(st.integers(1, 16)), 1.0, ()) for _ in range(2)]
+        inputs = tuple((below, "key") for below in range(layer + 1)) if linked else ()
+        values = [choice(draw(variances), 0, 0.0, one) for one in ((), inputs)]
+        sites += [keys, values]
+    return Menu(sites, [CACHED] * len(sites))
+
+
+def free(menu: Menu) -> Chosen:
+    return menu.best(np.inf, np.inf)
+
+
+def brute_force(menu: Menu) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cost, bits and multiplications of all choices and widths of a menu of one layer."""
+    found = []
+    for keys, values in itertools.product(*menu.sites):
+        costs = [gaussian_costs(one.variances).numpy() for one in (keys, values)]
+        widths = np.indices([WIDTHS] * 2 * LATENTS).reshape(2 * LATENTS, -1)  # (latents, all)
+        nats = sum(costs[i // LATENTS][i % LATENTS, w] for i, w in enumerate(widths))
+        stored = widths > 0
+        work = keys.fixed + values.fixed + (stored[:LATENTS] * (keys.rows[0].item() + 1)).sum(0)
+        work = work + stored[LATENTS:].sum(0)
+        for (_, of), times in values.mixed:
+            assert of == "key"
+            work = work + times * stored[:LATENTS].sum(0)
+        found.append((nats, widths.sum(0) * CACHED, work * CACHED))
+    nats, bits, work = (np.concatenate(part) for part in zip(*found, strict=True))
+    return nats, bits, work
+
+
+def taken(menu: Menu, chosen: Chosen) -> tuple[float, float]:
+    """Bits and multiplications of what was chosen, by the widths that its prices allow."""
+    stored, bits = [], 0
+    for site, index in zip(menu.sites, chosen.indices, strict=True):
+        one = site[index]
+        costs = gaussian_costs(one.variances)
+        prices = costs + chosen.bit_price * CACHED * torch.arange(WIDTHS)
+        per_latent = one.rows.double() + one.mixing
+        prices[:, 1:] += chosen.work_price * CACHED * per_latent.unsqueeze(1)
+        widths = prices.argmin(dim=1)
+        stored.append(widths > 0)
+        bits += int(widths.sum()) * CACHED
+    choices = [site[index] for site, index in zip(menu.sites, chosen.indices, strict=True)]
+    step = StepWork.of(choices, menu.cached, 0.0, 0.0)
+    return bits, step.total(stored, [one.rows for one in choices])
+
+
+SHARES = st.floats(0.05, 1.2)
+
+
+@given(linked=st.booleans(), data=st.data(), bits=SHARES, work=SHARES)
+def test_choices_are_within_both_budgets_and_no_others_are_better(
+    linked: bool, data: st.DataObject, bits: float, work: float
+) -> None:
+    """Everett's theorem: nothing that takes as much or less of both costs less.
+
+    It holds for sites that are apart. The latents of keys are chosen before the values that
+    multiply them, so that linked ones are only within the budgets.
+    """
+    menu = data.draw(menus(linked=linked))
+    most_bits, most_work = taken(menu, free(menu))
+    most_bits, most_work = bits * most_bits, 2 * CACHED + work * most_work
+    chosen = menu.best(most_bits, most_work)
+    used_bits, used_work = taken(menu, chosen)
+    assert used_bits <= most_bits
+    assert used_work <= most_work
+    assert chosen.work == pytest.approx(used_work)
+    nats, all_bits, all_work = brute_force(menu)
+    assert chosen.nats >= nats[(all_bits <= most_bits) & (all_work <= most_work)].min() - 1e-9
+    if not linked:
+        as_much = (all_bits <= used_bits) & (all_work <= used_work + 1e-9)
+        assert chosen.nats <= nats[as_much].min() + 1e-9
+
+
+@settings(max_examples=10)
+@given(menu=menus(layers=2, linked=False), bits=SHARES, work=st.tuples(SHARES, SHARES))
+def test_more_work_never_loses_more(menu: Menu, bits: float, work: tuple[float, float]) -> None:
+    most_bits, most_work = taken(menu, free(menu))
+    limits = [2 * CACHED + share * most_work for share in sorted(work)]
+    less, more = (menu.best(bits * most_bits, limit) for limit in limits)
+    assert more.nats <= less.nats + 1e-9
