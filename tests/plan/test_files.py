@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class TestSaveAndLoad:
         assert loaded.provenance == plan.provenance
         assert loaded.config_hash == plan.config_hash
         assert loaded.nbytes(50) == plan.nbytes(50)
+        assert (loaded.shape, loaded.work) == (plan.shape, plan.work)
         for found, expected in zip(loaded.layers, plan.layers, strict=True):
             assert found == expected
             assert hash(found) == hash(expected)
@@ -158,6 +160,58 @@ class TestDamagedFiles:
         layers[1][name] = value
         with pytest.raises(PlanError):
             CompressionPlan.load(self.rewritten(tmp_path, layers=layers))
+
+    @pytest.mark.parametrize(
+        ("inputs", "said"),
+        [
+            ([[-1, "key"], [1, "value"]], r"predictor has the impossible input \(-1, 'key'\)"),
+            ([[10**30, "key"], [1, "value"]], "predictor has the impossible input"),
+            ([[1.0, "key"], [1, "value"]], "predictor has the impossible input"),
+            ([[True, "key"], [1, "value"]], "predictor has the impossible input"),
+            ([[1, "query"], [1, "value"]], "predictor has the impossible input"),
+            ([[1, ["key"]], [1, "value"]], "predictor has the impossible input|is damaged"),
+            ([[1, "key"], [1, "key"]], "predictor must have different inputs"),
+            ([[0, "key"], [1, "value"]], "layer 1 key: predicted from the keys 0 layers below"),
+            ([[0, "value"], [1, "value"]], "layer 1 key: predicted from the values 0 layers below"),
+            ([[2, "key"], [1, "value"]], "must be from at most 1 layers below"),
+            ([[1, "key"]], "of 16 features from 1 sites must have 16 rows, got 32"),
+            ([], "predictor must have different inputs"),
+            ([[1], [1, "value"]], "is damaged"),
+            (None, "is damaged"),
+            ("ab", "is damaged"),
+        ],
+    )
+    def test_impossible_inputs_of_a_predictor(self, inputs: Any, said: str, tmp_path: Path) -> None:
+        self.refused_with(
+            tmp_path, said, lambda found: found["layers"][1]["key"].update(predictor=inputs)
+        )
+
+    @pytest.mark.parametrize(
+        ("shape", "said"),
+        [
+            ({"query_heads": 0}, "query heads must be a multiple of 2 KV heads, got 0"),
+            ({"query_heads": 5}, "query heads must be a multiple of 2 KV heads, got 5"),
+            ({"query_heads": -2}, "query_heads -2 is not an integer between 0 and"),
+            ({"query_heads": 4.0}, "query_heads 4.0 is not an integer between 0 and"),
+            ({"query_heads": 10**30}, "query_heads 10+ is not an integer between 0 and"),
+            ({"rotary_dim": 9}, "rotary_dim must be between 0 and head_dim 8, got 9"),
+            ({"rotary_dim": None}, "rotary_dim None is not an integer between 0 and"),
+        ],
+    )
+    def test_impossible_shapes_of_attention(
+        self, shape: dict[str, Any], said: str, tmp_path: Path
+    ) -> None:
+        self.refused_with(tmp_path, said, lambda found: found["attention"].update(shape))
+
+    def refused_with(
+        self, folder: Path, said: str, change: Callable[[dict[str, Any]], None]
+    ) -> None:
+        path = self.saved(folder, "coded") / "plan.json"
+        description = json.loads(path.read_text())
+        change(description)
+        path.write_text(json.dumps(signed(description)))
+        with pytest.raises(PlanError, match=said):
+            CompressionPlan.load(folder)
 
     @pytest.mark.parametrize("predicted", ["0.1", 1, float("nan"), float("inf"), [0.1], {}])
     def test_a_prediction_that_is_no_number_is_refused(

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def plan_named(name: str) -> CompressionPlan:
     if name == "coded":
         return designed_plan(tiny_model("llama"), "low-rank chain", tiny_tokens(3, 24))

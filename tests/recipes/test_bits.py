@@ -90,6 +90,8 @@ def test_the_budget_is_never_exceeded(
     assert plan.work <= recipe.work * (1 + 1e-12)
     used = {int(b) for layer in plan.layers for _, s in layer.sites for b in s.quantizer.bits}
     assert used <= set(widths)
+    predictors = [s.predictor for layer in plan.layers for _, s in layer.sites]
+    assert all(one is None or one.expansion is None or one.rank < 16 for one in predictors)
 
 
 class Measured(NamedTuple):
