@@ -100,7 +100,8 @@ def rotated_pairs(rotate: Rotate, head_dim: int, angles: int) -> tuple[Tensor, T
     expected = torch.zeros_like(turned)
     expected[features, partner] = torch.where(rotated, sign, 1.0)
     pairs = bool((partner[partner] == features).all()) and bool((sign[rotated].abs() == 1).all())
-    if not pairs or not torch.equal(turned, expected) or int(rotated.sum()) not in (angles, 2 * angles):
+    pairs = pairs and torch.equal(turned, expected)
+    if not pairs or int(rotated.sum()) not in (angles, 2 * angles):
         raise ModelError("the model rotates keys other than in pairs of features")
     return partner, sign
 

@@ -39,7 +39,7 @@ class LinearMap:
         return LinearMap(maps, self.mean @ weights)
 
     def below(self, layers: int) -> LinearMap:
-        """Return the map as it is seen from a layer higher up."""
+        """Return the map with sites counted from a layer higher up."""
         return LinearMap({(b + layers, site): x for (b, site), x in self.maps.items()}, self.mean)
 
     def __add__(self, other: LinearMap) -> LinearMap:

@@ -58,7 +58,7 @@ def multiplications(
     """Return the multiplications of a cached token of a layer in a decode step of one sequence.
 
     Counted are scales of latents, maps of latents to keys, predictions, the rotation of keys,
-    scores and mixtures. What a step multiplies once, whatever the number of tokens, is not.
+    scores and mixtures. Products that do not grow with the number of tokens are not.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ class Choice:
     mixing : float
         Further multiplications of a stored latent at its own site.
     fixed : float
-        Multiplications per cached token whatever is stored.
+        Multiplications per cached token that do not depend on the stored latents.
     mixed : tuple of (Input, float)
         Sites of which each stored latent is multiplied further, and how often.
     """
@@ -58,7 +58,7 @@ class StepWork:
     Parameters
     ----------
     fixed : list of float
-        Per cached token whatever is stored, by site.
+        Per cached token, those that do not depend on the stored latents, by site.
     uses : list of float
         Of every stored latent by predictions and mixtures, at its own site and at others, by site.
     cached : list of int

@@ -42,8 +42,8 @@ def test_a_call_without_a_cache_is_compressed() -> None:
 
 def test_nothing_is_left_of_a_block_that_could_not_begin() -> None:
     model = tiny_model("llama")
-    plan = random_plan(model)
     del model.model.rotary_emb
+    plan = random_plan(model)
     with pytest.raises(ModelError, match="no rotary_emb"), compressed(model, plan):
         pass
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
