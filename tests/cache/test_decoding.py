@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldkv import CompressionPlan, compressed
+from manifoldkv.basis import Site
+from manifoldkv.cache import compiled, running
 from manifoldkv.cache import sites as cache_sites
 from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.composed import ComposedSites
@@ -80,6 +82,23 @@ def designed(kind: str, family: str = "llama") -> Callable[[], CompressionPlan]:
     return partial(designed_plan, tiny_model(family, torch.float32), kind, sinks=0)
 
 
+def beyond_kernels(plan: CompressionPlan, index: int) -> int:
+    """Multiplications of torch for a token of a layer less those of the kernels, which are counted.
+
+    Kernels multiply steps and gains into the maps, the scales of mixed latents into the weights,
+    and a prediction of full rank by the identity.
+    """
+
+    def latents(site: Site) -> list[int]:
+        used = sources(plan.layers, index, site)
+        return [dict(plan.layers[index - below].sites)[of].latents for below, of in used]
+
+    of_values = sum(2 * count - plan.shape.query_heads for count in latents("value"))
+    key = plan.layers[index].key
+    identity = 0 if key.predictor is None else key.features**2
+    return sum(latents("key")) + of_values - identity
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -94,11 +113,11 @@ def designed(kind: str, family: str = "llama") -> Callable[[], CompressionPlan]:
 def test_the_work_of_a_plan_is_what_torch_multiplies(
     make: Callable[[], CompressionPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the multiplication, but for what a compiled kernel saves and torch does not.
+    """To the multiplication, but for what compiled kernels do in another way (`beyond_kernels`).
 
-    Steps and gains of latents are multiplied for every token here; a kernel multiplies them into
-    the maps. Blocks of keys are zeros of a dense matrix here, so that no plan has bands.
+    Blocks of keys are zeros of a dense matrix here, so that no plan has bands.
     """
+    monkeypatch.setattr(running, "can_compile", lambda dtype, device: False)
     plan = make()
     few, many = (decoded(plan, tokens, monkeypatch) for tokens in (FEW, MANY))
     total = stock = 0
@@ -106,26 +125,30 @@ def test_the_work_of_a_plan_is_what_torch_multiplies(
         difference = many[index].multiplications - few[index].multiplications
         per_token, remainder = divmod(difference, MANY - FEW)
         assert remainder == 0
-        steps = sum(
-            getattr(plan.layers[index - below], of).latents
-            for site in ("key", "value")
-            for below, of in sources(plan.layers, index, site)
-            if plan.variable_width
-        )
         expected = multiplications(plan.layers, index, plan.shape, plan.rotary)
-        assert per_token - steps == expected
+        assert per_token == expected + (beyond_kernels(plan, index) if plan.variable_width else 0)
         total += expected
         stock += stock_multiplications(layer, plan.shape)
     assert plan.work == pytest.approx(total / stock)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("kind", DESIGNS)
 def test_no_tensor_of_a_step_holds_keys_or_values_of_all_tokens(
-    kind: str, family: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles are of 8 tokens of 16 features. A text in one tile shows that they would be seen."""
+    """Tiles of torch are of 8 tokens of 16 features; a text in one tile shows that they are seen.
+
+    Compiled kernels hold tiles of predictions of keys alone, which are smaller by their rank.
+    """
+    if by_kernels:
+        pytest.importorskip("numba")
+        monkeypatch.setattr(compiled, "TOKENS_AT_A_TIME", 8)
+    else:
+        monkeypatch.setattr(running, "can_compile", lambda dtype, device: False)
+    family = "llama" if by_kernels else "gpt-oss"
     plan = designed(kind, family)()
-    assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) >= 16 * MANY
+    if not by_kernels:
+        assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) >= 16 * MANY
     monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 16 * 8)
     assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) < 16 * MANY

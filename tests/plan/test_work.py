@@ -38,7 +38,7 @@ def test_the_work_of_bands_by_hand() -> None:
             total += layer.key.latents * (rows + 1) + 2 * 16 + 4 * 8
             below = {"dense": (), "own keys": (0,), "keys below": range(index + 1)}[kind]
             mixed = [plan.layers[index - one].key for one in below]
-            total += sum(5 * site.latents for site in [layer.value, *mixed])
+            total += sum(4 * (1 + site.latents) for site in [layer.value, *mixed])
         assert plan.work == pytest.approx(total / (3 * 2 * 4 * 8))
 
 

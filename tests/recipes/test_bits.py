@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Measured
     )
     stock = perplexity(model, held_out)
 
+    @cache
     def measure(
         sequences: int, ratio: float, depth: int | None = None, work: float = inf
     ) -> Measured:
@@ -146,12 +148,14 @@ def test_more_bytes_lose_less_and_theory_says_how_much(measured) -> None:
         assert 0.9 < each.diverged / each.predicted < 1.7
 
 
-def test_prediction_loses_less_than_half_and_more_work_less(measured) -> None:
-    """At equal bytes: 0.026 instead of 0.071 when it was written, and 0.085 within work of 4."""
-    within_four, free = (measured(16, 1 / 8, depth=2, work=work) for work in (4.0, inf))
-    assert 0 < free.lost < measured(16, 1 / 8).lost / 2
-    assert free.lost < within_four.lost / 2
-    assert free.predicted < within_four.predicted
+def test_predictions_and_work_save_half_of_the_loss(measured) -> None:
+    """At equal bytes: 0.040 instead of 0.081 when it was written, and 0.086 within work of 4."""
+    dense = measured(8, 1 / 8)
+    within_four, free = (measured(8, 1 / 8, depth=2, work=work) for work in (4.0, inf))
+    for other in (dense, within_four):
+        assert 0 < free.lost < 0.6 * other.lost
+        assert free.diverged < other.diverged / 2
+        assert free.predicted < 0.6 * other.predicted
 
 
 @pytest.mark.parametrize("name", ["k-svd", "eigen-attention", "kq-svd"])
