@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.kernels import decode
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -154,6 +155,17 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
     expected = out[..., 1:-2] + matrix @ site.latents
     project(site.codes, site.scales, site.tables, matrix, out[..., 1:-2])
     assert_close(out[..., 1:-2], expected)
+
+
+def test_a_missing_numba_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    decode.is_available.cache_clear()
+    assert not decode.is_available()
+    assert not decode.is_available()
+    decode.is_available.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
