@@ -18,7 +18,7 @@ import numpy as np
 from numba import float32, int64, uint8, void
 from numba.types import Tuple
 
-TILE = 256
+TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
 
 Array = np.ndarray[Any, Any]
@@ -36,6 +36,7 @@ _OPTIONS = {
     "_nrt": False,
 }
 _inner: Callable[[Function], Function] = numba.njit(**_OPTIONS)
+_inlined: Callable[[Function], Function] = numba.njit(inline="always", **_OPTIONS)
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
@@ -49,7 +50,7 @@ def _kernel(*signature: Any) -> Callable[[Function], Function]:
     return numba.njit(void(*signature, int64, int64), cache=True, **_OPTIONS)
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@_inlined
 def _row(view: View, tile: Tile, row: int) -> Array:
     """Return a row of a view in a tile, (tokens,)."""
     flat, batch_stride, row_stride = view

@@ -42,6 +42,7 @@ def is_available() -> bool:
 
 @cache
 def _kernels() -> ModuleType:
+    logger.info("loading the decode kernels, which are compiled once per machine, in about 10 s")
     from manifoldkv.kernels import cpu
 
     return cpu

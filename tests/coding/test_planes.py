@@ -43,3 +43,14 @@ def test_tokens_side_by_side_do_not_mix() -> None:
     planes, integers = BitPlanes(widths, CPU), drawn(widths, 0)
     alone = [planes.pack(integers[..., token : token + 1]) for token in range(5)]
     assert torch.equal(torch.cat(alone, dim=-1), planes.pack(integers))
+
+
+@given(WIDTHS)
+def test_fields_say_where_bits_are(widths: list[int]) -> None:
+    planes, integers = BitPlanes(widths, CPU), drawn(widths, 0)
+    packed, found = planes.pack(integers), torch.zeros_like(integers)
+    for index, fields in enumerate(planes.fields().tolist()):
+        for row, right, mask, left in fields:
+            if mask:
+                found[:, :, index] |= (packed[:, :, row] >> right & mask) << left
+    assert torch.equal(found, integers)

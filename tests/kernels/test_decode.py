@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
 
+import numba
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.kernels import decode
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -149,3 +155,124 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
     expected = out[..., 1:-2] + matrix @ site.latents
     project(site.codes, site.scales, site.tables, matrix, out[..., 1:-2])
     assert_close(out[..., 1:-2], expected)
+
+
+def test_a_missing_numba_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    decode.is_available.cache_clear()
+    assert not decode.is_available()
+    assert not decode.is_available()
+    decode.is_available.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_a_rotation_is_derived_from_its_function(rotation: tuple[Rotate, int]) -> None:
+    rotate, rotary_dim = rotation
+    found = Rotation.of(rotate, HEAD_DIM, rotary_dim)
+    assert found is not None
+    cos, sin = drawn_angles(1, 1, rotary_dim)
+    x = normal(1, 1, 1, HEAD_DIM)
+    torch.testing.assert_close(rotate(x, cos, sin), x @ found.matrix(cos[0, 0], sin[0, 0]).T)
+
+
+def test_other_functions_are_no_rotations() -> None:
+    def mixes_three(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_halves(x, cos, sin) + x.roll(1, -1)
+
+    def mirrors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + x.roll(HEAD_DIM // 2, -1) * sin
+
+    for function in (mixes_three, mirrors):
+        assert Rotation.of(function, HEAD_DIM, HEAD_DIM) is None
+
+
+class Counted:
+    """A number that counts the multiplications of all of its kind."""
+
+    __array_ufunc__ = None
+    multiplications = 0
+
+    def __add__(self, other: object) -> Counted:
+        return self
+
+    __radd__ = __sub__ = __rsub__ = __add__
+
+    def __mul__(self, other: object) -> Counted:
+        Counted.multiplications += 1
+        return self
+
+    __rmul__ = __mul__
+
+
+def counted(*shape: int) -> np.ndarray[Any, Any]:
+    return np.full(shape, Counted(), dtype=object)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels as plain Python."""
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    spec = find_spec("manifoldkv.kernels.cpu")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], int, int]:
+    """A view of an array (1, rows, n), as kernels take it."""
+    return x.reshape(-1), 0, x.shape[-1]
+
+
+@pytest.mark.parametrize("up", ["dense", "bands", "gaps"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_multiply_no_more_than_tables_say(
+    interpreted: ModuleType, up: str, rows: int
+) -> None:
+    tokens, predicted, (rotate, rotary_dim) = 3, 5, ROTATIONS[2]
+    site = drawn_site([8, 7, 6, 5, 3, 3, 2, 1, 1], 1, tokens, 0)
+    fields, _ = site.tables.arrays
+    latents = len(fields)
+    rotation = Rotation.of(rotate, HEAD_DIM, rotary_dim)
+    assert rotation is not None
+    matrix, mean = drawn_up(up, latents), normal(HEADS * HEAD_DIM)
+    predictor = normal(len(mean), predicted)
+    keys = KeyTables.of(site.tables, matrix, mean, HEADS, rotation, predictor)
+    codes = rows_of(site.codes.contiguous().numpy())
+    scratch = counted(100 * interpreted.TILE), np.empty(interpreted.TILE, np.uint8)
+    part = scratch, counted(1, rows, latents), 0, tokens
+    numbers, p = np.arange(len(mean)), rows_of(counted(1, rotary_dim, tokens))
+
+    def count(kernel: Callable[..., None], *arguments: object) -> float:
+        Counted.multiplications = 0
+        kernel(*arguments)
+        return Counted.multiplications / tokens
+
+    packed = codes, rows_of(counted(1, 1, tokens)), fields, counted(latents)
+    used, _ = keys.latents.arrays
+    tables = [counted(*x.shape) if x.dtype == np.float32 else x for x in keys.arrays]
+    found = count(
+        interpreted.scores,
+        counted(1, HEADS, rows, HEAD_DIM),
+        (*packed[:2], used, counted(len(used))),
+        tables,
+        rows_of(counted(1, predicted, tokens)),
+        p,
+        p,
+        numbers,
+        scratch,
+        counted(1, HEADS, rows, tokens),
+        0,
+        tokens,
+    )
+    assert found == keys.multiplications(rows)
+    found = count(interpreted.mix, rows_of(counted(1, rows, tokens)), packed, *part)
+    assert found == site.tables.multiplications(rows)
+    out = rows_of(counted(1, rows, tokens))
+    by_row = counted(rows, latents), np.arange(rows)
+    found = count(interpreted.project, packed, *by_row, scratch, out, 1, 0, tokens)
+    assert found == site.tables.projection_multiplications(rows)
