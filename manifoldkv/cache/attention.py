@@ -132,6 +132,11 @@ class CachedAttention:
         offset = layer.tokens_held - tokens
         latents = min(own, stop)
         exact, of_sinks = [], None
+        alone = layer.is_croppable  # every token is rounded by itself
+        if layer.sinks.are_first and alone and sees is None and latents == stop:
+            # Their latents are left out, and no mask needs to hide them.
+            skipped = layer.sinks.size
+            return Seen(offset + skipped, latents - skipped, [layer.sinks.seen()], None, skipped)
         if layer.sinks.size:
             if sees is None:
                 sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
@@ -157,6 +162,8 @@ class CachedAttention:
     ) -> Tensor:
         """Return the attention output of some queries (B, H_q, m, d) of a call."""
         batch, heads, rows, head_dim = queries.shape
+        if angles is not None and seen.skipped:
+            angles = angles.of_tokens(seen.skipped, seen.skipped + seen.latents)
         queries = queries.reshape(batch, self._heads, -1, head_dim)  # (B, H_kv, R, d)
         queries = queries * settings.scaling
         if angles is None and not seen.exact and self._sites.fits_kernel(layers[0], settings):

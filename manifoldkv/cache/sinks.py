@@ -30,6 +30,7 @@ class Sinks:
         self.begins = torch.zeros(0, dtype=torch.int64)
         """Slot of the first token of every row, (B,), or of the next token before the first."""
         self._complete = False
+        self._unpadded = False
 
     @property
     def stores(self) -> tuple[ExactStore, ...]:
@@ -78,6 +79,12 @@ class Sinks:
             held = store.newest(slots.shape[1])
             held.copy_(torch.where(new, x, held))
         self._complete = bool((self.begins + self.size <= tokens).all())
+        self._unpadded = not bool(self.begins.any())
+
+    @property
+    def are_first(self) -> bool:
+        """Return whether every row begins with all its sink tokens, without padding."""
+        return self._complete and self._unpadded
 
     def seen(self) -> tuple[Tensor, Tensor]:
         """Return keys, in the dtype of scores, and values, (B, H_kv, s, d) each."""

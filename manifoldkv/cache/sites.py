@@ -34,12 +34,15 @@ class Seen:
         Keys and values of uncompressed tokens, (B, H_kv, t, d) each; keys are rotated.
     mask : Tensor or None
         Visibility of tokens, (B or 1, 1, m, `latents` and all t), bool.
+    skipped : int
+        Number of first tokens whose latents are not visible: they are sink tokens.
     """
 
     offset: int
     latents: int
     exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
+    skipped: int = 0
 
 
 class Sites(ABC):

@@ -25,6 +25,10 @@ class Angles:
         """Rotate the keys (B, H_kv, stop - start, d) of consecutive tokens."""
         return self.rotate(keys, self.cos[:, start:stop], self.sin[:, start:stop])
 
+    def of_tokens(self, start: int, stop: int) -> Angles:
+        """Return the angles of consecutive tokens."""
+        return Angles(self.cos[:, start:stop], self.sin[:, start:stop], self.rotate)
+
     def of_slots(self, keys: Tensor, slots: Tensor) -> Tensor:
         """Rotate keys (B, H_kv, s, d) of the tokens `slots` of each row, (B, s), int64.
 
