@@ -88,6 +88,10 @@ class CachedAttention:
         """
         layer = layers[0]
         count = queries.shape[2]
+        single = count == 1 and mask is None
+        if single and angles is not None and self._sites.decodes(layer, settings):
+            scaling = settings.scaling
+            return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
         visible, _ = layer.get_mask_sizes(count)
         past = visible - count
         outputs, done = [], 0

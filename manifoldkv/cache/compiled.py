@@ -14,11 +14,11 @@ from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import split_tiles, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.predictor import Input
+from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
-from manifoldkv.models.interface import Rotate
+from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.layer import LayerPlan
 
@@ -101,6 +101,39 @@ class CompiledSites(ComposedSites):
         ]
         by_head = torch.cat(mixed, dim=2).unflatten(1, weights.shape[1:3])  # (B, H_kv, R, r)
         return output + by_head @ self._integer_values
+
+    def decodes(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
+        plain = settings.softcap is None and settings.sinks is None
+        return plain and layer.tokens_seen > 0 and (not layer.sinks.size or layer.sinks.are_first)
+
+    def decode(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        angles: Angles,
+        context: PredictorContext,
+    ) -> Tensor:
+        layer, heads = layers[0], self._grouping.heads
+        visible, _ = layer.get_mask_sizes(1)
+        self.store(layer, keys, values, context)
+        skipped = layer.sinks.size
+        seen = Seen(layer.tokens_held - visible + skipped, visible - skipped, [], None)
+        batch, _, _, head_dim = queries.shape
+        by_head = queries.reshape(batch, heads, -1, head_dim).float() * scaling
+        parts = []
+        if skipped:
+            angles = angles.of_tokens(skipped, visible)
+            sink_keys, sink_values = layer.sinks.seen()
+            parts.append(by_head @ sink_keys.mT)  # (B, H_kv, R, s)
+        parts += self.scores(layers, by_head, angles, seen)
+        weights = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).softmax(dim=-1)
+        output = self.mix(layers, weights[..., skipped:], seen)
+        if skipped:
+            output = output + weights[..., :skipped] @ sink_values.float()
+        return output.to(queries.dtype).view(batch, -1, 1, head_dim)
 
     def _tables_of(self, angles: Angles) -> KeyTables | None:
         """Return the tables of keys under a rotation; None for one that is not in pairs."""

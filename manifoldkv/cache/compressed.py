@@ -43,7 +43,6 @@ from manifoldkv.models.interface import (
     AttentionSettings,
     Rotate,
     attend,
-    identity_rotation,
     intercepted,
     rotation_of,
 )
@@ -138,6 +137,7 @@ class _Run:
         self._follow_model()
         self._pass = ForwardPass(type(self._model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
+        self._rotations = [rotation_of(layer) for layer in decoder.layers]
 
     def _follow_model(self) -> None:
         """Move bases to where the layers are now, in the dtype of the model."""
@@ -298,7 +298,7 @@ class _Run:
             cache = self._pass.cache  # gradient checkpointing takes it out of the keywords
             cos, sin = kwargs["position_embeddings"]
             if self._plan.rotary == "pre":
-                kwargs["position_embeddings"] = identity_rotation(cos, *cos.shape[-2:])
+                kwargs["position_embeddings"] = self._pass.identity(cos)
             kwargs["manifoldkv_attend"] = self._attend(index, cache, cos, sin)
             kwargs["past_key_values"] = None  # what is stored is stored by our attention
             return args, kwargs
@@ -324,7 +324,7 @@ class _Run:
                 angles = None
                 rotated = queries
                 if self._plan.rotary == "pre":
-                    rotated = rotation_of(self._decoder.layers[index])(queries, cos, sin)
+                    rotated = self._rotations[index](queries, cos, sin)
                     tokens, _ = layers[0].get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
                 self._pass.context.begin(index)

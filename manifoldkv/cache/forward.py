@@ -6,12 +6,14 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from manifoldkv.cache.layers import CompressedCache
 from manifoldkv.cache.storage import working_dtype
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.errors import CacheError, ModelError
+from manifoldkv.models.interface import identity_rotation
 from manifoldkv.models.rotary import tokens_last
 
 
@@ -44,6 +46,7 @@ class ForwardPass(threading.local):
         self._cache: CompressedCache | None = None
         self._rotary_calls: list[_RotaryCall] = []
         self._angles: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._identities: dict[tuple[torch.device, torch.Size], tuple[Tensor, Tensor]] = {}
         self.attended = 0
         """Number of layers that have attended to the cache."""
         self.context = PredictorContext(None, ())
@@ -59,6 +62,7 @@ class ForwardPass(threading.local):
         self._cache, self.context = None, PredictorContext(None, ())
         self._rotary_calls.clear()
         self._angles.clear()
+        self._identities.clear()
 
     @property
     def cache(self) -> CompressedCache:
@@ -91,6 +95,13 @@ class ForwardPass(threading.local):
             self._cache.append_positions(given["position_ids"])
         rest = tuple(given[name] for name in ("layer_type",) if name in given)
         self._rotary_calls.append(_RotaryCall(module, given["x"], rest, output[0]))
+
+    def identity(self, cos: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotation by angle 0 of as many tokens as `cos` is of, cached."""
+        key = cos.device, cos.shape
+        if key not in self._identities:
+            self._identities[key] = identity_rotation(cos, *cos.shape[-2:])
+        return self._identities[key]
 
     def angles_of_newest(self, tokens: int, cos: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the newest tokens for layers that receive `cos`, cached.

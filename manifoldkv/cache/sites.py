@@ -104,6 +104,39 @@ class Sites(ABC):
     def values(self, layers: Sequence[CompressedLayer], seen: Seen, size: int) -> Iterator[Tensor]:
         """Yield reconstructed values (B, H_kv, t, d) of the visible latents, by tile."""
 
+    def decodes(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
+        """Return whether `decode` can attend for a single new token that sees all tokens."""
+        return False
+
+    def decode(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        angles: Angles,
+        context: PredictorContext,
+    ) -> Tensor:
+        """Store a new token of every sequence, and return its attention output, (B, H_q, 1, d).
+
+        Parameters
+        ----------
+        layers : sequence of CompressedLayer
+            The layer and those below.
+        queries : Tensor
+            Rotated queries, (B, H_q, 1, d).
+        keys, values : Tensor
+            Of the new token, (B, H_kv, 1, d); keys before rotation.
+        scaling : float
+            Factor of scores.
+        angles : Angles
+            Of all tokens that it sees.
+        context : PredictorContext
+            As in `store`.
+        """
+        raise NotImplementedError
+
     def fits_kernel(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
         """Return whether torch's attention kernel can run on the latents of both sites."""
         return False
