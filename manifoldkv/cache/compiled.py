@@ -7,21 +7,25 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.composed import ComposedSites, offset_of, store_of
+from manifoldkv.cache.composed import ComposedSites, NewTokens, offset_of, store_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import split_tiles, working_dtype
+from manifoldkv.cache.storage import constant_dtype, split_tiles, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
+from manifoldkv.kernels.quantize import project as project_few
 from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.site import SitePlan
 
+FEW_TOKENS = 16
+"""Most new tokens that a kernel projects; torch is faster with more."""
 TOKENS_AT_A_TIME = 2048
 """Tokens whose predictions are held at a time."""
 
@@ -60,6 +64,11 @@ class CompiledSites(ComposedSites):
         heads = self._grouping.heads
         self._integer_values = torch.cat(joined, dim=1).unflatten(0, (heads, -1)).mT.contiguous()
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
+
+    def _new_tokens(
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+    ) -> NewTokens:
+        return _CompiledTokens(planned, dtype, device, is_input=is_input)
 
     def scores(
         self,
@@ -149,6 +158,26 @@ class CompiledSites(ComposedSites):
                 tables = KeyTables.of(latents, self._integer_up, mean, heads, rotation, expansion)
             self._key_tables = angles.rotate, tables
         return self._key_tables[1]
+
+
+class _CompiledTokens(NewTokens):
+    """New tokens, a few of which are projected by a kernel."""
+
+    def __init__(
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+    ) -> None:
+        super().__init__(planned, dtype, device, is_input=is_input)
+        self._by_latent = (
+            planned.basis.down[0].mT.to(constant_dtype(dtype)).float().contiguous()
+        )  # (r, D)
+        mean = self._by_latent.new_zeros(planned.features)
+        self._mean = (mean if planned.mean is None else planned.mean.float()).unsqueeze(0)
+
+    def _latents(self, x: Tensor, predicted: Tensor | None) -> Tensor:
+        if x.shape[0] * x.shape[1] > FEW_TOKENS:
+            return super()._latents(x, predicted)
+        expected = self._mean if predicted is None else predicted + self._mean
+        return project_few(x, expected, self._by_latent).unsqueeze(1)
 
 
 def _packed(

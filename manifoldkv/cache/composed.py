@@ -17,10 +17,11 @@ from manifoldkv.cache.latents import RunningBasis, scores_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.sites import Seen, Sites, tile_tokens
 from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
-from manifoldkv.coding.predictor import Input, LinearPredictor, PredictorContext
+from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.composition import key_map, linear_map
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.site import SitePlan
 
 Maps = dict[Input, Tensor]
 """Map of the latents of every site, (features, latents); sites are counted downwards."""
@@ -47,13 +48,7 @@ class ComposedSites(Sites):
         plan = layers[index]
         self._grouping = plan.key.grouping
         self._new = [
-            _NewTokens(
-                RunningBasis(planned.basis, dtype, device, planned.mean),
-                planned.predictor,
-                constant_dtype(dtype),
-                device,
-                is_input=_is_input(layers, index, site),
-            )
+            self._new_tokens(planned, dtype, device, is_input=_is_input(layers, index, site))
             for site, planned in plan.sites
         ]
         self._working = self._new[0].basis.working
@@ -69,6 +64,11 @@ class ComposedSites(Sites):
         self._key_mean = key.mean.to(device, self._working)
         self._value_maps = to_device(value.maps)
         self._value_mean = value.mean.to(device, self._working)
+
+    def _new_tokens(
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+    ) -> NewTokens:
+        return NewTokens(planned, dtype, device, is_input=is_input)
 
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
@@ -140,19 +140,14 @@ class ComposedSites(Sites):
         return self._grouping.merge(x.mT.unsqueeze(1))
 
 
-class _NewTokens:
+class NewTokens:
     """Encoding of new tokens of a site, and their reconstruction if predictors need it."""
 
     def __init__(
-        self,
-        basis: RunningBasis,
-        predictor: LinearPredictor | None,
-        held: torch.dtype,
-        device: torch.device,
-        *,
-        is_input: bool,
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
     ) -> None:
-        self.basis = basis
+        self.basis = RunningBasis(planned.basis, dtype, device, planned.mean)
+        predictor, held = planned.predictor, constant_dtype(dtype)
         self._inputs = () if predictor is None else predictor.inputs
         factors = [] if predictor is None else [predictor.weights, predictor.expansion]
         self._factors = [x.to(device, held) for x in factors if x is not None]
@@ -165,14 +160,18 @@ class _NewTokens:
         """
         x = x.to(self.basis.working)
         predicted = self._predicted(context)
-        residual = x if predicted is None else x - predicted
-        latents = self.basis.latents_of_groups(residual.unsqueeze(1))
+        latents = self._latents(x, predicted)
         if not self._is_input:
             store.append(latents)
             return x[:0]
         latents = store.append_and_read(latents)
         reconstruction = self.basis.up_project_groups(latents)[:, 0]
         return reconstruction if predicted is None else reconstruction + predicted
+
+    def _latents(self, x: Tensor, predicted: Tensor | None) -> Tensor:
+        """Return the latents of keys or values less their prediction, (B, 1, m, r)."""
+        residual = x if predicted is None else x - predicted
+        return self.basis.latents_of_groups(residual.unsqueeze(1))
 
     def _predicted(self, context: PredictorContext) -> Tensor | None:
         if not self._inputs:

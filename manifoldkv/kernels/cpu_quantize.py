@@ -74,3 +74,24 @@ def quantize(
                     codes[batch, fields[i, plane, 0], column] |= uint8(bits << fields[i, plane, 1])
             middle = np.float32(integer) + np.float32(0.5) - half
             out[token, i] = middle * numbers[i, 1] * numbers[i, 3] * scale
+
+
+@numba.njit(
+    void(float32[:, ::1], float32[:, ::1], float32[:, ::1], float32[:, ::1]),
+    cache=True,
+    fastmath={"contract", "reassoc", "nsz"},
+    **_OPTIONS,
+)
+def project(x: Array, expected: Array, down: Array, latents: Array) -> None:
+    """Write the latents of x less the expected x, (tokens, r).
+
+    `expected` is (tokens, D), or (1, D) for all tokens, and `down` is (r, D).
+    """
+    tokens, features = x.shape
+    for token in range(tokens):
+        mean = expected[min(token, len(expected) - 1)]
+        for i in range(len(down)):
+            total = np.float32(0)
+            for f in range(features):
+                total += (x[token, f] - mean[f]) * down[i, f]
+            latents[token, i] = total

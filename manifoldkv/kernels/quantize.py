@@ -47,13 +47,31 @@ def _kernel() -> ModuleType:
     return cpu_quantize
 
 
+def project(x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
+    """Return the latents of a few tokens, (B, m, r), float32.
+
+    Parameters
+    ----------
+    x : Tensor
+        Keys or values with concatenated heads, (B, m, D), float32.
+    expected : Tensor
+        Expected ones, (1, D) or (B, m, D), float32.
+    down : Tensor
+        Projection by latent, (r, D), float32.
+    """
+    latents = torch.empty(*x.shape[:2], len(down))
+    arrays = [y.reshape(-1, y.shape[-1]).numpy() for y in (x, expected, down, latents)]
+    _kernel().project(*arrays)
+    return latents
+
+
 def quantize(latents: Tensor, tables: QuantizerTables) -> tuple[Tensor, Tensor, Tensor]:
     """Return the codes, scales and reconstructions of latents.
 
     Parameters
     ----------
     latents : Tensor
-        (B, m, r), float32.
+        (B, m, r), float32, contiguous.
     tables : QuantizerTables
         Of the r latents.
 
