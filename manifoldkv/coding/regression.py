@@ -122,12 +122,25 @@ def reduced_rank(weights: Tensor, gram: Tensor, fisher: Tensor, rank: int) -> tu
     fisher : Tensor
         Fisher matrix of the predicted site, (D, D).
     rank : int
-        At most D.
+        Features that predict best; all D if larger.
+    """
+    first, second = leading_directions(weights.mT @ gram @ weights, fisher, rank)
+    return weights @ first, second
+
+
+def leading_directions(predicted: Tensor, fisher: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the directions in which a prediction saves most, (D, rank), and their duals (rank, D).
+
+    Parameters
+    ----------
+    predicted : Tensor
+        Second moment of the prediction, (D, D), float64.
+    fisher, rank
+        As in `reduced_rank`.
     """
     root, inverse = square_roots(fisher)
-    scaled = weights @ root
-    directions = torch.linalg.eigh(scaled.mT @ gram @ scaled).eigenvectors.flip(-1)[:, :rank]
-    return scaled @ directions, directions.mT @ inverse
+    directions = torch.linalg.eigh(root @ predicted @ root).eigenvectors.flip(-1)[:, :rank]
+    return root @ directions, directions.mT @ inverse
 
 
 def square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:

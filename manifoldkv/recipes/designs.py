@@ -11,7 +11,7 @@ from torch import Tensor
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
-from manifoldkv.coding.regression import reduced_rank, ridge
+from manifoldkv.coding.regression import leading_directions, ridge
 from manifoldkv.coding.transform import SiteDesign, sampled, spectrum
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded_run import CodedRun
@@ -167,16 +167,17 @@ class _Joint:
         if 2 * len(columns) > self.tokens:
             return []
         gram, crossed = self.gram[columns][:, columns], self.crossed[site][columns]
-        whole = ridge(gram, crossed)
+        weights = ridge(gram, crossed)
+        shared, predicted = weights.mT @ crossed, weights.mT @ gram @ weights  # (D, D) each
         found = []
         for rank in ranks:
-            weights, parameters = whole, float(len(columns))
-            if rank is not None:
-                first, second = reduced_rank(whole, gram, fisher, rank)
-                weights = first @ second
-                parameters *= rank / features
-            part = weights.mT @ crossed
-            residual = covariance - part - part.mT + weights.mT @ gram @ weights
+            residual, parameters = covariance - shared - shared.mT + predicted, len(columns)
+            if rank is not None and rank < features:
+                first, second = leading_directions(predicted, fisher, rank)
+                kept = first @ second
+                part = kept.mT @ shared
+                residual = covariance - part - part.mT + kept.mT @ predicted @ kept
+                parameters = parameters * rank // features
             found.append(residual * (self.tokens + parameters) / (self.tokens - parameters))
         return found
 
