@@ -1,8 +1,9 @@
-"""How much do smaller caches lose? Recipes and baselines on one model, measured in three ways.
+"""How much do smaller caches lose, and how fast are they? Recipes and baselines on one model.
 
     python studies/benchmark.py loss       loss and answers against the bytes of the cache
     python studies/benchmark.py recall     answers that need a token far back
     python studies/benchmark.py storage    size, loss and speed of a cache on disk
+    python studies/benchmark.py speed      time of decode steps and prompts
     python studies/benchmark.py loss --help
 
 Every measurement has its own options; without any it runs on a model of this repository. Methods
@@ -17,9 +18,9 @@ import sys
 from pathlib import Path
 
 import common
-from measurements import loss, recall, storage
+from measurements import loss, recall, speed, storage
 
-MEASUREMENTS = {"loss": loss, "recall": recall, "storage": storage}
+MEASUREMENTS = {"loss": loss, "recall": recall, "storage": storage, "speed": speed}
 
 
 def main() -> int:

@@ -77,8 +77,10 @@ class Parser(argparse.ArgumentParser):
             help=f"{described} ({' '.join(shown) or 'none'})".strip(),
         )
 
-    def add_threads(self) -> None:
-        self.add_argument("--threads", type=int, default=2, help="processor threads (%(default)s)")
+    def add_threads(self, default: int = 2) -> None:
+        self.add_argument(
+            "--threads", type=int, default=default, help="processor threads (%(default)s)"
+        )
 
     def add_device(self) -> None:
         self.add_argument("--device", default="cpu", help="(%(default)s)")

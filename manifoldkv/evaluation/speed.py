@@ -1,10 +1,11 @@
-"""Decoding speed on this machine, with the compressed cache and without."""
+"""Speed on this machine, with the compressed cache and without."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ class DecodeSpeed:
     tokens : int
         Length of the prompt.
     stock_seconds, compressed_seconds : float
-        Time per token with the uncompressed and with the compressed cache.
+        Time of a step with the uncompressed and with the compressed cache.
     time_ratio : float
         Compressed over uncompressed time, median of the ratios of the rounds.
     stock_bytes, compressed_bytes : int
@@ -59,6 +60,26 @@ class DecodeSpeed:
     compressed_working_bytes: int | None
 
 
+@dataclass(frozen=True)
+class PrefillSpeed:
+    """Medians over rounds; in each, the prompt is read into both caches.
+
+    Parameters
+    ----------
+    tokens : int
+        Length of the prompt.
+    stock_seconds, compressed_seconds : float
+        Time of a prompt with the uncompressed and with the compressed cache.
+    time_ratio : float
+        Compressed over uncompressed time, median of the ratios of the rounds.
+    """
+
+    tokens: int
+    stock_seconds: float
+    compressed_seconds: float
+    time_ratio: float
+
+
 @torch.no_grad()
 def decode_speed(
     model: PreTrainedModel,
@@ -67,8 +88,9 @@ def decode_speed(
     tokens: int | None = None,
     new_tokens: int = 16,
     rounds: int = 3,
+    batch: int = 1,
 ) -> DecodeSpeed:
-    """Return times of decoding one sequence after random tokens, with a plan and without.
+    """Return times of decode steps after random tokens, with a plan and without.
 
     Parameters
     ----------
@@ -82,6 +104,8 @@ def decode_speed(
         Number of decoded tokens per round.
     rounds : int
         Number of rounds.
+    batch : int
+        Number of sequences.
 
     Raises
     ------
@@ -91,14 +115,12 @@ def decode_speed(
     longest = positions(model)
     if tokens is None:
         tokens = min(PROMPT, longest - new_tokens)
-    if min(tokens, new_tokens, rounds) < 1 or tokens + new_tokens > longest:
+    if min(tokens, new_tokens, rounds, batch) < 1 or tokens + new_tokens > longest:
         raise ArgumentError(
-            f"cannot decode {new_tokens} tokens after {tokens} in {rounds} rounds: counts must be "
-            f"positive, and the model takes {longest} tokens"
+            f"cannot decode {new_tokens} tokens after {tokens} of {batch} sequences in {rounds} "
+            f"rounds: counts must be positive, and the model takes {longest} tokens"
         )
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(vocabulary, (1, tokens), generator=generator).to(model.device)
+    prompt = _random_tokens(model, batch, tokens)
     LOG.info("timing %d tokens after %d in %d rounds", new_tokens, tokens, rounds)
     filled = DynamicCache(config=model.config)
     for chunk in prompt[:, :-1].split(TOKENS_PER_CALL, dim=1) if tokens > 1 else ():
@@ -112,9 +134,9 @@ def decode_speed(
             after.append(_seconds_per_token(model, compressed_cache, prompt, new_tokens))
     stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     compressed_bytes = compressed_cache.nbytes()
-    stock_working = _working_bytes(model, cache)
+    stock_working = _working_bytes(model, cache, batch)
     with compressed(model, plan):
-        compressed_working = _working_bytes(model, compressed_cache)
+        compressed_working = _working_bytes(model, compressed_cache, batch)
     return DecodeSpeed(
         tokens,
         stock_seconds=median(before),
@@ -128,21 +150,89 @@ def decode_speed(
     )
 
 
-def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:
-    """Return the time per token after a prompt; the first token warms up and is not timed."""
-    logits = model(input_ids=prompt[:, -1:], past_key_values=cache).logits
-    _synchronize(model.device)
+@torch.no_grad()
+def prefill_speed(
+    model: PreTrainedModel, plan: CompressionPlan, *, tokens: int, rounds: int = 3
+) -> PrefillSpeed:
+    """Return times of reading a random prompt at once, with a plan and without.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model the plan was made for.
+    plan : CompressionPlan
+        From `compress`.
+    tokens : int
+        Length of the prompt.
+    rounds : int
+        Number of rounds.
+
+    Raises
+    ------
+    ArgumentError
+        If a count is not positive, or the tokens exceed the positions of the model.
+    """
+    longest = positions(model)
+    if min(tokens, rounds) < 1 or tokens > longest:
+        raise ArgumentError(
+            f"cannot read {tokens} tokens in {rounds} rounds: counts must be positive, and the "
+            f"model takes {longest} tokens"
+        )
+    prompt = _random_tokens(model, 1, tokens)
+
+    def read(cache: Any, ids: Tensor) -> float:
+        return elapsed(
+            lambda: model(input_ids=ids, past_key_values=cache, logits_to_keep=1), model.device
+        )
+
+    before, after = [], []
+    for ids in (prompt[:, :1], *[prompt] * rounds):  # the first warms up
+        before.append(read(DynamicCache(config=model.config), ids))
+        with compressed(model, plan) as new_cache:
+            after.append(read(new_cache(), ids))
+    ratios = [x / y for x, y in zip(after[1:], before[1:], strict=True)]
+    return PrefillSpeed(tokens, median(before[1:]), median(after[1:]), median(ratios))
+
+
+def elapsed(step: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a step, with all that it queued on a GPU.
+
+    Parameters
+    ----------
+    step : callable
+        Called once, without arguments.
+    device : torch.device
+        Device of the step.
+    """
+    _synchronize(device)
     start = time.perf_counter()
-    for _ in range(count):
-        token = logits[:, -1:].argmax(dim=-1)
-        logits = model(input_ids=token, past_key_values=cache).logits
-    _synchronize(model.device)
-    return (time.perf_counter() - start) / count
+    step()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
-def _working_bytes(model: PreTrainedModel, cache: Any) -> int | None:
-    """Return the working memory of decoding one more token."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+def _random_tokens(model: PreTrainedModel, batch: int, tokens: int) -> Tensor:
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (batch, tokens), generator=generator).to(model.device)
+
+
+def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count: int) -> float:
+    """Return the time of a step after a prompt; the first step warms up and is not timed."""
+    first = model(input_ids=prompt[:, -1:], past_key_values=cache).logits
+
+    def decode() -> None:
+        logits = first
+        for _ in range(count):
+            token = logits[:, -1:].argmax(dim=-1)
+            logits = model(input_ids=token, past_key_values=cache).logits
+
+    return elapsed(decode, model.device) / count
+
+
+def _working_bytes(model: PreTrainedModel, cache: Any, batch: int) -> int | None:
+    """Return the working memory of one more step."""
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     return peak_bytes(lambda: model(input_ids=token, past_key_values=cache), model.device)
 
 

@@ -40,14 +40,7 @@ def ratio_of(text: str) -> float:
     return ratio
 
 
-def add_arguments(
-    parser: common.Parser,
-    *,
-    ratios: Sequence[int],
-    tasks: Sequence[str],
-    items: int,
-    nargs: str = "+",
-) -> None:
+def add_calibration(parser: common.Parser, *, ratios: Sequence[int], threads: int = 2) -> None:
     """Add the options of every kind of measurement, with the defaults of this one."""
     parser.add_model()
     parser.add_text()
@@ -61,10 +54,18 @@ def add_arguments(
     )
     add("--sequences", type=int, default=64, help="calibration sequences (%(default)s)")
     add("--sequence-length", type=int, default=512, help="tokens of each (%(default)s)")
-    parser.add_list("--tasks", tasks, f"of {', '.join(TASKS)}", metavar="TASK", nargs=nargs)
-    add("--items", type=int, default=items, help="questions of each task (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_threads()
+    parser.add_threads(threads)
+
+
+def add_questions(
+    parser: common.Parser, *, tasks: Sequence[str], items: int, nargs: str = "+"
+) -> None:
+    """Add the options of measurements that ask questions."""
+    parser.add_list("--tasks", tasks, f"of {', '.join(TASKS)}", metavar="TASK", nargs=nargs)
+    parser.add_argument(
+        "--items", type=int, default=items, help="questions of each task (%(default)s)"
+    )
 
 
 def add_methods(parser: common.Parser, default: Sequence[str]) -> None:
@@ -93,7 +94,7 @@ class Benchmark:
     Parameters
     ----------
     given : Namespace
-        Options of `add_arguments`.
+        Options of `add_calibration`, and of `add_questions` if there are any.
     out : Path
         Folder of the results and their checkpoints.
     longest : int
@@ -149,7 +150,7 @@ class MethodBenchmark(Benchmark):
     Parameters
     ----------
     given : Namespace
-        Options of `add_arguments` and `add_methods`.
+        Options of `add_calibration` and `add_methods`.
     out : Path
         Folder of the results and their checkpoints.
     window : int

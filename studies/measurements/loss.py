@@ -9,7 +9,8 @@ Every method compresses the cache to every ratio, calibrated on the same text. M
 on held-out text, every token read through the compressed cache, and questions whose prompts are
 read uncompressed and answered from the compressed cache. Bytes are those of the whole cache at the
 window's length; bases are stored once and listed separately. Written into --out: results.csv (a row
-for each measurement of each method and ratio), summary.md and two figures.
+for each measurement of each method and ratio), summary.md and two figures, and one of losses
+against work if there are methods with a limit of it (work-4 to work-32).
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ USUAL = (
 
 
 def add_arguments(parser: common.Parser) -> None:
-    base.add_arguments(
-        parser, ratios=(2, 3, 4, 6, 8, 12, 16), tasks=["passkey"], items=16, nargs="*"
-    )
+    base.add_calibration(parser, ratios=(2, 3, 4, 6, 8, 12, 16))
+    base.add_questions(parser, tasks=["passkey"], items=16, nargs="*")
     base.add_methods(parser, USUAL)
     add = parser.add_argument
     parser.add_list("--other-texts", (), "further texts that are measured on", metavar="TEXT")

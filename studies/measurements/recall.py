@@ -43,7 +43,8 @@ COMPRESSED: Prefill = "compressed"
 
 
 def add_arguments(parser: common.Parser) -> None:
-    base.add_arguments(parser, ratios=[4], tasks=["passkey", "copying", "key-value"], items=10)
+    base.add_calibration(parser, ratios=[4])
+    base.add_questions(parser, tasks=["passkey", "copying", "key-value"], items=10)
     base.add_methods(parser, USUAL)
     lengths = (256, 512)
     parser.add_list("--task-lengths", lengths, "tokens of a prompt", type=int, metavar="TOKENS")

@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: common.Parser) -> None:
-    base.add_arguments(parser, ratios=(8, 12, 16), tasks=["passkey"], items=12)
+    base.add_calibration(parser, ratios=(8, 12, 16))
+    base.add_questions(parser, tasks=["passkey"], items=12)
     add = parser.add_argument
     add("--prompt", type=int, default=512, help="tokens of a prompt, and of ratios (%(default)s)")
     add("--continuation", type=int, help="tokens predicted after it (--prompt)")

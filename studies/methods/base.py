@@ -115,7 +115,7 @@ class Method(ABC):
         """Hold prompts in the cache, as `manifoldkv.evaluation.retrieval.Holder` does."""
 
     def facts(self) -> dict[str, float]:
-        """Return the bytes of the bases and the `attention_work` of a plan."""
+        """Return the bytes of the bases, and as `attention_work` the work of a plan."""
         return {"basis_bytes": 0, "attention_work": math.nan}
 
 

@@ -63,3 +63,31 @@ class OneLayerBelow(BitMethod):
     """Bits with values predicted from the keys of their layer and of the one below."""
 
     recipe = BitRecipe(depth=1)
+
+
+@register_method("work-4")
+class Work4(BitMethod):
+    """Bits within 4 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=4)
+
+
+@register_method("work-8")
+class Work8(BitMethod):
+    """Bits within 8 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=8)
+
+
+@register_method("work-16")
+class Work16(BitMethod):
+    """Bits within 16 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=16)
+
+
+@register_method("work-32")
+class Work32(BitMethod):
+    """Bits within 32 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=32)

@@ -16,32 +16,10 @@ from manifoldkv.cache.compressed import Prefill
 from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.evaluation.retrieval import Prompts, through_plan
 from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.models.support import attention_of, decoder_layers
 from methods.base import Method
 
 CALIBRATION_OF_BITS = 8
 """Number of calibration sequences that ranges of integers are fitted to."""
-
-
-def attention_work(plan: CompressionPlan, query_heads: int) -> float:
-    """Multiplications per cached token of a decode step, against the uncompressed cache.
-
-    Scores and mixtures on latents of g concatenated heads are g·r long. Keys stored before rotation
-    are expanded instead, every KV head of every token once a step, and scored at head_dim. Where
-    latents are predicted, values are expanded too, and both are predicted again.
-    """
-    work = full = 0
-    for layer in plan.layers:
-        full += 2 * query_heads * layer.key.head_dim
-        for site, planned in layer.sites:
-            latents = planned.basis.down.shape[2]
-            if plan.predictor_depth is not None or (site == "key" and plan.rotary == "pre"):
-                work += query_heads * planned.head_dim + planned.features * latents
-            else:
-                work += query_heads * latents
-            if planned.predictor is not None:
-                work += planned.predictor.weights.numel()
-    return work / full
 
 
 class PlanMethod(Method):
@@ -96,9 +74,4 @@ class PlanMethod(Method):
         return through_plan(model, prompts, self.plan, prefill)
 
     def facts(self) -> dict[str, float]:
-        attention = attention_of(decoder_layers(self.setting.model)[0])
-        query_heads = int(attention.o_proj.weight.shape[1]) // int(attention.head_dim)
-        return {
-            "basis_bytes": self.plan.basis_nbytes(),
-            "attention_work": attention_work(self.plan, query_heads),
-        }
+        return {"basis_bytes": self.plan.basis_nbytes(), "attention_work": self.plan.work}

@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
+from reports import frontier
 
 AT = (0.5, 0.25, 0.125)
 """Ratios at which the summary lists the cost of plans."""
@@ -32,12 +33,12 @@ LINEAR_BELOW = 0.01
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
-    """Return a figure of losses on texts and, if there are tasks, one of answers."""
+    """Return figures of losses on texts, of answers if there are any, and of the frontier."""
     name = Path(results["model"].iloc[0]).name
     figures = {"loss_against_bytes": _draw(results, "text", "added_nll", name)}
     if (results["kind"] == "task").any():
         figures["answers_against_bytes"] = _draw(results, "task", "score", name)
-    return figures
+    return figures | frontier.draw(results)
 
 
 def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -5,6 +7,7 @@ from transformers import DynamicCache
 from manifoldkv import compressed
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import decode_speed, speed
+from manifoldkv.evaluation.speed import prefill_speed
 from tests.families import tiny_model
 from tests.plans import random_plan
 
@@ -20,6 +23,9 @@ def test_bytes_are_those_of_the_caches(family: str) -> None:
     assert found.stock_bytes == sum(held)
     assert found.compressed_bytes == plan.nbytes(12, dtype=model.dtype) == sum(held) / 2
     assert min(found.stock_seconds, found.compressed_seconds) > 0
+    of_batch = decode_speed(model, plan, tokens=9, new_tokens=3, rounds=1, batch=2)
+    assert of_batch.stock_bytes == 2 * found.stock_bytes
+    assert of_batch.compressed_bytes == 2 * found.compressed_bytes
 
 
 def test_the_ratio_of_times_is_formed_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +50,7 @@ def test_the_model_is_as_it_was() -> None:
     plan = random_plan(model)
     before = model(input_ids=torch.ones(1, 5, dtype=torch.int64)).logits
     decode_speed(model, plan, tokens=3, new_tokens=1, rounds=1)
+    prefill_speed(model, plan, tokens=3, rounds=1)
     assert torch.equal(model(input_ids=torch.ones(1, 5, dtype=torch.int64)).logits, before)
     with compressed(model, plan):  # no block is left open
         pass
@@ -64,6 +71,7 @@ def test_the_prompt_is_as_long_as_the_model_takes(new_tokens: int) -> None:
         {"tokens": 0},
         {"new_tokens": 0},
         {"rounds": 0},
+        {"batch": 0},
         {"tokens": 60, "new_tokens": 5},
         {"new_tokens": 64},
     ],
@@ -72,3 +80,28 @@ def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
     model = tiny_model("llama")  # takes 64 tokens
     with pytest.raises(ArgumentError, match="and the model takes 64 tokens"):
         decode_speed(model, random_plan(model), **counts)
+
+
+def test_prompts_are_timed_in_turns_after_a_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    told = iter([9.0, 9.0, 2.0, 3.0, 4.0, 2.0, 8.0, 8.0])  # stock, then compressed
+    model = tiny_model("llama")
+    model.register_forward_pre_hook(
+        lambda module, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def run_in_time(step: Callable[[], object], device: torch.device) -> float:
+        step()
+        return next(told)
+
+    monkeypatch.setattr(speed, "elapsed", run_in_time)
+    found = prefill_speed(model, random_plan(model), tokens=9, rounds=3)
+    assert (found.stock_seconds, found.compressed_seconds, found.time_ratio) == (4, 3, 1)
+    assert lengths == [1, 1] + 6 * [9]
+
+
+@pytest.mark.parametrize("counts", [{"tokens": 0}, {"tokens": 65}, {"tokens": 9, "rounds": 0}])
+def test_impossible_prompts_are_refused(counts: dict[str, int]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ArgumentError, match="and the model takes 64 tokens"):
+        prefill_speed(model, random_plan(model), **counts)

@@ -18,8 +18,10 @@ NAMES = sorted(
     for path in STUDIES.glob("*.py")
     if path.stem not in ("benchmark", "common", "train_reference_models")
 )
-LOSS, RECALL, STORAGE = (("benchmark", kind) for kind in ("loss", "recall", "storage"))
-COMMANDS = [LOSS, RECALL, STORAGE, *((name,) for name in NAMES)]
+LOSS, RECALL, STORAGE, SPEED = [
+    ("benchmark", kind) for kind in ("loss", "recall", "storage", "speed")
+]
+COMMANDS = [LOSS, RECALL, STORAGE, SPEED, *((name,) for name in NAMES)]
 ROOT = STUDIES.parent
 PAGES = [
     page
@@ -75,6 +77,16 @@ IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
         SEED,
         (long("--prompt"), "longer than the 1,024 positions"),
         (("--ratios", "1/900", *FEW), "too small"),
+    ],
+    SPEED: [
+        (("--rounds", 0), "--rounds must be >= 1, got 0"),
+        (("--batch", 0), "--batch must be >= 1, got 0"),
+        (("--shapes", 0), "--shapes must be >= 1, got 0"),
+        (("--tokens", 8, 0), "--tokens must be >= 1, got 0"),
+        (("--methods", "fp8"), "fp8 has no plan, and only plans are timed: leave it out"),
+        (("--plans", "{folder}"), "plan.safetensors: No such file"),
+        (("--plans", "a/bits", "b/bits"), "folders of different names, got bits, bits"),
+        (("--device", "meta"), "cannot use device 'meta'"),
     ],
     COMPARE: [
         MODEL,

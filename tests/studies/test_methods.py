@@ -15,7 +15,6 @@ from methods import METHODS, Method, Setting
 from methods.base import losses
 from methods.bits import BitMethod
 from methods.dropping import sinks_and_recent_mask
-from methods.plans import attention_work
 from methods.ranks import RankMethod
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -27,7 +26,6 @@ from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import bits_plan, random_plan
 
 HAS_HQQ = importlib.util.find_spec("hqq") is not None
 with_hqq = pytest.mark.skipif(not HAS_HQQ, reason="needs the package hqq: extra rivals")
@@ -266,22 +264,3 @@ def test_a_text_sees_as_many_tokens_as_are_counted() -> None:
     measured = method_of("sinks-recent", model, 0.5).perplexity(tokens)
     assert measured is not None
     assert measured.by_sequence == sinks_and_recent_nll(model, tokens, 20 - FIRST, FIRST)
-
-
-def test_attention_work_is_counted_by_hand() -> None:
-    model = tiny_model("llama")  # 4 query heads, 2 KV heads, d 8
-    ranks: dict[str, Any] = {"key_rank": 4, "value_rank": 4}
-    plan = random_plan(model, **ranks, rotary="post")
-    assert attention_work(plan, 4) == 0.5
-    grouped = random_plan(model, **ranks, rotary="post", key_grouping="all", value_grouping="all")
-    assert attention_work(grouped, 4) == 1.0
-    scores, expansion, mixture = 4 * 8, 2 * 8 * 4, 4 * 4
-    expected = (scores + expansion + mixture) / (2 * 4 * 8)
-    assert attention_work(random_plan(model, **ranks), 4) == expected
-    predicted = bits_plan(model, tiny_tokens(), ratio=0.4, sinks=0, below=1)
-    work = 0
-    for index, layer in enumerate(predicted.layers):
-        stored = sum(site.basis.down.shape[2] for _, site in layer.sites)
-        work += 2 * 4 * 8 + 16 * stored  # scores and mixture, then both expanded
-        work += 16 * 16 * (1 if index == 0 else 5)  # values from keys; both from the layer below
-    assert attention_work(predicted, 4) == work / (3 * 2 * 4 * 8)

@@ -1,0 +1,342 @@
+"""The attention of one layer with the shapes of an 8B model, on random data, and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm import tqdm
+
+from manifoldkv import CompressionPlan
+from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.cache.compiled import CompiledSites, can_compile
+from manifoldkv.cache.layers import CompressedLayer
+from manifoldkv.cache.running import running_attention
+from manifoldkv.cache.sites import Seen
+from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
+from manifoldkv.evaluation.speed import elapsed
+from manifoldkv.kernels.decode import mix, scores
+from manifoldkv.kernels.rotation import Rotation
+from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.models.interface import AttentionSettings, weights_from_scores
+from manifoldkv.models.rotary import Angles, rotate_halves, tokens_last
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.provenance import Provenance
+from manifoldkv.plan.site import SitePlan
+from manifoldkv.plan.work import AttentionShape
+from manifoldkv.recipes.menu import blocks_of
+from manifoldkv.runs.source import versions
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+FEATURES = KV_HEADS * HEAD_DIM
+ROTATION_BASE = 500_000
+BANDS = (1, 4, 8)
+"""Frequencies of a band of keys: the default work admits bands of 8 with values of own keys."""
+PACKS, WIDEST, NARROWEST = 75, 6.15, 0.55
+"""Packs of 8 latents that are stored of a site, and the bits of the first and the last."""
+SINKS = 4
+TOKENS_AT_A_TIME = 2048
+COPIED, MULTIPLIED = 1 << 25, 1024
+"""Elements of the copy and rows of the product that floors are computed from."""
+STOCK = {"stock bfloat16": torch.bfloat16, "stock float32": torch.float32}
+Steps = dict[str, Callable[[], object]]
+
+
+def site_bits() -> Tensor:
+    """Return the bits of all latents of a site, (features,), which are an eighth of 16 each."""
+    packs = torch.linspace(WIDEST, NARROWEST, PACKS).round().clamp(min=1)
+    bits = torch.zeros(FEATURES)
+    bits[: 8 * PACKS] = packs.repeat_interleave(8)
+    return bits.to(torch.uint8)
+
+
+def site_plan(blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = None) -> SitePlan:
+    """Return a random plan of a site whose basis has blocks of features."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.zeros(FEATURES, FEATURES)
+    for index, block in enumerate(blocks):
+        size = len(block), len(block)
+        random = torch.randn(size, generator=generator, dtype=torch.float64)
+        latents = torch.arange(index, FEATURES, len(blocks))  # the widest of every block first
+        columns[block.unsqueeze(1), latents] = torch.linalg.qr(random).Q.float()
+    ones, bits = torch.ones(FEATURES), site_bits()
+    quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), ones, ones)
+    basis = Basis(columns[None], columns[None], HeadGrouping("all", KV_HEADS))
+    return SitePlan(basis, quantizer, torch.zeros(FEATURES), predictor)
+
+
+def layer_plan(band: int, tokens: int) -> CompressionPlan:
+    """Return a random plan of one layer, 8 times smaller, with values predicted from own keys."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
+    frequencies = [feature % (HEAD_DIM // 2) for feature in range(HEAD_DIM)]
+    key = site_plan(blocks_of(frequencies, KV_HEADS, band))
+    whole = (torch.arange(FEATURES),)
+    value = site_plan(whole, LinearPredictor(((0, "key"),), weights))
+    recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
+    return CompressionPlan(
+        (LayerPlan(key, value),),
+        "pre",
+        "",
+        torch.zeros(1, 1),
+        AttentionShape(QUERY_HEADS, HEAD_DIM),
+        Provenance("one layer", "none", 0, 0, tokens, recipe, 0, 1 / 8, versions(), 1),
+        SINKS,
+    )
+
+
+def random_tokens(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random keys and values, (1, H_kv, t, d)."""
+    generator = torch.Generator().manual_seed(2)
+    for start in range(0, count, TOKENS_AT_A_TIME):
+        shape = 2, 1, KV_HEADS, min(TOKENS_AT_A_TIME, count - start), HEAD_DIM
+        keys, values = torch.randn(shape, generator=generator).to(device)
+        yield keys, values
+
+
+def angles_of(tokens: int, device: torch.device) -> Angles:
+    """Return the angles of the first tokens of a text."""
+    frequencies = ROTATION_BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.arange(tokens).unsqueeze(1) * frequencies
+    angles = angles.repeat(1, 2).unsqueeze(0).to(device)
+    return Angles(tokens_last(angles.cos()), tokens_last(angles.sin()), rotate_halves)
+
+
+@dataclass(frozen=True)
+class Query:
+    """Queries of one token, (1, H_q, 1, d), its keys and values, and the angles of all tokens."""
+
+    queries: Tensor
+    of_token: tuple[Tensor, Tensor]
+    angles: Angles
+
+    @classmethod
+    def after(cls, tokens: int, device: torch.device) -> Query:
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(1, QUERY_HEADS + 2 * KV_HEADS, 1, HEAD_DIM, generator=generator)
+        queries, keys, values = x.to(device).split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
+        return cls(queries, (keys, values), angles_of(tokens + 1, device))
+
+    @property
+    def by_head(self) -> Tensor:
+        """Return scaled queries by KV head, (1, H_kv, R, d)."""
+        return self.queries.reshape(1, KV_HEADS, -1, HEAD_DIM) * HEAD_DIM**-0.5
+
+
+class CompressedStep:
+    """Decode steps of one layer on a compressed cache of random tokens.
+
+    Parameters
+    ----------
+    band : int
+        Frequencies of a band of keys.
+    query : Query
+        The last token.
+    """
+
+    def __init__(self, band: int, query: Query) -> None:
+        self.tokens, device = query.angles.cos.shape[1] - 1, query.queries.device
+        self.plan = layer_plan(band, self.tokens)
+        dtype = torch.float32
+        self._query, self._settings = query, AttentionSettings(HEAD_DIM**-0.5)
+        self._layer = CompressedLayer(self.plan.layers[0], dtype, device, SINKS)
+        self._attention = running_attention(self.plan, 0, dtype, device)
+        for keys, values in random_tokens(self.tokens, device):
+            past = self._layer.tokens_seen
+            self._attention.store(self._layer, keys, values, self._context())
+            self._layer.sinks.take(keys, values, past, None, query.angles)
+        self.steps: Steps = {"step": self._attend, "new token": self._store}
+        if can_compile(dtype, device):
+            self.steps |= self._parts()
+
+    def _context(self) -> PredictorContext:
+        context = self.plan.predictor_context()
+        context.begin(0)
+        return context
+
+    def _attend(self) -> None:
+        query, layers = self._query, [self._layer]
+        new = query.queries, *query.of_token
+        self._attention.attend(layers, *new, None, self._settings, query.angles, self._context())
+
+    def _store(self) -> None:
+        self._attention.store(self._layer, *self._query.of_token, self._context())
+
+    def crop(self) -> None:
+        """Remove the token of a step."""
+        self._layer.crop(self.tokens - self._layer.tokens_seen)
+
+    def _parts(self) -> Steps:
+        """Return parts of a step by name, on the compiled kernels.
+
+        Those that end in "only" omit the rest: tables without segments and pairs rebuild keys and
+        neither rotate nor score them; blocks without features, and mixtures without rows, only
+        unpack latents.
+        """
+        plan, query, n = self.plan.layers[0], self._query, self.tokens
+        sites = CompiledSites(self.plan.layers, 0, torch.float32, query.queries.device)
+        angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
+        seen = Seen(0, n, [], None)
+        rotation = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
+        assert rotation is not None
+        latents = _tables(plan.key.quantizer), _tables(plan.value.quantizer)
+        up = plan.key.basis.up[0][:, : plan.key.latents]
+        tables = KeyTables.of(latents[0], up, torch.zeros(FEATURES), KV_HEADS, rotation)
+        rebuilt = _without(tables, groups=(2, 3), segments=(), pairs=())
+        unpacked = _without(rebuilt, blocks=(1,))
+        codes = self._packed()
+        (by_head,) = sites.scores([self._layer], query.by_head, angles, seen)
+        by_row = by_head.unflatten(2, (-1, 1))
+        weights = by_head.softmax(dim=-1)
+
+        def rebuild(of: KeyTables) -> Tensor:
+            return scores(query.by_head, *codes[0], of, angles.cos, angles.sin)
+
+        def unpack_for_mixing() -> None:
+            nothing = weights.flatten(1, 2)[:, :0]
+            for one, packed in zip(latents, codes, strict=True):
+                mix(nothing, *packed, one)
+
+        return {
+            "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
+            "keys only": partial(rebuild, rebuilt),
+            "key latents only": partial(rebuild, unpacked),
+            "softmax": lambda: weights_from_scores(by_row, None, self._settings),
+            "mixture": lambda: sites.mix([self._layer], weights, seen),
+            "mixed latents only": unpack_for_mixing,
+        }
+
+    def _packed(self) -> list[tuple[Tensor, Tensor]]:
+        """Return codes and scales of both sites."""
+        stores: Any = self._layer.key_store, self._layer.value_store
+        return [store.packed(0, self.tokens) for store in stores]
+
+
+def _tables(quantizer: Any) -> LatentTables:
+    bits = quantizer.bits[: quantizer.stored]
+    return LatentTables.of(BitPlanes(bits.tolist(), bits.device), bits)
+
+
+def _without(tables: KeyTables, **left_out: tuple[int, ...]) -> KeyTables:
+    """Return tables with columns of zeros, or with no rows where no columns are named."""
+    changed = {}
+    for name, columns in left_out.items():
+        table = getattr(tables, name).clone()
+        table[:, list(columns)] = 0
+        changed[name] = table if columns else table[:0]
+    return replace(tables, **changed)
+
+
+def parts_of(seconds: dict[str, float]) -> dict[str, float]:
+    """Return what the time of a step is made of, by subtraction of medians."""
+    if "scores" not in seconds:
+        return {"attention": seconds["step"]}
+    rebuilt, unpacked = seconds["keys only"], seconds["key latents only"]
+    of_mixture = seconds["mixed latents only"]
+    parts = {
+        "unpacking": unpacked + of_mixture,
+        "rebuilding keys": rebuilt - unpacked,
+        "rotating and scoring": seconds["scores"] - rebuilt,
+        "softmax": seconds["softmax"],
+        "mixing": seconds["mixture"] - of_mixture,
+        "new token": seconds["new token"],
+    }
+    parts["rest"] = seconds["step"] - sum(parts.values())
+    return parts
+
+
+def stock_steps(tokens: int, device: torch.device, dtype: torch.dtype) -> Steps:
+    """Return steps of torch's kernel on the stock cache, by the way that heads are shared."""
+    pieces = list(random_tokens(tokens, device))
+    keys = torch.cat([x for x, _ in pieces], dim=2).to(dtype)
+    values = torch.cat([x for _, x in pieces], dim=2).to(dtype)
+    queries = Query.after(1, device).queries.to(dtype)
+    shared = QUERY_HEADS // KV_HEADS
+    grouped = queries.reshape(1, KV_HEADS, shared, HEAD_DIM)
+    all_keys = keys.repeat_interleave(shared, dim=1)
+    all_values = values.repeat_interleave(shared, dim=1)
+    attend = scaled_dot_product_attention
+    return {
+        "enable_gqa": lambda: attend(queries, keys, values, enable_gqa=True),
+        "repeated heads": lambda: attend(queries, all_keys, all_values),
+        "rows of queries": lambda: attend(grouped, keys, values),
+    }
+
+
+def floors(rounds: int, device: torch.device) -> tuple[float, float]:
+    """Return bytes and multiplications per second, of a copy and of a float32 product."""
+    x, y = (torch.ones(COPIED, device=device) for _ in range(2))
+    a = torch.ones(MULTIPLIED, MULTIPLIED, device=device)
+    copies = [elapsed(lambda: y.copy_(x), device) for _ in range(rounds + 1)]
+    products = [elapsed(lambda: a @ a, device) for _ in range(rounds + 1)]
+    return 2 * x.nbytes / median(copies[1:]), MULTIPLIED**3 / median(products[1:])
+
+
+@torch.no_grad()
+def measure(tokens: int, rounds: int, device: torch.device) -> pd.DataFrame:
+    """Return the parts of a decode step of every cache in seconds, all timed in turns.
+
+    Parameters
+    ----------
+    tokens : int
+        Cached tokens.
+    rounds : int
+        Number of rounds, after one that warms up.
+    device : torch.device
+        Of the layer.
+    """
+    query = Query.after(tokens, device)
+    compressed = {f"bands of {band}": CompressedStep(band, query) for band in BANDS}
+    steps = {name: stock_steps(tokens, device, dtype) for name, dtype in STOCK.items()}
+    steps |= {name: one.steps for name, one in compressed.items()}
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {part: [] for part in of_cache} for name, of_cache in steps.items()
+    }
+    for _ in tqdm(range(rounds + 1), desc="rounds", disable=None):
+        for name, of_cache in steps.items():
+            for part, step in of_cache.items():
+                taken[name][part].append(elapsed(step, device))
+                if name in compressed:
+                    compressed[name].crop()
+    bandwidth, peak = floors(rounds, device)
+    rows = []
+    for name, times in taken.items():
+        seconds = {part: median(of_part[1:]) for part, of_part in times.items()}
+        plan = compressed[name].plan if name in compressed else None
+        parts, facts = _of_compressed(plan, seconds) if plan else _of_stock(name, tokens, seconds)
+        multiplied = facts["work"] * tokens * 2 * QUERY_HEADS * HEAD_DIM
+        parts |= {
+            "bytes over bandwidth": facts["nbytes"] / bandwidth,
+            "multiplications over peak": multiplied / peak,
+        }
+        rows += [
+            {"cache": name, **facts, "part": part, "seconds": part_seconds}
+            for part, part_seconds in parts.items()
+        ]
+    return pd.DataFrame(rows).assign(tokens=tokens, bandwidth=bandwidth, peak=peak)
+
+
+def _of_compressed(
+    plan: CompressionPlan, seconds: dict[str, float]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the parts of a step on a compressed cache, and facts of the cache."""
+    nbytes = plan.nbytes(plan.provenance.context)
+    return parts_of(seconds), {"way": "", "work": plan.work, "nbytes": nbytes}
+
+
+def _of_stock(
+    name: str, tokens: int, seconds: dict[str, float]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the fastest way of torch's kernel, and facts of the stock cache."""
+    fastest = min(seconds, key=lambda way: seconds[way])
+    nbytes = 2 * tokens * FEATURES * STOCK[name].itemsize
+    return {"attention": seconds[fastest]}, {"way": fastest, "work": 1.0, "nbytes": nbytes}
