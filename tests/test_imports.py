@@ -18,6 +18,7 @@ SLOW = (
     "datasets",
     "scipy",
     "triton",
+    "numba",
 )
 REPORT = f"""
 import json, sys

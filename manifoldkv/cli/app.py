@@ -101,9 +101,9 @@ class Compress(ModelOptions):
         float | None,
         typer.Option(
             metavar="NUMBER",
-            show_default="the recipe's",
-            help="Most multiplications of a decode step, in times of stock attention's; inf for "
-            "the least loss. --dry-run shows what it costs.",
+            show_default="16 with recipe bits, inf with best",
+            help="Most multiplications of a decode step over those of stock attention; inf is no "
+            "limit.",
         ),
     ] = None
     nats: Annotated[
@@ -111,8 +111,8 @@ class Compress(ModelOptions):
         typer.Option(
             metavar="NUMBER",
             show_default="as --ratio says",
-            help="Largest loss in nats per token: the smallest cache that stays below it on "
-            "calibration text that nothing was fitted to.",
+            help="Largest loss per token, instead of a ratio: the smallest cache that stays within "
+            "it on held-out calibration text.",
         ),
     ] = None
     recipe: Annotated[
@@ -147,7 +147,10 @@ class Compress(ModelOptions):
     ] = None
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only estimate time, memory and bytes; save nothing."),
+        typer.Option(
+            "--dry-run",
+            help="Only estimate time, memory and bytes, and the loss by --work; save nothing.",
+        ),
     ] = False
 
 

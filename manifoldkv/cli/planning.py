@@ -79,6 +79,8 @@ def _opened(
     asked = [name for name, value in budgets.items() if value is not None]
     if len(asked) > 1:
         raise ArgumentError(f"{' and '.join(asked)} exclude each other: give one")
+    if options.dry_run and options.nats is not None:
+        raise ArgumentError("--dry-run estimates a run at one ratio: give --ratio, not --nats")
     if nbytes is not None and context is None:
         raise ArgumentError("--bytes needs --context, the number of tokens that they hold")
     config = configured(options.recipe, options.settings or ())
@@ -157,8 +159,5 @@ def _estimate_lines(estimated: Estimate) -> list[str]:
 def _frontier_lines(estimated: Estimate) -> list[str]:
     if not estimated.frontier:
         return []
-    losses = ", ".join(f"{nats:.4f} within {work}" for work, nats in estimated.frontier.items())
-    return [
-        f"loss    at least {losses} times the multiplications of stock attention (--work), in nats "
-        "per token"
-    ]
+    rows = [f"{work:>9}  {nats:8.4f}" for work, nats in estimated.frontier.items()]
+    return ["   --work  nats per token, at least", *rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import ArgumentError
@@ -63,12 +63,26 @@ def _changed(owner: T, name: str, text: str, title: str, others: Sequence[str] =
 
 
 def _checked(owner: Any, name: str, text: str) -> Any:
-    """Return the value of a field, refused if the field has plain types and it is of another."""
-    value, hint = _value(text), get_type_hints(type(owner))[name]
+    """Return the value of a field; of a tuple, from its parts: ``8``, ``none,8``."""
+    value, hint, said = _value(text), get_type_hints(type(owner))[name], f"{name}={text}"
+    if get_origin(hint) is not tuple:
+        return _of_type(value, hint, said)
+    if isinstance(value, str):
+        value = [_value(part) for part in value.split(",")]
+    parts = value if isinstance(value, list | tuple) else [value]
+    return tuple(_of_type(part, get_args(hint)[0], said) for part in parts)
+
+
+def _of_type(value: Any, hint: Any, said: str) -> Any:
+    """Return a value, refused if its field has plain types and it is of another."""
     accepted = get_args(hint) or (hint,)
-    plain = tuple(kind for kind in accepted if kind in PLAIN)
-    if plain and len(plain) == len(accepted) and not isinstance(value, plain):
-        raise ArgumentError(f"{name}={text} must be {' or '.join(kind.__name__ for kind in plain)}")
+    if not all(kind in PLAIN for kind in accepted):
+        return value
+    if float in accepted and type(value) is int:
+        value = float(value)
+    if not isinstance(value, accepted):
+        names = ["none" if kind is type(None) else kind.__name__ for kind in accepted]
+        raise ArgumentError(f"{said} must be {' or '.join(names)}")
     return value
 
 

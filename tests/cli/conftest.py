@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manifoldkv import compress, load_model
-from tests.cli.running import FEW, MODEL, Done, run
+from tests.cli.running import EIGHT, FEW, MODEL, Done, run
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +28,7 @@ def plan(made: tuple[Path, Done]) -> Path:
 def best(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """A fifth of the cache by the default recipe: its folder, and what the command said."""
     folder = tmp_path_factory.mktemp("cli") / "best"
-    few = ("--sequences", 8, "--length", 32)
-    done = run("compress", MODEL, "--ratio", 0.2, "--out", folder, *few)
+    done = run("compress", MODEL, "--ratio", 0.2, "--out", folder, *EIGHT)
     assert done.code == 0, done.err
     return folder, done
 

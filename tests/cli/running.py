@@ -15,6 +15,8 @@ from manifoldkv.cli import main
 
 MODEL = str(Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama")
 FEW = ("--sequences", 4, "--length", 64)
+EIGHT = ("--sequences", 8, "--length", 32)
+"""As few as leave one held out."""
 
 
 class Done(NamedTuple):

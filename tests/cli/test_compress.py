@@ -12,11 +12,12 @@ from manifoldkv import CompressionPlan, compress, load_model
 from manifoldkv.cli import inputs, planning
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.recipes.own import own_text
-from tests.cli.running import FEW, MODEL, Done, facts, fail, interrupt, lines, run
+from tests.cli.running import EIGHT, FEW, MODEL, Done, facts, fail, interrupt, lines, run
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
 QUICK = ("compress", MODEL, "--recipe", "eigen-attention", *FEW)
+FIFTH = ("compress", MODEL, *EIGHT, "--ratio", 0.2)
 
 
 def test_the_plan_is_saved(made: tuple[Path, Done]) -> None:
@@ -31,8 +32,10 @@ def test_the_plan_is_saved(made: tuple[Path, Done]) -> None:
 
 def test_bits_from_one_budget(best: tuple[Path, Done]) -> None:
     folder, done = best
-    assert done.phases == ["loading", "reading", *["fitting"] * 3, "predicting"]
+    phases = ["loading", "reading", "choosing", "fitting", "fitting", "predicting"]
+    assert done.phases == phases
     plan = CompressionPlan.load(folder)
+    assert f"work    {plan.work:.3g} times the multiplications of stock" in done.out
     nats = plan.provenance.predicted_nats
     assert f"loss    {nats:.4f} nats per token predicted, on" in done.out
     rows = done.out.partition("layer   key rank")[2].splitlines()[1:]
@@ -84,12 +87,80 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "plan").exists()
 
 
+def test_a_plan_within_a_budget_of_work(best: tuple[Path, Done], tmp_path: Path) -> None:
+    done = run(*FIFTH, "--work", 2.5, "--out", tmp_path)
+    assert done.code == 0, done.err
+    assert "choosing transforms within 2.5 times the work of stock attention" in done.err
+    plan = CompressionPlan.load(tmp_path)
+    assert f"work    {plan.work:.3g} times" in done.out
+    assert facts("inspect", tmp_path)["work"] == plan.work
+    assert plan.work <= 2.5 < CompressionPlan.load(best[0]).work
+    assert plan.ratio <= 0.2
+
+
+def test_the_smallest_plan_below_a_loss(tmp_path: Path) -> None:
+    limit = 0.055
+    few = ("--sequences", 8, "--length", 64)
+    done = run("compress", MODEL, *few, "--nats", limit, "--out", tmp_path)
+    assert done.code == 0, done.err
+    plan = CompressionPlan.load(tmp_path)
+    provenance = plan.provenance
+    assert provenance.measured_nats <= limit
+    measured = f"{provenance.measured_nats:.4f} ± {provenance.measured_error:.4f} measured on"
+    assert measured in done.out
+    assert f"{provenance.predicted_nats:.4f} nats per token predicted, on 64 held-" in done.out
+    tried = {float(r): float(n) for r, n in re.findall(r"ratio (\S+) loses (\S+) nats", done.err)}
+    smaller = [nats for ratio, nats in tried.items() if ratio < provenance.requested_ratio - 1e-4]
+    assert all(nats > limit for nats in smaller)
+
+
+def test_a_loss_needs_sequences_that_nothing_is_fitted_to(tmp_path: Path) -> None:
+    done = run("compress", MODEL, *FEW, "--nats", 0.1, "--out", tmp_path / "plan")
+    assert done.code == 2
+    assert "manifoldkv: nats needs 8 or more calibration sequences" in done.err
+    assert done.err.endswith("got 4\n")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_too_little_work_names_the_least(tmp_path: Path) -> None:
+    """The least is a number that the command accepts."""
+    ask = (*FIFTH, "--out", tmp_path / "plan", "--work")
+    done = run(*ask, 1)
+    assert done.code == 2
+    (least,) = re.findall(r"^manifoldkv: work must be >= (\S+), got 1: ", done.err, re.MULTILINE)
+    lines(*ask, least)
+    assert CompressionPlan.load(tmp_path / "plan").work <= float(least)
+
+
+def test_a_dry_run_shows_the_loss_by_work(tmp_path: Path) -> None:
+    ask = (*FIFTH, "--dry-run", "--out", tmp_path / "plan")
+    frontier = facts(*ask)["frontier"]
+    *limits, last = frontier
+    assert set(limits) <= {"2", "4", "8", "16"}
+    assert len(limits) >= 3
+    assert last == "unlimited"
+    assert sorted(frontier.values(), reverse=True) == [*frontier.values()]
+    title, *rows = lines(*ask).partition("   --work")[2].splitlines()[: len(frontier) + 1]
+    assert title == "  nats per token, at least"
+    assert [row.split() for row in rows] == [[k, f"{v:.4f}"] for k, v in frontier.items()]
+    assert "--work" not in lines(*QUICK, "--dry-run")  # ranks have no budget of work
+    assert not (tmp_path / "plan").exists()
+
+
+def test_fields_of_several_parts_are_set(tmp_path: Path) -> None:
+    settings = ("--set", "bands=8", "--set", "depth=none", "--set", "work=9", "--set", "widths=0,2")
+    lines(*FIFTH, *settings, "--out", tmp_path)
+    recipe = CompressionPlan.load(tmp_path).provenance.recipe
+    assert (recipe["bands"], recipe["depth"], recipe["work"]) == ([8], None, 9)
+    assert recipe["ranks"]["widths"] == [0, 2]
+
+
 def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
     short_model: Path, tmp_path: Path
 ) -> None:
     few = ("--sequences", 2, "--length", 40, "--recipe", "eigen-attention")
-    out, work = tmp_path / "plan", tmp_path / "work"
-    ask = ("compress", short_model, *few, "--out", out, "--work", work)
+    out = tmp_path / "plan"
+    ask = ("compress", short_model, *few, "--out", out, "--checkpoints", tmp_path / "run")
     assert "writing 2 texts to calibrate on" in run(*ask).err
     plan = CompressionPlan.load(out)
     assert plan.provenance.text == "own"
@@ -101,7 +172,9 @@ def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
 
 
 @pytest.mark.parametrize(
-    "more", [("--ratio", 1e-4), ("--length", 100_000)], ids=["ratio", "length"]
+    "more",
+    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 1)],
+    ids=["ratio", "length", "work"],
 )
 def test_a_model_writes_nothing_for_a_run_that_is_refused(
     more: tuple, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -111,15 +184,16 @@ def test_a_model_writes_nothing_for_a_run_that_is_refused(
     assert done.code == 2
 
 
-def test_work_is_resumed_also_in_the_folder_of_the_plan(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    lines(*QUICK, "--work", work, "--set", "bits=4", "--out", tmp_path / "first")
-    files = {path: path.stat().st_mtime_ns for path in work.glob("layer-*")}
+def test_a_run_resumes_from_checkpoints_also_in_the_folder_of_the_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ask = (*QUICK, "--checkpoints", folder, "--set", "bits=4", "--out")
+    lines(*ask, tmp_path / "first")
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("layer-*")}
     assert len(files) == 12
     for _ in range(2):  # the second one replaces its own plan
-        lines(*QUICK, "--work", work, "--set", "bits=4", "--out", f"{tmp_path}/./work")
-    assert {path: path.stat().st_mtime_ns for path in work.glob("layer-*")} == files
-    first, second = CompressionPlan.load(tmp_path / "first"), CompressionPlan.load(work)
+        lines(*ask, f"{tmp_path}/./run")
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("layer-*")} == files
+    first, second = CompressionPlan.load(tmp_path / "first"), CompressionPlan.load(folder)
     assert first.digest() == second.digest()
 
 
@@ -130,7 +204,7 @@ def test_a_plan_is_overwritten_by_force_alone(
     ask = (*QUICK, "--ratio", 0.75, "--out", folder)
     with monkeypatch.context() as patch:
         patch.setattr(inputs, "load_model", fail)
-        done = run(*ask, "--work", tmp_path / "work")
+        done = run(*ask, "--checkpoints", tmp_path / "run")
     assert done.code == 2
     assert f"{folder} holds a plan already: take another folder as --out, or --force" in done.err
     assert CompressionPlan.load(folder).ratio == 0.5

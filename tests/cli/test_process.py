@@ -82,17 +82,19 @@ class TestInterruption:
         ask = ("compress", MODEL, "--out", tmp_path / "plan")
         done = run(*ask)
         assert (done.code, done.out) == (130, "")
-        assert done.err.endswith("nothing is saved; with --work FOLDER the same command resumes\n")
-        done = run(*ask, "--work", tmp_path / "w")
+        assert done.err.endswith(
+            "nothing is saved; with --checkpoints FOLDER the same command resumes\n"
+        )
+        done = run(*ask, "--checkpoints", tmp_path / "w")
         assert done.code == 130
         assert f"interrupted: finished parts are in {tmp_path / 'w'}; the same comm" in done.err
 
     @pytest.mark.slow
     def test_a_real_one(self, tmp_path: Path) -> None:
         work = tmp_path / "work"
-        ask = ("compress", MODEL, "--recipe", "low-rank", *map(str, FEW), "--work", str(work))
+        ask = ("compress", MODEL, "--recipe", "low-rank", *map(str, FEW))
         with subprocess.Popen(
-            [*COMMAND, *ask, "--out", str(tmp_path / "plan")],
+            [*COMMAND, *ask, "--checkpoints", str(work), "--out", str(tmp_path / "plan")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -170,13 +170,16 @@ def test_bytes_and_sinks_are_those_of_the_plan(page: str, plan: CompressionPlan)
     assert f"{stored:,} of {3 * 2 * 2 * 8 * 8 * 12:,} bytes for 12 tokens in float64" in page
     assert f"{100 * plan.ratio_at(12):.1f} % of the uncompressed one" in page
     assert "the first 2 of every sequence, uncompressed" in page
+    assert f"<td>{plan.work:.3g} times the multiplications of stock attention</td>" in page
 
 
-def test_coded_latents_show_their_bits_and_the_predicted_loss(tmp_path: Path) -> None:
+def test_coded_latents_show_their_bits_and_both_losses(tmp_path: Path) -> None:
     tokens = tiny_tokens(8, 12)
     plan = bits_plan(tiny_model("llama"), tokens, ratio=0.4, sinks=1)
-    text = written(tmp_path, plan, tokens)
-    assert f"{plan.provenance.predicted_nats:.4f} nats per token, on" in text
+    provenance = replace(plan.provenance, measured_nats=0.0123, measured_error=0.0045)
+    text = written(tmp_path, replace(plan, provenance=provenance), tokens)
+    assert f"{provenance.predicted_nats:.4f} nats per token, on" in text
+    assert "0.0123 ± 0.0045 nats per token (standard error), on the same tokens" in text
     full = 3 * 2 * 2 * 8 * 2 * 12
     stored = plan.nbytes(12)
     assert f"{100 * stored / full:.1f} % of the uncompressed one: {stored:,} of {full:,}" in text
