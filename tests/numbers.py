@@ -50,7 +50,8 @@ def faults(text: str) -> list[str]:
         comment = COMMENT.search(block)
         body = COMMENT.sub("", re.sub(r"\]\([^)]*\)", "]", block))
         if comment is None:
-            if MEASURED.search(body) and re.search(r"(?<![\w-])\d", body):
+            prose = re.sub(r"`.*?`", "", body)
+            if MEASURED.search(prose) and re.search(r"(?<![\w-])\d", prose):
                 found.append(f"no CSV file is named above {body[:60]!r}")
             continue
         tables = [pd.read_csv(ROOT / name) for name in comment[1].split()]

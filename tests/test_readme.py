@@ -235,6 +235,7 @@ TABLE = """<!-- numbers: figures/loss/smollm2/results.csv -->
         ("It is 14 times smaller for 0.001 nats.", "no CSV file is named above"),
         ("<!-- numbers: figures/storage/smollm2/results.csv -->\n14 times smaller", "['14']"),
         ("Losses are in nats per token.", ""),
+        ("`compress(model, text, nats=0.01)` asks by loss, in nats.", ""),
     ],
 )
 def test_a_wrong_number_is_found(text, fault):
