@@ -39,8 +39,13 @@ from manifoldkv.runs.source import versions
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 FEATURES = KV_HEADS * HEAD_DIM
 ROTATION_BASE = 500_000
-BANDS = (1, 4, 8)
-"""Frequencies of a band of keys: the default work admits bands of 8 with values of own keys."""
+PLANS = {
+    "bands of 1, values alone": (1, False),
+    "bands of 1": (1, True),
+    "bands of 4": (4, True),
+    "bands of 8": (8, True),
+}
+"""Frequencies of a band of keys, and whether values are predicted from the keys of the layer."""
 PACKS, WIDEST, NARROWEST = 75, 6.15, 0.55
 """Packs of 8 latents that are stored of a site, and the bits of the first and the last."""
 SINKS = 4
@@ -74,14 +79,25 @@ def site_plan(blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = No
     return SitePlan(basis, quantizer, torch.zeros(FEATURES), predictor)
 
 
-def layer_plan(band: int, tokens: int) -> CompressionPlan:
-    """Return a random plan of one layer, 8 times smaller, with values predicted from own keys."""
+def layer_plan(band: int, predicts: bool, tokens: int) -> CompressionPlan:
+    """Return a random plan of one layer, 8 times smaller.
+
+    Parameters
+    ----------
+    band : int
+        Frequencies of a band of keys.
+    predicts : bool
+        Whether values are predicted from the keys of the layer.
+    tokens : int
+        Cached tokens.
+    """
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
+    predictor = LinearPredictor(((0, "key"),), weights) if predicts else None
     frequencies = [feature % (HEAD_DIM // 2) for feature in range(HEAD_DIM)]
     key = site_plan(blocks_of(frequencies, KV_HEADS, band))
     whole = (torch.arange(FEATURES),)
-    value = site_plan(whole, LinearPredictor(((0, "key"),), weights))
+    value = site_plan(whole, predictor)
     recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
     return CompressionPlan(
         (LayerPlan(key, value),),
@@ -137,15 +153,15 @@ class CompressedStep:
 
     Parameters
     ----------
-    band : int
-        Frequencies of a band of keys.
+    plan : CompressionPlan
+        From `layer_plan`.
     query : Query
         The last token.
     """
 
-    def __init__(self, band: int, query: Query) -> None:
-        self.tokens, device = query.angles.cos.shape[1] - 1, query.queries.device
-        self.plan = layer_plan(band, self.tokens)
+    def __init__(self, plan: CompressionPlan, query: Query) -> None:
+        self.plan, self.tokens = plan, query.angles.cos.shape[1] - 1
+        device = query.queries.device
         dtype = torch.float32
         self._query, self._settings = query, AttentionSettings(HEAD_DIM**-0.5)
         self._layer = CompressedLayer(self.plan.layers[0], dtype, device, SINKS)
@@ -203,8 +219,9 @@ class CompressedStep:
 
         def unpack_for_mixing() -> None:
             nothing = weights.flatten(1, 2)[:, :0]
-            for one, packed in zip(latents, codes, strict=True):
-                mix(nothing, *packed, one)
+            mix(nothing, *codes[1], latents[1])
+            if plan.value.predictor is not None:
+                mix(nothing, *codes[0], latents[0])
 
         return {
             "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
@@ -254,22 +271,28 @@ def parts_of(seconds: dict[str, float]) -> dict[str, float]:
     return parts
 
 
-def stock_steps(tokens: int, device: torch.device, dtype: torch.dtype) -> Steps:
-    """Return steps of torch's kernel on the stock cache, by the way that heads are shared."""
+def stock_steps(tokens: int, device: torch.device) -> dict[str, Steps]:
+    """Return steps of torch's kernel on stock caches, by cache and by the way to share heads.
+
+    A step of one query may also attend as rows of queries of every KV head, which models do not do
+    and is faster.
+    """
     pieces = list(random_tokens(tokens, device))
-    keys = torch.cat([x for x, _ in pieces], dim=2).to(dtype)
-    values = torch.cat([x for _, x in pieces], dim=2).to(dtype)
-    queries = Query.after(1, device).queries.to(dtype)
-    shared = QUERY_HEADS // KV_HEADS
-    grouped = queries.reshape(1, KV_HEADS, shared, HEAD_DIM)
-    all_keys = keys.repeat_interleave(shared, dim=1)
-    all_values = values.repeat_interleave(shared, dim=1)
-    attend = scaled_dot_product_attention
-    return {
-        "enable_gqa": lambda: attend(queries, keys, values, enable_gqa=True),
-        "repeated heads": lambda: attend(queries, all_keys, all_values),
-        "rows of queries": lambda: attend(grouped, keys, values),
-    }
+    both = [torch.cat(x, dim=2) for x in zip(*pieces, strict=True)]
+    stock: dict[str, Steps] = {}
+    for name, dtype in STOCK.items():
+        keys, values = both[0].to(dtype), both[1].to(dtype)
+        queries = Query.after(1, device).queries.to(dtype)
+        shared = QUERY_HEADS // KV_HEADS
+        repeated = [x.repeat_interleave(shared, dim=1) for x in (keys, values)]
+        rows = queries.reshape(1, KV_HEADS, shared, HEAD_DIM)
+        attend = scaled_dot_product_attention
+        stock[name] = {
+            "enable_gqa": partial(attend, queries, keys, values, enable_gqa=True),
+            "repeated heads": partial(attend, queries, repeated[0], repeated[1]),
+        }
+        stock[f"{name}, grouped"] = {"rows of queries": partial(attend, rows, keys, values)}
+    return stock
 
 
 def floors(rounds: int, device: torch.device) -> tuple[float, float]:
@@ -295,8 +318,11 @@ def measure(tokens: int, rounds: int, device: torch.device) -> pd.DataFrame:
         Of the layer.
     """
     query = Query.after(tokens, device)
-    compressed = {f"bands of {band}": CompressedStep(band, query) for band in BANDS}
-    steps = {name: stock_steps(tokens, device, dtype) for name, dtype in STOCK.items()}
+    compressed = {
+        name: CompressedStep(layer_plan(*settings, tokens), query)
+        for name, settings in PLANS.items()
+    }
+    steps = stock_steps(tokens, device)
     steps |= {name: one.steps for name, one in compressed.items()}
     taken: dict[str, dict[str, list[float]]] = {
         name: {part: [] for part in of_cache} for name, of_cache in steps.items()
@@ -338,5 +364,5 @@ def _of_stock(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the fastest way of torch's kernel, and facts of the stock cache."""
     fastest = min(seconds, key=lambda way: seconds[way])
-    nbytes = 2 * tokens * FEATURES * STOCK[name].itemsize
+    nbytes = 2 * tokens * FEATURES * STOCK[name.partition(",")[0]].itemsize
     return {"attention": seconds[fastest]}, {"way": fastest, "work": 1.0, "nbytes": nbytes}

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from manifoldkv.diagnostics.figures.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from manifoldkv.diagnostics.figures.style import finished, label_axes, logarithmic, panels
+from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
+from reports.axes import linear_near_zero
 
 LIMITED, UNLIMITED = "work-", "best"
 """Beginning of the names of methods with a limit of work, and the name of that without one."""
@@ -33,7 +34,7 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
             _line(panel, on[on["requested_ratio"] == ratio], index, ratio)
         y = "added nats per token" if panel is axes[0] else ""
         label_axes(panel, "multiplications over those of stock attention", y, common.short(text))
-        logarithmic(panel)
+        linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
         _works(panel, on)
     first = part.iloc[0]
     windows = common.counted(int(first["items"]), "window")

@@ -16,6 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
 from reports import frontier
+from reports.axes import LINEAR_BELOW, linear_near_zero
 
 AT = (0.5, 0.25, 0.125)
 """Ratios at which the summary lists the cost of plans."""
@@ -27,9 +28,6 @@ ALIASES = {
 """Names that methods have in the literature."""
 TIMES = (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Of the marks on axes: no two sizes that are measured lie without one."""
-
-LINEAR_BELOW = 0.01
-"""Nats per token below which the axis of losses is linear, to include zero and less."""
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
@@ -58,7 +56,7 @@ def _draw(results: pd.DataFrame, kind: str, measure: str, name: str) -> Figure:
             y = "added nats per token" if measure == "added_nll" else "share of answers found"
         label_axes(panel, "times smaller than in 16 bits", y, _title(on))
         if measure == "added_nll":
-            _linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
+            linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
         else:
             reference(panel, float(on["stock_score"].iloc[0]), "uncompressed")
             panel.set_ylim(-0.03, 1.05)
@@ -77,26 +75,6 @@ def _title(on: pd.DataFrame) -> str:
     if first["kind"] == "text":
         return f"held-out text: {title}"
     return title if first["counted"] else f"{title} (the uncompressed model fails it: not counted)"
-
-
-def _linear_near_zero(axes: Axes, lowest: float, highest: float) -> None:
-    """Make the axis of losses logarithmic above `LINEAR_BELOW`, with the linear part in grey.
-
-    Parameters
-    ----------
-    axes : Axes
-        Axes whose vertical label is written.
-    lowest, highest : float
-        Range of the losses, nats per token.
-    """
-    axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.6)
-    axes.set_ylim(min(-0.3 * LINEAR_BELOW, 1.3 * lowest), 1.8 * max(LINEAR_BELOW, highest))
-    axes.yaxis.set_major_locator(FixedLocator([0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.axhspan(axes.get_ylim()[0], LINEAR_BELOW, color="#000000", alpha=0.05, linewidth=0)
-    if axes.get_ylabel():
-        axes.set_ylabel(f"{axes.get_ylabel()}\n(logarithmic; linear in the grey part)")
 
 
 def _line(axes: Axes, line: pd.DataFrame, method: str, measure: str, names: list[str]) -> None:

@@ -8,7 +8,6 @@ from measurements import shapes
 from measurements.speed import lengths_of
 from reports import frontier, speed
 
-from manifoldkv.recipes.bits import DEFAULT_WORK
 from tests.drawings import assert_written, points
 from tests.studies.running import Done, finished
 
@@ -89,27 +88,29 @@ def test_prompts_are_no_longer_than_the_model_takes(capsys: pytest.CaptureFixtur
 def one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Done:
     for name, value in SHAPES.items():
         monkeypatch.setattr(shapes, name, value)
-    monkeypatch.setattr(shapes, "BANDS", (1, 4))
+    plans = {"bands of 1": (1, False), "bands of 4": (4, True)}
+    monkeypatch.setattr(shapes, "PLANS", plans)
     return finished("benchmark", "speed", "--shapes", 50, "--rounds", 2, "--out", tmp_path)
 
 
 def test_parts_of_one_layer_add_up_to_its_step(one_layer: Done) -> None:
     results = one_layer.table("shapes")
-    caches = ["stock bfloat16", "stock float32", "bands of 1", "bands of 4"]
+    stock, bands = ["stock bfloat16", "stock float32"], ["bands of 1", "bands of 4"]
+    caches = [f"{name}{way}" for name in stock for way in ("", ", grouped")] + bands
     assert list(dict.fromkeys(results["cache"])) == caches
     parts = results.pivot_table("seconds", "cache", "part")
     assert (parts[["bytes over bandwidth", "multiplications over peak"]] > 0).all(axis=None)
-    of_stock = parts.loc[caches[:2], "attention"]
-    assert (of_stock > 0).all()
-    assert set(results["way"].dropna()) <= {"enable_gqa", "repeated heads", "rows of queries"}
-    assert (parts.loc[caches[2:], ["unpacking", "softmax", "new token"]] > 0).all(axis=None)
+    assert (parts["attention"].drop(bands) > 0).all()
+    ways = results.groupby("cache")["way"].first()
+    assert set(ways[stock]) <= {"enable_gqa", "repeated heads"}
+    assert (parts.loc[bands, ["unpacking", "softmax", "new token"]] > 0).all(axis=None)
     works = results.groupby("cache")["work"].first()
     assert works["stock bfloat16"] == 1 < works["bands of 1"] < works["bands of 4"]
 
     (axes,) = one_layer.figures["parts_of_a_step"].axes
     shown = {label: bars for bars in axes.containers for label in [bars.get_label()]}
-    heights = [bar.get_height() for bar in shown["unpacking"]][2:]
-    assert heights == pytest.approx(list(1e3 * parts.loc[caches[2:], "unpacking"]))
+    heights = [bar.get_height() for bar in shown["unpacking"]][-2:]
+    assert heights == pytest.approx(list(1e3 * parts.loc[bands, "unpacking"]))
     assert_written(one_layer.folder / "parts_of_a_step")
     assert "50 tokens" in one_layer.text()
     redrawn = finished("benchmark", "speed", "--redraw", "--out", one_layer.folder)
@@ -131,11 +132,16 @@ def test_parts_are_differences_of_steps() -> None:
     assert shapes.parts_of({"step": 2.0, "new token": 1.0}) == {"attention": 2}
 
 
-def test_the_plan_of_one_layer_is_a_plan_of_the_default_recipe() -> None:
-    plan = shapes.layer_plan(max(shapes.BANDS), 32768)
+@pytest.mark.parametrize(("band", "predicts"), [(1, False), (8, True)])
+def test_the_plan_of_one_layer_has_the_shapes_of_a_model(band: int, predicts: bool) -> None:
+    plan = shapes.layer_plan(band, predicts, 32768)
     assert plan.ratio == pytest.approx(1 / 8, rel=0.02)
-    assert all(500 <= site.latents <= 700 for _, site in plan.layers[0].sites)
-    assert 0.8 * DEFAULT_WORK < plan.work <= DEFAULT_WORK
+    latents = plan.layers[0].key.latents
+    assert latents == plan.layers[0].value.latents == 600
+    rebuilt = latents * (1 + 16 * band)  # scales, and both features of a band in every head
+    rotated, scored = 2 * 128 * 8, 32 * 128
+    mixed = 32 * (latents + 1) * (1 + predicts)
+    assert plan.work == (rebuilt + rotated + scored + mixed) / (2 * scored)
 
 
 def test_losses_against_work_are_drawn_where_work_was_limited() -> None:
