@@ -184,7 +184,8 @@ class BitRecipe(CodedRecipe[Bits]):
             coded = self.coded_run(decoder, at_ratio)
             return with_measured_loss(decoder, self.fitted(decoder, coded, moments), coded)
 
-        return smallest_plan(plan_at, nats)
+        of_sinks, of_scales, full = self._fixed_bytes(decoder, run.context)
+        return smallest_plan(plan_at, nats, (of_sinks + of_scales) / full)
 
     @property
     def predicts(self) -> bool:
@@ -262,11 +263,7 @@ class BitRecipe(CodedRecipe[Bits]):
                 f"widths {self.widths} need features in multiples of {pack_size(self.widths)}, a "
                 f"layer has {features}: leave out the odd widths"
             )
-        cached = [cached_tokens(context, window) for window in decoder.windows]
-        full = 4 * features * sum(cached)
-        sinks = min(self.sinks, context)
-        of_sinks = 4 * features * sum(sinks for window in decoder.windows if window is None)
-        of_scales = 2 * SCALE_BYTES * sum(cached)
+        of_sinks, of_scales, full = self._fixed_bytes(decoder, context)
         remaining = int(ratio * full + 1e-9) - of_sinks - of_scales
         if remaining < 0:
             raise ArgumentError(
@@ -274,6 +271,13 @@ class BitRecipe(CodedRecipe[Bits]):
                 f"tokens take {(of_sinks + of_scales) / full:.3g} of the cache of {context} tokens"
             )
         return remaining
+
+    def _fixed_bytes(self, decoder: Decoder, context: int) -> tuple[int, int, int]:
+        """Return the bytes of sink tokens, of scales, and of the whole cache in 16 bits."""
+        cached = [cached_tokens(context, window) for window in decoder.windows]
+        sinks = min(self.sinks, context)
+        of_sinks = 4 * decoder.features * sum(sinks for x in decoder.windows if x is None)
+        return of_sinks, 2 * SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
 
     def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
         costs = [site.costs(self.widths) for site in sites]
