@@ -41,6 +41,7 @@ from manifoldkv.recipes.smallest import smallest_plan
 from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import SEQUENCES
 from manifoldkv.windows import cached_tokens
 
 if TYPE_CHECKING:
@@ -146,6 +147,12 @@ class BitRecipe(CodedRecipe[Bits]):
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         super().check(decoder, tokens, config)
+        count = len(tokens) if isinstance(tokens, Tensor) else config.sequences or SEQUENCES
+        if config.nats is not None and count < HELD_OUT:
+            raise ArgumentError(
+                f"nats must have {HELD_OUT} or more calibration sequences, got {count}: the loss "
+                "is measured on an eighth of them"
+            )
         least = self.least_work(decoder)
         if self.work < least:
             least = ceil(100 * least) / 100  # a number to take over
@@ -172,11 +179,6 @@ class BitRecipe(CodedRecipe[Bits]):
         if nats is None:
             return super().fit(decoder, run, folder, executor)
         coded = self.coded_run(decoder, run)
-        if not len(coded.held_out):
-            raise ArgumentError(
-                f"nats needs {HELD_OUT} or more calibration sequences, one of which in {HELD_OUT} "
-                f"the loss is measured on, got {len(run.tokens)}"
-            )
         moments = coded.moments(decoder, coded.fitted, folder)
 
         def plan_at(ratio: float) -> CompressionPlan:
