@@ -101,7 +101,7 @@ class Compress(ModelOptions):
         float | None,
         typer.Option(
             metavar="NUMBER",
-            show_default="16 with recipe bits, inf with best",
+            show_default="4 with recipe bits, inf with best",
             help="Most multiplications of a decode step over those of stock attention; inf is no "
             "limit.",
         ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import nan
 from typing import Any
 
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Inspect
+from manifoldkv.evaluation.perplexity import with_error
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
@@ -56,10 +58,9 @@ def _lines(plan: CompressionPlan) -> list[str]:
             f"{provenance.predicted_tokens:,} held-out tokens of the calibration text"
         ]
     if provenance.measured_nats is not None:
-        predicted.append(
-            f"        {provenance.measured_nats:.4f} ± {provenance.measured_error:.4f} measured on "
-            "the same tokens"
-        )
+        error = provenance.measured_error
+        measured = with_error(provenance.measured_nats, nan if error is None else error)
+        predicted.append(f"        {measured} measured on the same tokens")
     return [
         f"model   {provenance.model}",
         f"bases   {provenance.origin}, {provenance.threads} threads, "

@@ -40,7 +40,8 @@ class Provenance:
         Number of tokens of these sequences.
     measured_nats, measured_error : float or None
         Measured divergence from the uncompressed model on the same sequences, in nats per token,
-        and its standard error over sequences, of a plan that was asked for by its loss.
+        and its standard error over sequences, of two or more, of a plan that was asked for by its
+        loss.
     """
 
     model: str

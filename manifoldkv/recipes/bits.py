@@ -41,6 +41,7 @@ from manifoldkv.recipes.smallest import smallest_plan
 from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.progress import follow
 from manifoldkv.text.sources import TextSource
+from manifoldkv.text.tokens import SEQUENCES
 from manifoldkv.windows import cached_tokens
 
 if TYPE_CHECKING:
@@ -146,6 +147,12 @@ class BitRecipe(CodedRecipe[Bits]):
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         super().check(decoder, tokens, config)
+        count = len(tokens) if isinstance(tokens, Tensor) else config.sequences or SEQUENCES
+        if config.nats is not None and count < HELD_OUT:
+            raise ArgumentError(
+                f"nats must have {HELD_OUT} or more calibration sequences, got {count}: the loss "
+                "is measured on an eighth of them"
+            )
         least = self.least_work(decoder)
         if self.work < least:
             least = ceil(100 * least) / 100  # a number to take over
@@ -172,11 +179,6 @@ class BitRecipe(CodedRecipe[Bits]):
         if nats is None:
             return super().fit(decoder, run, folder, executor)
         coded = self.coded_run(decoder, run)
-        if not len(coded.held_out):
-            raise ArgumentError(
-                f"nats needs {HELD_OUT} or more calibration sequences, one of which in {HELD_OUT} "
-                f"the loss is measured on, got {len(run.tokens)}"
-            )
         moments = coded.moments(decoder, coded.fitted, folder)
 
         def plan_at(ratio: float) -> CompressionPlan:
@@ -184,7 +186,8 @@ class BitRecipe(CodedRecipe[Bits]):
             coded = self.coded_run(decoder, at_ratio)
             return with_measured_loss(decoder, self.fitted(decoder, coded, moments), coded)
 
-        return smallest_plan(plan_at, nats)
+        of_sinks, of_scales, full = self._fixed_bytes(decoder, run.context)
+        return smallest_plan(plan_at, nats, (of_sinks + of_scales) / full)
 
     @property
     def predicts(self) -> bool:
@@ -262,11 +265,7 @@ class BitRecipe(CodedRecipe[Bits]):
                 f"widths {self.widths} need features in multiples of {pack_size(self.widths)}, a "
                 f"layer has {features}: leave out the odd widths"
             )
-        cached = [cached_tokens(context, window) for window in decoder.windows]
-        full = 4 * features * sum(cached)
-        sinks = min(self.sinks, context)
-        of_sinks = 4 * features * sum(sinks for window in decoder.windows if window is None)
-        of_scales = 2 * SCALE_BYTES * sum(cached)
+        of_sinks, of_scales, full = self._fixed_bytes(decoder, context)
         remaining = int(ratio * full + 1e-9) - of_sinks - of_scales
         if remaining < 0:
             raise ArgumentError(
@@ -274,6 +273,13 @@ class BitRecipe(CodedRecipe[Bits]):
                 f"tokens take {(of_sinks + of_scales) / full:.3g} of the cache of {context} tokens"
             )
         return remaining
+
+    def _fixed_bytes(self, decoder: Decoder, context: int) -> tuple[int, int, int]:
+        """Return the bytes of sink tokens, of scales, and of the whole cache in 16 bits."""
+        cached = [cached_tokens(context, window) for window in decoder.windows]
+        sinks = min(self.sinks, context)
+        of_sinks = 4 * decoder.features * sum(sinks for x in decoder.windows if x is None)
+        return of_sinks, 2 * SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
 
     def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
         costs = [site.costs(self.widths) for site in sites]

@@ -81,7 +81,7 @@ def with_measured_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) -
         with replaced(decoder.model, reconstruct, layers=layers, sinks=plan.sinks):
             losses.append(float(divergence(exact, log_probabilities(decoder.model, tokens))))
     sample = torch.tensor(losses, dtype=torch.float64)
-    error = float(sample.std()) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+    error = float(sample.std()) / len(losses) ** 0.5 if len(losses) > 1 else None
     measured = replace(plan.provenance, measured_nats=float(sample.mean()), measured_error=error)
     return replace(plan, provenance=measured)
 

@@ -20,7 +20,9 @@ CLOSE = 0.85
 """Share of the limit that a loss must reach for a plan to be the smallest."""
 
 
-def smallest_plan(plan_at: Callable[[float], CompressionPlan], nats: float) -> CompressionPlan:
+def smallest_plan(
+    plan_at: Callable[[float], CompressionPlan], nats: float, least: float = 0.0
+) -> CompressionPlan:
     """Return the plan of the smallest ratio among those tried whose loss is below a limit.
 
     The logarithm of the loss is nearly linear in the ratio: the next ratio is where a line through
@@ -32,6 +34,8 @@ def smallest_plan(plan_at: Callable[[float], CompressionPlan], nats: float) -> C
         Function of a ratio that returns a plan with a measured loss.
     nats : float
         Limit of the measured loss, per token.
+    least : float
+        Ratio of the smallest possible plan.
 
     Raises
     ------
@@ -40,8 +44,9 @@ def smallest_plan(plan_at: Callable[[float], CompressionPlan], nats: float) -> C
     """
     tried: dict[float, float] = {}
     best: CompressionPlan | None = None
-    ratio = FIRST_RATIO
-    for _ in range(TRIES):
+    smallest = max(least, SMALLEST_RATIO)
+    ratio = max(smallest, FIRST_RATIO)
+    while ratio not in tried and len(tried) < TRIES:
         plan = plan_at(ratio)
         loss = plan.provenance.measured_nats
         assert loss is not None
@@ -49,14 +54,13 @@ def smallest_plan(plan_at: Callable[[float], CompressionPlan], nats: float) -> C
         tried[ratio] = max(loss, 1e-9)
         if loss <= nats and (best is None or plan.ratio < best.ratio):
             best = plan
-        if CLOSE * nats <= loss <= nats or ratio in (SMALLEST_RATIO, LARGEST_RATIO):
+        if CLOSE * nats <= loss <= nats:
             break
-        ratio = _next_ratio(tried, nats)
+        ratio = min(max(_next_ratio(tried, nats), smallest), LARGEST_RATIO)
     if best is None:
-        least = min(tried.values())
         raise ArgumentError(
-            f"nats must be >= {least:.3g} for this model and text, got {nats:g}: the largest cache "
-            f"tried, of ratio {max(tried):.3g}, loses that much"
+            f"nats must be >= {min(tried.values()):.3g} for this model and text, got {nats:g}: the "
+            f"largest cache tried, of ratio {max(tried):.3g}, loses that much"
         )
     return best
 
@@ -70,5 +74,4 @@ def _next_ratio(tried: dict[float, float], nats: float) -> float:
         other = by_distance[1]
         measured = (log(tried[nearest]) - log(tried[other])) / (nearest - other)
         slope = min(measured, SLOPE / 5)  # noise must not turn the line
-    ratio = nearest + (aim - log(tried[nearest])) / slope
-    return min(max(ratio, SMALLEST_RATIO), LARGEST_RATIO)
+    return nearest + (aim - log(tried[nearest])) / slope

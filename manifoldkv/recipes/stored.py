@@ -94,7 +94,7 @@ class StoredRecipe(CodedRecipe[float]):
             if window is not None:
                 raise PlanError(
                     f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
-                    "stored does not store: take recipe best"
+                    "stored does not store: take recipe bits"
                 )
 
     def budget(self, decoder: Decoder, ratio: float, context: int) -> float:

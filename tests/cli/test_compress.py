@@ -106,19 +106,29 @@ def test_the_smallest_plan_below_a_loss(tmp_path: Path) -> None:
     plan = CompressionPlan.load(tmp_path)
     provenance = plan.provenance
     assert provenance.measured_nats <= limit
-    measured = f"{provenance.measured_nats:.4f} ± {provenance.measured_error:.4f} measured on"
-    assert measured in done.out
+    assert f"\n        {provenance.measured_nats:.4f} measured on the same tokens\n" in done.out
+    assert provenance.measured_error is None  # of one sequence
+    provenance = replace(provenance, measured_nats=0.0123, measured_error=0.0045)
+    replace(plan, provenance=provenance).save(tmp_path / "four")
+    assert "\n        0.0123 ± 0.0045 measured on" in lines("inspect", tmp_path / "four")
     assert f"{provenance.predicted_nats:.4f} nats per token predicted, on 64 held-" in done.out
     tried = {float(r): float(n) for r, n in re.findall(r"ratio (\S+) loses (\S+) nats", done.err)}
     smaller = [nats for ratio, nats in tried.items() if ratio < provenance.requested_ratio - 1e-4]
     assert all(nats > limit for nats in smaller)
 
 
+def test_a_large_loss_is_that_of_the_smallest_cache(tmp_path: Path) -> None:
+    """Short texts, whose sink tokens and scales take a seventh of the cache."""
+    lines("compress", MODEL, *EIGHT, "--nats", 50, "--out", tmp_path)
+    plan = CompressionPlan.load(tmp_path)
+    assert plan.ratio == pytest.approx(4 / 32 + 4 / (4 * 64))
+    assert plan.provenance.measured_nats <= 50
+
+
 def test_a_loss_needs_sequences_that_nothing_is_fitted_to(tmp_path: Path) -> None:
     done = run("compress", MODEL, *FEW, "--nats", 0.1, "--out", tmp_path / "plan")
     assert done.code == 2
-    assert "manifoldkv: nats needs 8 or more calibration sequences" in done.err
-    assert done.err.endswith("got 4\n")
+    assert "manifoldkv: nats must have 8 or more calibration sequences, got 4: the" in done.err
     assert not (tmp_path / "plan").exists()
 
 
@@ -173,8 +183,8 @@ def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
 
 @pytest.mark.parametrize(
     "more",
-    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 1)],
-    ids=["ratio", "length", "work"],
+    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 1), ("--nats", 1, "--sequences", 7)],
+    ids=["ratio", "length", "work", "nats"],
 )
 def test_a_model_writes_nothing_for_a_run_that_is_refused(
     more: tuple, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
