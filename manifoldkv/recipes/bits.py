@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
 DEFAULT_WORK = 4.0
-"""Largest work of a plan whose decode step takes no longer than that of the stock cache."""
+"""Work whose decode step takes about as long as that of the stock cache after 8,000 tokens."""
 BANDS = (1, 2, 4, 8, 16, None)
 """Widths of bands in frequencies."""
 DEPTH = 5
@@ -98,7 +98,8 @@ class BitRecipe(CodedRecipe[Bits]):
     sinks
         As in `CodedRecipe`.
     work : float
-        Largest `CompressionPlan.work`; infinite for no limit.
+        Largest `CompressionPlan.work`; infinite for no limit. The default is raised to
+        `least_work` for models that need more.
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
     bands : tuple of (int or None)
@@ -154,7 +155,7 @@ class BitRecipe(CodedRecipe[Bits]):
                 "is measured on an eighth of them"
             )
         least = self.least_work(decoder)
-        if self.work < least:
+        if self.work < least and self.work != DEFAULT_WORK:
             least = ceil(100 * least) / 100  # a number to take over
             raise ArgumentError(
                 f"work must be >= {least:g}, got {self.work:g}: a decode step on the cheapest "
@@ -221,7 +222,7 @@ class BitRecipe(CodedRecipe[Bits]):
 
     def _chosen(self, decoder: Decoder, run: CodedRun, menus: list[Menu]) -> Designs[Bits]:
         """Return the designs that lose least of all menus."""
-        limit = _limit(decoder, run, self.work)
+        limit = _limit(decoder, run, max(self.work, self.least_work(decoder)))
         chosen = [menu.best(8 * run.budget, limit) for menu in menus]
         best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
         menu, choice = menus[best], chosen[best]
