@@ -60,7 +60,7 @@ def project(x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
         Projection by latent, (r, D), float32.
     """
     latents = torch.empty(*x.shape[:2], len(down))
-    arrays = [y.reshape(-1, y.shape[-1]).numpy() for y in (x, expected, down, latents)]
+    arrays = [y.flatten(0, -2).numpy() for y in (x, expected, down, latents)]
     _kernel().project(*arrays)
     return latents
 
@@ -85,6 +85,6 @@ def quantize(latents: Tensor, tables: QuantizerTables) -> tuple[Tensor, Tensor, 
     codes = torch.zeros(batch, tables.bytes_per_token, tokens, dtype=torch.uint8)
     scales = torch.empty(batch * tokens)
     out = torch.empty(batch * tokens, features)
-    flat = latents.contiguous().view(-1, features).numpy()
+    flat = latents.reshape(batch * tokens, features).contiguous().numpy()
     _kernel().quantize(flat, *tables.arrays, codes.numpy(), scales.numpy(), out.numpy())
     return codes, scales.view(batch, tokens).half(), out.view(batch, tokens, features)

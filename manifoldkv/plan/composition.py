@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import Site
-from manifoldkv.coding.predictor import Input
+from manifoldkv.coding.predictor import Input, LinearPredictor
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.site import SitePlan
 
 Maps = dict[Input, Tensor]
 """Matrix of the latents of every site, (features, latents), float64; sites are counted from the
@@ -84,30 +85,19 @@ def linear_map(layers: Sequence[LayerPlan], index: int, site: Site) -> LinearMap
     site : {"key", "value"}
         Site of the layer.
     """
-    planned = layers[index].key if site == "key" else layers[index].value
-    mean = torch.zeros(planned.features, dtype=torch.float64)
-    if planned.mean is not None:
-        mean = planned.mean.double()
-    own = LinearMap({(0, site): planned.basis.up[0].double()}, mean)
-    if planned.predictor is None:
-        return own
-    predicted = _predicted(layers, index, site)
-    if planned.predictor.expansion is not None:
-        predicted = predicted.through(planned.predictor.expansion)
-    return own + predicted
+    return _Composer(layers).linear_map(index, site)
 
 
 def key_map(layers: Sequence[LayerPlan], index: int) -> KeyMap:
     """Return the map of a layer's keys, with the prediction in factors. Parameters as above."""
-    planned = layers[index].key
-    whole = linear_map(layers, index, "key")
+    composer, planned = _Composer(layers), layers[index].key
+    whole = composer.linear_map(index, "key")
     if planned.predictor is None:
         return KeyMap(whole.maps[0, "key"], {}, None, whole.mean)
-    predicted = _predicted(layers, index, "key")
     expansion = planned.predictor.expansion
     return KeyMap(
         planned.basis.up[0].double(),
-        predicted.maps,
+        composer.predicted(index, planned.predictor).maps,
         None if expansion is None else expansion.double().mT,
         whole.mean,
     )
@@ -115,24 +105,55 @@ def key_map(layers: Sequence[LayerPlan], index: int) -> KeyMap:
 
 def sources(layers: Sequence[LayerPlan], index: int, site: Site) -> set[Input]:
     """Return the sites whose latents a reconstruction depends on. Parameters as `linear_map`."""
-    planned = layers[index].key if site == "key" else layers[index].value
-    needed: set[Input] = {(0, site)}
-    for below, of_input in () if planned.predictor is None else planned.predictor.inputs:
-        deeper = sources(layers, index - below, of_input)
-        needed |= {(below + further, other) for further, other in deeper}
+    needed: set[Input] = set()
+    pending: list[Input] = [(0, site)]
+    while pending:
+        below, of_input = pending.pop()
+        if (below, of_input) in needed:
+            continue
+        needed.add((below, of_input))
+        predictor = _planned(layers, index - below, of_input).predictor
+        if predictor is not None:
+            pending += [(below + further, other) for further, other in predictor.inputs]
     return needed
 
 
-def _predicted(layers: Sequence[LayerPlan], index: int, site: Site) -> LinearMap:
-    """Return the map of a prediction, before its expansion."""
-    planned = layers[index].key if site == "key" else layers[index].value
-    predictor = planned.predictor
-    assert predictor is not None
-    parts = [
-        linear_map(layers, index - below, of_input).through(weights).below(below)
-        for (below, of_input), weights in zip(predictor.inputs, predictor.parts, strict=True)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+class _Composer:
+    """Maps of the sites of a plan, each composed once: paths between sites are many."""
+
+    def __init__(self, layers: Sequence[LayerPlan]) -> None:
+        self._layers = layers
+        self._maps: dict[Input, LinearMap] = {}
+
+    def linear_map(self, index: int, site: Site) -> LinearMap:
+        if (index, site) not in self._maps:
+            self._maps[index, site] = self._composed(index, site)
+        return self._maps[index, site]
+
+    def predicted(self, index: int, predictor: LinearPredictor) -> LinearMap:
+        """Return the map of a prediction, before its expansion."""
+        parts = [
+            self.linear_map(index - below, of_input).through(weights).below(below)
+            for (below, of_input), weights in zip(predictor.inputs, predictor.parts, strict=True)
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def _composed(self, index: int, site: Site) -> LinearMap:
+        planned = _planned(self._layers, index, site)
+        mean = torch.zeros(planned.features, dtype=torch.float64)
+        if planned.mean is not None:
+            mean = planned.mean.double()
+        own = LinearMap({(0, site): planned.basis.up[0].double()}, mean)
+        if planned.predictor is None:
+            return own
+        predicted = self.predicted(index, planned.predictor)
+        if planned.predictor.expansion is not None:
+            predicted = predicted.through(planned.predictor.expansion)
+        return own + predicted
+
+
+def _planned(layers: Sequence[LayerPlan], index: int, site: Site) -> SitePlan:
+    return layers[index].key if site == "key" else layers[index].value

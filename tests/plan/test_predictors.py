@@ -11,6 +11,7 @@ from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.predictor import LinearPredictor
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.errors import PlanError
+from manifoldkv.plan.composition import linear_map, sources
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
@@ -152,3 +153,13 @@ def test_quantizers_and_means_that_do_not_fit_a_basis_are_refused(stored: bool) 
         mixed = replace(plan.layers[1], key=SitePlan(plan.layers[1].key.basis))
         with pytest.raises(PlanError, match="of all sites must be entropy-coded, or those of no"):
             replace(plan, layers=(plan.layers[0], mixed, *plan.layers[2:]))
+
+
+def test_many_paths_between_sites_are_composed_once() -> None:
+    """The number of paths doubles with every layer, from a plan of a stranger too."""
+    first, *_, last = predicted_plan("chain").layers
+    depth = last.key.predictor.depth
+    layers = [*[first] * depth, *[last] * 30]
+    top = len(layers) - 1
+    assert {below for below, _ in sources(layers, top, "value")} == set(range(top + 1))
+    assert linear_map(layers, top, "value").mean.isfinite().all()
