@@ -26,12 +26,7 @@ from manifoldkv.plan.layer import LayerPlan, check_layers
 from manifoldkv.plan.model import ModelView, agree, check_view, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
-from manifoldkv.plan.work import (
-    AttentionShape,
-    check_shape,
-    multiplications,
-    stock_multiplications,
-)
+from manifoldkv.plan.work import AttentionShape, check_shape, relative_work
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """Name of a repository on the Hub; other names are not linked on a card."""
@@ -179,13 +174,7 @@ class CompressionPlan(OnHub):
         latents to keys, predictions, rotation, scores and mixtures. A plan of recipe stored counts
         as one that a model ran on.
         """
-        tokens = self.provenance.context
-        total = stock = 0
-        for index, layer in enumerate(self.layers):
-            cached = layer.cached_tokens(tokens)
-            total += cached * multiplications(self.layers, index, self.shape, self.rotary)
-            stock += cached * stock_multiplications(layer, self.shape)
-        return total / stock
+        return relative_work(self.layers, self.shape, self.rotary, self.provenance.context)
 
     @property
     def variable_width(self) -> bool:

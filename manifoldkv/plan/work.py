@@ -52,6 +52,26 @@ def stock_multiplications(layer: LayerPlan, shape: AttentionShape) -> int:
     return 2 * shape.query_heads * layer.key.head_dim
 
 
+def relative_work(
+    layers: Sequence[LayerPlan], shape: AttentionShape, rotary: Rotary, tokens: int
+) -> float:
+    """Return the multiplications of a decode step after a text over those of stock attention.
+
+    Parameters
+    ----------
+    layers, shape, rotary
+        As in `multiplications`.
+    tokens : int
+        Of the text; a layer with a sliding window holds fewer.
+    """
+    total = stock = 0
+    for index, layer in enumerate(layers):
+        cached = layer.cached_tokens(tokens)
+        total += cached * multiplications(layers, index, shape, rotary)
+        stock += cached * stock_multiplications(layer, shape)
+    return total / stock
+
+
 def multiplications(
     layers: Sequence[LayerPlan], index: int, shape: AttentionShape, rotary: Rotary
 ) -> int:
