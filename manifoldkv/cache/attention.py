@@ -88,8 +88,8 @@ class CachedAttention:
         """
         layer = layers[0]
         count = queries.shape[2]
-        single = count == 1 and mask is None
-        if single and angles is not None and self._sites.decodes(layer, settings):
+        sees_all = count == 1 and mask is None
+        if sees_all and angles is not None and self._sites.decodes(layer, settings):
             scaling = settings.scaling
             return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
         visible, _ = layer.get_mask_sizes(count)
@@ -136,9 +136,9 @@ class CachedAttention:
         offset = layer.tokens_held - tokens
         latents = min(own, stop)
         exact, of_sinks = [], None
-        alone = layer.is_croppable  # every token is rounded by itself
-        if layer.sinks.are_first and alone and sees is None and latents == stop:
-            # Their latents are left out, and no mask needs to hide them.
+        by_token = layer.is_croppable  # and not in runs, which begin at fixed tokens
+        if layer.sinks.are_first and by_token and sees is None and latents == stop:
+            # Latents of sink tokens are left out, so that no mask has to hide them.
             skipped = layer.sinks.size
             return Seen(offset + skipped, latents - skipped, [layer.sinks.seen()], None, skipped)
         if layer.sinks.size:

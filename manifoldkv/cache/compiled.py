@@ -17,10 +17,10 @@ from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.quantize import project as project_few
-from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -167,9 +167,9 @@ class _CompiledTokens(NewTokens):
         self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
     ) -> None:
         super().__init__(planned, dtype, device, is_input=is_input)
-        self._by_latent = (
-            planned.basis.down[0].mT.to(constant_dtype(dtype)).float().contiguous()
-        )  # (r, D)
+        self._dtype = dtype
+        down = planned.basis.down[0].to(constant_dtype(dtype)).float()
+        self._by_latent = down.mT.contiguous()  # (r, D)
         mean = self._by_latent.new_zeros(planned.features)
         self._mean = (mean if planned.mean is None else planned.mean.float()).unsqueeze(0)
 
@@ -177,7 +177,8 @@ class _CompiledTokens(NewTokens):
         if x.shape[0] * x.shape[1] > FEW_TOKENS:
             return super()._latents(x, predicted)
         expected = self._mean if predicted is None else predicted + self._mean
-        return project_few(x, expected, self._by_latent).unsqueeze(1)
+        # In the dtype of the model, as latents of many tokens.
+        return project_few(x, expected, self._by_latent).unsqueeze(1).to(self._dtype)
 
 
 def _packed(
@@ -192,8 +193,7 @@ def _packed(
 
 def _quantizer(layers: Sequence[LayerPlan], index: int, one: Input) -> MixedWidths:
     below, site = one
-    plan = layers[index - below]
-    quantizer = (plan.key if site == "key" else plan.value).quantizer
+    quantizer = layers[index - below].of(site).quantizer
     assert isinstance(quantizer, MixedWidths)
     return quantizer
 

@@ -15,7 +15,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.kernels.rotation import Rotation
+from manifoldkv.models.rotation import Rotation
 
 Array = np.ndarray[Any, Any]
 

@@ -14,12 +14,8 @@ from manifoldkv.errors import ModelError
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.offloading import device_of
-from manifoldkv.models.rotary import (
-    angles_at,
-    frequencies_of,
-    rotary_embedding_of,
-    rotated_pairs,
-)
+from manifoldkv.models.rotary import angles_at, rotary_embedding_of
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.models.support import attention_of, check_supported, decoder_layers, unwrapped
 
 
@@ -102,10 +98,9 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Return the number of features of a head that are rotated; 0 without a known rotation."""
         try:
-            _, signs = self._rotated_pairs()
+            return self._rotation().rotary_dim
         except ModelError:
             return 0
-        return int(signs.count_nonzero())
 
     def frequencies(self) -> list[int]:
         """Return the index of the frequency of every feature of a head, (d,).
@@ -117,15 +112,17 @@ class Decoder:
         ModelError
             If the model has no `rotary_embedding`, or rotates other than pairs of features.
         """
-        partners, _ = self._rotated_pairs()
-        return frequencies_of(partners)
+        return self._rotation().frequencies()
 
-    def _rotated_pairs(self) -> tuple[Tensor, Tensor]:
-        """Return `rotated_pairs` of the first layer."""
+    def _rotation(self) -> Rotation:
+        """Return the rotation of the first layer."""
         like = torch.zeros((), device=self.devices[0])
         positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
         angles = self.angles(0, positions, like)[0].shape[-1]
-        return rotated_pairs(rotation_of(self.layers[0]), self.head_dim, angles)
+        rotation = Rotation.of(rotation_of(self.layers[0]), self.head_dim, angles)
+        if rotation is None:
+            raise ModelError("the model rotates keys other than in pairs of features")
+        return rotation
 
     @property
     def attentions(self) -> tuple[Any, ...]:

@@ -78,51 +78,6 @@ def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
     return rotate_halves if agrees else rotate
 
 
-def rotated_pairs(rotate: Rotate, head_dim: int, angles: int) -> tuple[Tensor, Tensor]:
-    """Return partner and sign of every feature of a head, (d,), int64 and float32.
-
-    Rotated feature f is ``x[f] · cos[f] + sign[f] · x[partner[f]] · sin[f]``; the partner of a
-    feature that is not rotated is itself, with sign 0. Where a model has one of the `angles` for
-    every pair of features, their index is f modulo `angles`.
-
-    Raises
-    ------
-    ModelError
-        If a rotation is not of this form.
-    """
-    units = torch.eye(head_dim).view(1, 1, head_dim, head_dim)  # one token for every feature
-    zeros, ones = torch.zeros(1, head_dim, angles), torch.ones(1, head_dim, angles)
-    try:
-        turned = rotate(units, zeros, ones)[0, 0].mT  # (d, d), output by input
-    except RuntimeError as error:  # the layer rotates some features that it cuts out itself
-        raise ModelError("the model rotates keys other than in pairs of features") from error
-    partner = turned.abs().argmax(dim=1)
-    sign = turned.gather(1, partner.unsqueeze(1)).squeeze(1)
-    rotated = rotate(units, zeros, zeros)[0, 0].diagonal() == 0
-    sign, features = sign * rotated, torch.arange(head_dim)
-    partner = torch.where(rotated, partner, features)
-    expected = torch.zeros_like(turned)
-    expected[features, partner] = torch.where(rotated, sign, 1.0)
-    pairs = bool((partner[partner] == features).all()) and bool((sign[rotated].abs() == 1).all())
-    pairs = pairs and torch.equal(turned, expected)
-    if not pairs or int(rotated.sum()) not in (angles, 2 * angles):
-        raise ModelError("the model rotates keys other than in pairs of features")
-    return partner, sign
-
-
-def frequencies_of(partners: Tensor) -> list[int]:
-    """Return the index of the frequency of every feature, (d,), of partners as `rotated_pairs`.
-
-    Features that are not rotated are grouped in twos after all others.
-    """
-    pairs = {(min(pair), max(pair)) for pair in enumerate(partners.tolist())}
-    rotated = sorted(pair for pair in pairs if pair[0] < pair[1])
-    frequency = {feature: index for index, pair in enumerate(rotated) for feature in pair}
-    alone = sorted(first for first, second in pairs if first == second)
-    frequency |= {feature: len(rotated) + place // 2 for place, feature in enumerate(alone)}
-    return [frequency[feature] for feature in range(len(partners))]
-
-
 def rotary_embedding_of(decoder: nn.Module) -> nn.Module:
     """Return the module that computes the angles of a decoder; raise `ModelError` if missing."""
     embedding = getattr(decoder, "rotary_emb", None)

@@ -11,7 +11,6 @@ from torch import Tensor
 from manifoldkv.basis import Site
 from manifoldkv.coding.predictor import Input, LinearPredictor
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.site import SitePlan
 
 Maps = dict[Input, Tensor]
 """Matrix of the latents of every site, (features, latents), float64; sites are counted from the
@@ -112,7 +111,7 @@ def sources(layers: Sequence[LayerPlan], index: int, site: Site) -> set[Input]:
         if (below, of_input) in needed:
             continue
         needed.add((below, of_input))
-        predictor = _planned(layers, index - below, of_input).predictor
+        predictor = layers[index - below].of(of_input).predictor
         if predictor is not None:
             pending += [(below + further, other) for further, other in predictor.inputs]
     return needed
@@ -142,7 +141,7 @@ class _Composer:
         return total
 
     def _composed(self, index: int, site: Site) -> LinearMap:
-        planned = _planned(self._layers, index, site)
+        planned = self._layers[index].of(site)
         mean = torch.zeros(planned.features, dtype=torch.float64)
         if planned.mean is not None:
             mean = planned.mean.double()
@@ -153,7 +152,3 @@ class _Composer:
         if planned.predictor.expansion is not None:
             predicted = predicted.through(planned.predictor.expansion)
         return own + predicted
-
-
-def _planned(layers: Sequence[LayerPlan], index: int, site: Site) -> SitePlan:
-    return layers[index].key if site == "key" else layers[index].value

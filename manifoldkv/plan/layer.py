@@ -33,6 +33,10 @@ class LayerPlan:
         """Return both sites by name."""
         return ("key", self.key), ("value", self.value)
 
+    def of(self, site: Site) -> SitePlan:
+        """Return the plan of a site."""
+        return self.key if site == "key" else self.value
+
     @property
     def mean_bits(self) -> dict[Site, float]:
         """Return the mean bits of an element of keys and of values."""

@@ -97,8 +97,8 @@ def multiplications(
         return sum(_by_group(site, planned, shape, rotary) for site, planned in layer.sites)
 
     def of(one: Input) -> SitePlan:
-        lower = layers[index - one[0]]
-        return lower.key if one[1] == "key" else lower.value
+        below, site = one
+        return layers[index - below].of(site)
 
     key = layer.key
     total = _scales(key) + block_entries(key.basis.up[0][:, : key.latents])

@@ -98,7 +98,7 @@ class BitRecipe(CodedRecipe[Bits]):
     sinks
         As in `CodedRecipe`.
     work : float
-        Largest `CompressionPlan.work`; infinite for no limit. The default is raised to
+        Largest `CompressionPlan.work`; infinite for no limit. `DEFAULT_WORK` if None, or
         `least_work` for models that need more.
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
@@ -118,7 +118,7 @@ class BitRecipe(CodedRecipe[Bits]):
     meets_nats = True
     refits_last_round = False
 
-    work: float = DEFAULT_WORK
+    work: float | None = None
     widths: tuple[int, ...] = WIDTHS
     bands: tuple[int | None, ...] = BANDS
     depth: int | None = DEPTH
@@ -126,7 +126,7 @@ class BitRecipe(CodedRecipe[Bits]):
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_widths(self.widths)
-        if not self.work > 0:  # nor NaN
+        if self.work is not None and not self.work > 0:  # nor NaN
             raise ArgumentError(f"work must be a positive number, got {self.work}")
         if self.depth is not None and self.depth < 0:
             raise ArgumentError(f"depth must be >= 0, got {self.depth}")
@@ -137,7 +137,7 @@ class BitRecipe(CodedRecipe[Bits]):
         return replace(self, work=work)
 
     def describe(self) -> dict[str, Any]:
-        work = self.work if isfinite(self.work) else "unlimited"
+        work = "unlimited" if self.work == inf else self.work
         structure = {"work": work, "bands": list(self.bands), "depth": self.depth}
         return super().describe() | structure
 
@@ -155,7 +155,7 @@ class BitRecipe(CodedRecipe[Bits]):
                 "is measured on an eighth of them"
             )
         least = self.least_work(decoder)
-        if self.work < least and self.work != DEFAULT_WORK:
+        if self.work is not None and self.work < least:
             least = ceil(100 * least) / 100  # a number to take over
             raise ArgumentError(
                 f"work must be >= {least:g}, got {self.work:g}: a decode step on the cheapest "
@@ -190,19 +190,28 @@ class BitRecipe(CodedRecipe[Bits]):
         of_sinks, of_scales, full = self._fixed_bytes(decoder, run.context)
         return smallest_plan(plan_at, nats, (of_sinks + of_scales) / full)
 
+    def _limit_of(self, decoder: Decoder) -> float:
+        """Return the largest work of a plan for a model."""
+        if self.work is not None:
+            return self.work
+        return max(DEFAULT_WORK, self.least_work(decoder))
+
+    @property
+    def _space(self) -> Space:
+        return Space(self.bands, self.depth, CHAINS if self.predicts else ())
+
     @property
     def predicts(self) -> bool:
         return self.depth is not None
 
     def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Bits]:
-        space = Space(self.bands, self.depth, CHAINS if self.predicts else ())
-
         def chosen(fill: Callable[[MenuBuilder], object]) -> Designs[Bits]:
-            builder = MenuBuilder(decoder, run, moments, space)
+            builder = MenuBuilder(decoder, run, moments, self._space)
             fill(builder)
             return self._chosen(decoder, run, builder.menus())
 
-        LOG.info("choosing transforms within %g times the work of stock attention", self.work)
+        work = self._limit_of(decoder)
+        LOG.info("choosing transforms within %g times the work of stock attention", work)
         designs = chosen(lambda builder: self._add_exact(decoder, run, builder))
         if designs.depth is None:
             return replace(designs, allocation=None)
@@ -222,7 +231,7 @@ class BitRecipe(CodedRecipe[Bits]):
 
     def _chosen(self, decoder: Decoder, run: CodedRun, menus: list[Menu]) -> Designs[Bits]:
         """Return the designs that lose least of all menus."""
-        limit = _limit(decoder, run, max(self.work, self.least_work(decoder)))
+        limit = _limit(decoder, run, self._limit_of(decoder))
         chosen = [menu.best(8 * run.budget, limit) for menu in menus]
         best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
         menu, choice = menus[best], chosen[best]
@@ -244,8 +253,7 @@ class BitRecipe(CodedRecipe[Bits]):
         few = replace(run, tokens=run.tokens[:FRONTIER_SEQUENCES])
         coded = self.coded_run(decoder, few)
         moments = coded.moments(decoder, coded.fitted, None)
-        space = Space(self.bands, self.depth, CHAINS if self.predicts else ())
-        builder = MenuBuilder(decoder, coded, moments, space)
+        builder = MenuBuilder(decoder, coded, moments, self._space)
         self._add_exact(decoder, coded, builder)
         menus, least = builder.menus(), self.least_work(decoder)
         frontier = {}

@@ -74,7 +74,7 @@ class MenuBuilder:
         self._moments = moments
         self._choices = _Choices(decoder, space)
         self._context = PredictorContext(space.reach, run.windows)
-        lengths = (None, *(space.chains if space.depth is not None else ()))
+        lengths = (None, *space.chains)
         self._sites: dict[int | None, list[list[Choice]]] = {length: [] for length in lengths}
         self._reach = space.reach
 

@@ -13,8 +13,7 @@ from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.transform import by_token
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.projected import divergence, log_probabilities
-from manifoldkv.models.projected import reconstructed as replaced
+from manifoldkv.models.projected import divergence, log_probabilities, reconstructed
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.runs.progress import follow
@@ -69,16 +68,16 @@ def with_measured_loss(decoder: Decoder, plan: CompressionPlan, run: CodedRun) -
             index: int, keys: Tensor, values: Tensor, context: PredictorContext = context
         ) -> tuple[Tensor, Tensor]:
             context.begin(index)
-            reconstructed = []
+            both = []
             for (_, planned), x in zip(plan.layers[index].sites, (keys, values), strict=True):
                 flat = planned.reconstruct(by_token(x).float(), context)
                 context.add(flat)
                 by_head = planned.grouping.merge(flat.unflatten(0, (1, 1, -1)))
-                reconstructed.append(by_head.to(x))
-            return reconstructed[0], reconstructed[1]
+                both.append(by_head.to(x))
+            return both[0], both[1]
 
         layers = range(len(plan.layers))
-        with replaced(decoder.model, reconstruct, layers=layers, sinks=plan.sinks):
+        with reconstructed(decoder.model, reconstruct, layers=layers, sinks=plan.sinks):
             losses.append(float(divergence(exact, log_probabilities(decoder.model, tokens))))
     sample = torch.tensor(losses, dtype=torch.float64)
     error = float(sample.std()) / len(losses) ** 0.5 if len(losses) > 1 else None

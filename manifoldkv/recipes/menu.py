@@ -8,19 +8,25 @@ found by bisection (Everett 1963, Generalized Lagrange multiplier method).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.allocation import COHERENCE, GAUSSIAN_DISTORTION, coherent_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
 
-BISECTIONS = 40
-LARGEST_PRICE = 1e6
+LEAST_PRICE, LARGEST_PRICE = 1e-15, 1e6
+"""Range of both prices, in nats."""
+BIT_TOLERANCE, WORK_TOLERANCE = 1e-3, 1e-2
+"""Relative tolerances of the prices."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class StepWork:
         uses = [one.mixing for one in choices]
         for site, one in enumerate(choices):
             for (below, of), times in one.mixed:
-                uses[site - site % 2 - 2 * below + (of == "value")] += times
+                uses[_index_of(site, below, of)] += times
         return cls([one.fixed for one in choices], uses, cached, limit, price)
 
     def total(self, stored: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
@@ -154,32 +160,17 @@ class Menu:
         free = self._within(bits, 0.0)
         if free.work <= work:
             return free
-        low, high = 1e-12, LARGEST_PRICE
-        chosen = self._within(bits, high)
-        for _ in range(BISECTIONS):
-            middle = (low * high) ** 0.5
-            tried = self._within(bits, middle)
-            if tried.work <= work:
-                chosen, high = tried, middle
-            else:
-                low = middle
-            if high < 1.01 * low:
-                break
-        return chosen
+        return _lowest(
+            lambda price: self._within(bits, price),
+            lambda chosen: chosen.work <= work,
+            WORK_TOLERANCE,
+        )
 
     def _within(self, bits: float, work_price: float) -> Chosen:
         """Return the choices at a price of work and the lowest price of bits within a budget."""
-        low, high = 1e-15, LARGEST_PRICE
-        chosen, _ = self._at(high, work_price)
-        for _ in range(BISECTIONS):
-            middle = (low * high) ** 0.5
-            tried, used = self._at(middle, work_price)
-            if used <= bits:
-                chosen, high = tried, middle
-            else:
-                low = middle
-            if high < 1.001 * low:
-                break
+        chosen, _ = _lowest(
+            lambda price: self._at(price, work_price), lambda tried: tried[1] <= bits, BIT_TOLERANCE
+        )
         return chosen
 
     def _at(self, bit_price: float, work_price: float) -> tuple[Chosen, float]:
@@ -196,8 +187,7 @@ class Menu:
             further = [
                 one.fixed
                 + sum(
-                    times * stored[site - site % 2 - 2 * below + (of == "value")]
-                    for (below, of), times in one.mixed
+                    times * stored[_index_of(site, below, of)] for (below, of), times in one.mixed
                 )
                 for one in choices
             ]
@@ -223,6 +213,25 @@ class Menu:
         ]
 
 
+def _lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float) -> T:
+    """Return the choice at the lowest price that fits a budget, or at the largest price."""
+    low, high = LEAST_PRICE, LARGEST_PRICE
+    best = at(high)
+    while high > (1 + tolerance) * low:
+        middle = (low * high) ** 0.5
+        tried = at(middle)
+        if fits(tried):
+            best, high = tried, middle
+        else:
+            low = middle
+    return best
+
+
+def _index_of(site: int, below: int, of: Site) -> int:
+    """Return the index of an input of a site, keys and values of all layers counted."""
+    return site - site % 2 - 2 * below + SITES.index(of)
+
+
 def gaussian_costs(variances: Tensor) -> Tensor:
     """Return the costs in nats of Gaussian latents (D,) of 0 to 8 bits, (D, 9)."""
     distortion = torch.tensor(GAUSSIAN_DISTORTION, dtype=variances.dtype)
@@ -244,7 +253,5 @@ def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple
     count = max(frequencies) + 1
     if band is None or band >= count:
         return ()
-    head_dim = len(frequencies)
     bands = torch.tensor(frequencies).repeat(heads) // band  # (heads · d,)
-    assert len(bands) == heads * head_dim
     return tuple((bands == one).nonzero().flatten() for one in range(-(-count // band)))

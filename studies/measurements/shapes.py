@@ -25,10 +25,10 @@ from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.evaluation.speed import elapsed
 from manifoldkv.kernels.decode import mix, scores
-from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles, rotate_halves, tokens_last
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan

@@ -22,9 +22,9 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as parti
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.kernels import decode
 from manifoldkv.kernels.decode import mix, project, scores
-from manifoldkv.kernels.rotation import Rotation
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.rotary import rotate_halves
+from manifoldkv.models.rotation import Rotation
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS, HEAD_DIM = 2, 8

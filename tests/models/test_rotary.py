@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from manifoldkv.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
-from manifoldkv.models.rotary import rotated_pairs
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.recipes.menu import blocks_of
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 
@@ -19,7 +18,9 @@ def test_pairs_are_those_that_the_model_rotates(family: str) -> None:
     rotate, size = rotation_of(decoder.layers[0]), decoder.head_dim
     x = torch.randn(1, HEADS, TOKENS, size, generator=torch.Generator().manual_seed(0)).double()
     cos, sin = decoder.angles(0, torch.arange(TOKENS)[None], x)
-    partner, sign = rotated_pairs(rotate, size, cos.shape[-1])
+    found = Rotation.of(rotate, size, cos.shape[-1])
+    assert found is not None
+    partner, sign = found.partner, found.sign
     zeros, ones = torch.zeros_like(cos), torch.ones_like(x[:, :1])
     of_feature = rotate(ones, cos, zeros)  # 1 where nothing is rotated
     crossed = rotate(ones, zeros, sin) * (sign != 0)  # with the sign
@@ -65,5 +66,4 @@ def test_rotations_of_other_kinds_are_refused() -> None:
         lambda x, cos, sin: x * cos,  # of none
         lambda x, cos, sin: x[..., :3] * cos,  # of a part that is cut out before
     ):
-        with pytest.raises(ModelError, match="rotates keys other than in pairs of features"):
-            rotated_pairs(rotate, 4, 4)
+        assert Rotation.of(rotate, 4, 4) is None

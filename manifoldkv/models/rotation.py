@@ -30,6 +30,23 @@ class Rotation:
     sign: Tensor
     angle: Tensor
 
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of features of a head that are rotated."""
+        return int(self.sign.count_nonzero())
+
+    def frequencies(self) -> list[int]:
+        """Return the index of the frequency of every feature, (d,).
+
+        Features that are not rotated are grouped in twos after all others.
+        """
+        pairs = {(min(pair), max(pair)) for pair in enumerate(self.partner.tolist())}
+        rotated = sorted(pair for pair in pairs if pair[0] < pair[1])
+        frequency = {feature: index for index, pair in enumerate(rotated) for feature in pair}
+        others = sorted(first for first, second in pairs if first == second)
+        frequency |= {x: len(rotated) + place // 2 for place, x in enumerate(others)}
+        return [frequency[feature] for feature in range(len(self.partner))]
+
     def pairs(self) -> Tensor:
         """Return the planes (pairs, 4), int64: features of sign -1 and 1 and their two angles."""
         first = (self.sign < 0).nonzero().squeeze(1)
@@ -57,7 +74,10 @@ class Rotation:
         cos = 2 + torch.rand(1, 1, rotary_dim, generator=generator, dtype=torch.float64)
         sin = 4 + torch.rand(1, 1, rotary_dim, generator=generator, dtype=torch.float64)
         repeated = cos.expand(-1, head_dim, -1), sin.expand(-1, head_dim, -1)
-        matrix = rotate(units, *repeated)[0, 0].mT  # (d, d): row f holds the weights of feature f
+        try:
+            matrix = rotate(units, *repeated)[0, 0].mT  # (d, d): row f has feature f's weights
+        except RuntimeError:  # the layer rotates some features that it cuts out itself
+            return None
         own, others = matrix.diagonal(), matrix - matrix.diagonal().diag()
         partner = others.abs().argmax(dim=1)
         weight = others.gather(1, partner.unsqueeze(1)).squeeze(1)
