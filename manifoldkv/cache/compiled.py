@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
-from manifoldkv.kernels.quantize import project as project_few
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
@@ -61,8 +61,9 @@ class CompiledSites(ComposedSites):
         self._integer_up = folded((0, "key"), self._key_up)
         self._integer_predicted = {one: folded(one, x) for one, x in self._key_predicted.items()}
         joined = [folded(one, part) for one, part in self._value_maps.items()]
-        heads = self._grouping.heads
-        self._integer_values = torch.cat(joined, dim=1).unflatten(0, (heads, -1)).mT.contiguous()
+        joined.append(self._value_mean.float().unsqueeze(1))
+        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
+        self._integer_values = by_head.mT.contiguous()  # (H_kv, r + 1, d)
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
 
     def _new_tokens(
@@ -82,34 +83,46 @@ class CompiledSites(ComposedSites):
         if tables is None or not seen.latents:
             yield from super().scores(layers, queries, angles, seen)
             return
-        queries = queries.float().contiguous()
-        cos, sin = angles.cos.float(), angles.sin.float()
-        size = TOKENS_AT_A_TIME if self._integer_predicted else seen.latents
+        queries, size = queries.float(), seen.latents
+        if self._integer_predicted:
+            size = TOKENS_AT_A_TIME
         for start, stop in split_tiles(0, seen.latents, size):
-            predicted = None
-            if self._integer_predicted:
-                rank = len(next(iter(self._integer_predicted.values())))
-                predicted = queries.new_zeros(len(queries), rank, stop - start)
-                for one, part in self._integer_predicted.items():
-                    packed = _packed(layers, one, seen, start, stop)
-                    project(*packed, self._tables[one], part, predicted)
-            packed = _packed(layers, (0, "key"), seen, start, stop)
-            of_tile = cos[:, start:stop], sin[:, start:stop]
-            yield scores(queries, *packed, tables, *of_tile, predicted)
+            out = queries.new_empty(*queries.shape[:3], stop - start)
+            tile = replace(seen, offset=seen.offset + start, latents=stop - start)
+            self._write_scores(
+                layers, queries, tables, angles.of_tokens(start, stop), tile, out.flatten(1, 2)
+            )
+            yield out
+
+    def _write_scores(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        tables: KeyTables,
+        angles: Angles,
+        seen: Seen,
+        out: Tensor,
+    ) -> None:
+        """Write the scores of queries (B, H_kv, R, d) to `out`, (B, H_kv · R, n)."""
+        predicted = None
+        if self._integer_predicted:
+            rank = len(next(iter(self._integer_predicted.values())))
+            predicted = queries.new_zeros(len(queries), rank, seen.latents)
+            for one, part in self._integer_predicted.items():
+                project(*_packed(layers, one, seen), self._tables[one], part, predicted)
+        packed = _packed(layers, (0, "key"), seen)
+        scores(queries, *packed, tables, angles.cos.float(), angles.sin.float(), predicted, out)
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
-        weights = weights[..., : seen.latents].float()
-        total = weights.sum(dim=-1, keepdim=True)  # (B, H_kv, R, 1)
-        output = total * self._value_mean.view(weights.shape[1], 1, -1)
-        if not seen.latents:
-            return output
-        rows = weights.flatten(1, 2)  # (B, H_q·m, n)
-        mixed = [
-            mix(rows, *_packed(layers, one, seen, 0, seen.latents), self._tables[one])
-            for one in self._value_maps
-        ]
-        by_head = torch.cat(mixed, dim=2).unflatten(1, weights.shape[1:3])  # (B, H_kv, R, r)
-        return output + by_head @ self._integer_values
+        rows = weights[..., : seen.latents].float().flatten(1, 2)  # (B, H_q·m, n)
+        mixed = rows.new_zeros(*rows.shape[:2], self._integer_values.shape[1])
+        mixed[..., -1] = rows.sum(dim=-1)
+        column = 0
+        for one in self._value_maps if seen.latents else ():
+            tables = self._tables[one]
+            mix(rows, *_packed(layers, one, seen), tables, mixed, column)
+            column += len(tables.fields)
+        return mixed.unflatten(1, weights.shape[1:3]) @ self._integer_values
 
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
         plain = settings.softcap is None and settings.sinks is None
@@ -126,19 +139,21 @@ class CompiledSites(ComposedSites):
         context: PredictorContext,
     ) -> Tensor:
         layer, heads = layers[0], self._grouping.heads
-        visible, _ = layer.get_mask_sizes(1)
-        self.store(layer, keys, values, context)
+        tokens, _ = layer.get_mask_sizes(1)
         skipped = layer.sinks.size
-        seen = Seen(layer.tokens_held - visible + skipped, visible - skipped, [], None)
+        self.store(layer, keys, values, context)
+        seen = Seen(layer.tokens_held - tokens + skipped, tokens - skipped, [], None)
         batch, _, _, head_dim = queries.shape
         by_head = queries.reshape(batch, heads, -1, head_dim).float() * scaling
-        parts = []
+        weights = by_head.new_empty(*by_head.shape[:3], tokens)
         if skipped:
-            angles = angles.of_tokens(skipped, visible)
             sink_keys, sink_values = layer.sinks.seen()
-            parts.append(by_head @ sink_keys.mT)  # (B, H_kv, R, s)
-        parts += self.scores(layers, by_head, angles, seen)
-        weights = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).softmax(dim=-1)
+            weights[..., :skipped] = by_head @ sink_keys.mT
+        start = skipped
+        for tile in self.scores(layers, by_head, angles.of_tokens(skipped, tokens), seen):
+            weights[..., start : start + tile.shape[3]] = tile
+            start += tile.shape[3]
+        weights = weights.softmax(dim=-1)
         output = self.mix(layers, weights[..., skipped:], seen)
         if skipped:
             output = output + weights[..., :skipped] @ sink_values.float()
@@ -161,34 +176,42 @@ class CompiledSites(ComposedSites):
 
 
 class _CompiledTokens(NewTokens):
-    """New tokens, a few of which are projected by a kernel."""
+    """New tokens, a few of which are encoded by a kernel."""
 
     def __init__(
         self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
     ) -> None:
         super().__init__(planned, dtype, device, is_input=is_input)
-        self._dtype = dtype
-        down = planned.basis.down[0].to(constant_dtype(dtype)).float()
-        self._by_latent = down.mT.contiguous()  # (r, D)
-        mean = self._by_latent.new_zeros(planned.features)
-        self._mean = (mean if planned.mean is None else planned.mean.float()).unsqueeze(0)
+        held, features = constant_dtype(dtype), planned.features
+        assert isinstance(planned.quantizer, MixedWidths)
+        stored = planned.quantizer.stored
+        down, up = planned.basis.down[0].to(held).float(), planned.basis.up[0].to(held).float()
+        self._down = down[:, :stored].mT.contiguous()  # (r, D)
+        self._up = up[:, :stored].mT.contiguous()  # (r, D)
+        mean = torch.zeros(features) if planned.mean is None else planned.mean.float()
+        self._mean = mean.view(1, 1, -1)
+
+    def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
+        if x.shape[0] * x.shape[1] > FEW_TOKENS:
+            return super().store(store, x, context)
+        assert isinstance(store, MixedWidthStore)
+        predicted = self._predicted(context)
+        expected = self._mean if predicted is None else predicted + self._mean
+        latents = store.append_projected(x.float(), expected, self._down)
+        return latents @ self._up + expected if self._is_input else x[:0]
 
     def _latents(self, x: Tensor, predicted: Tensor | None) -> Tensor:
-        if x.shape[0] * x.shape[1] > FEW_TOKENS:
-            return super()._latents(x, predicted)
+        """As of a few tokens, not rounded to the dtype of the model."""
         expected = self._mean if predicted is None else predicted + self._mean
-        # In the dtype of the model, as latents of many tokens.
-        return project_few(x, expected, self._by_latent).unsqueeze(1).to(self._dtype)
+        return ((x - expected) @ self._down.mT).unsqueeze(1)
 
 
-def _packed(
-    layers: Sequence[CompressedLayer], one: Input, seen: Seen, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Return codes (B, bytes, t) and scales (B, t) of visible latents of a site."""
+def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> tuple[Tensor, Tensor]:
+    """Return codes (B, bytes, n) and scales (B, n) of visible latents of a site."""
     store = store_of(layers, one)
     assert isinstance(store, MixedWidthStore)
     first = offset_of(layers, store, seen)
-    return store.packed(first + start, first + stop)
+    return store.packed(first, first + seen.latents)
 
 
 def _quantizer(layers: Sequence[LayerPlan], index: int, one: Input) -> MixedWidths:

@@ -44,7 +44,6 @@ from manifoldkv.models.interface import (
     Rotate,
     attend,
     intercepted,
-    rotation_of,
 )
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.rotary import Angles, rotation_of_keys
@@ -137,7 +136,6 @@ class _Run:
         self._follow_model()
         self._pass = ForwardPass(type(self._model).__name__)
         self._rotate_keys: dict[int, Rotate] = {}
-        self._rotations = [rotation_of(layer) for layer in decoder.layers]
 
     def _follow_model(self) -> None:
         """Move bases to where the layers are now, in the dtype of the model."""
@@ -324,9 +322,9 @@ class _Run:
                 angles = None
                 rotated = queries
                 if self._plan.rotary == "pre":
-                    rotated = self._rotations[index](queries, cos, sin)
                     tokens, _ = layers[0].get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
+                    rotated = angles.rotate(queries, cos, sin)
                 self._pass.context.begin(index)
                 output = self._attentions[index].attend(
                     layers, rotated, keys, values, mask, settings, angles, self._pass.context

@@ -259,9 +259,9 @@ class CompressedCache(Cache):
         )
         self._positions.append(new)
 
-    def positions(self, count: int) -> Tensor:
-        """Return the positions of the newest `count` tokens, (B or 1, count), int64."""
-        return self._positions.view[:, 0, len(self._positions) - count :, 0].long()
+    def positions(self) -> Tensor:
+        """Return the positions of all tokens that a layer holds, (B or 1, n), int64."""
+        return self._positions.view[:, 0, :, 0].long()
 
     def _forget_unused_positions(self) -> None:
         """Drop positions of tokens that were cropped, or not stored because their call failed."""

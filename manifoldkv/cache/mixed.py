@@ -13,7 +13,7 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.quantizer import SCALE_BYTES
 from manifoldkv.kernels.decode import is_available
-from manifoldkv.kernels.quantize import QuantizerTables, quantize
+from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
 
 
@@ -43,13 +43,11 @@ class MixedWidthStore(Store):
         self._tables: QuantizerTables | None = None
         if device.type == "cpu" and dtype == torch.float32 and is_available():
             latents = LatentTables.of(self._planes, bits)
-            self._tables = QuantizerTables(
-                latents,
-                quantizer.deviation[:stored],
-                quantizer.step[:stored],
-                quantizer.gain[:stored],
-                bytes_per_token=quantizer.nbytes(1, stored, 1) - SCALE_BYTES,
-            )
+            size = quantizer.nbytes(1, stored, 1) - SCALE_BYTES
+            numbers = (quantizer.deviation[:stored], quantizer.step[:stored])
+            self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], size)
+            of_codes = torch.empty(1, 1, size, 0, dtype=torch.uint8)
+            self._like = of_codes, torch.empty(1, 1, 1, 0, dtype=torch.float16)
         self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
         self._scales = GrowingTensor(dim=3)  # (B, 1, 1, n)
         self.parts = [self._codes, self._scales]
@@ -74,11 +72,23 @@ class MixedWidthStore(Store):
         if self._tables is None:
             return super().append_and_read(latents)
         stored = latents[:, 0, :, : self._stored].float()
-        codes, scales, found = quantize(stored, self._tables)
-        self._scales.append(scales[:, None, None])
-        self._codes.append(codes.unsqueeze(1))
+        found = quantize(stored, self._tables, *self._extend(*stored.shape[:2]))
         found = functional.pad(found, (0, self._features - self._stored))
         return found.unsqueeze(1).to(self._dtype)
+
+    def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
+        """Append a few tokens, and return their reconstructed latents that are stored.
+
+        Parameters are as in `kernels.quantize.encode`.
+        """
+        assert self._tables is not None
+        return encode(x, expected, down, self._tables, *self._extend(*x.shape[:2]))
+
+    def _extend(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the codes (B, bytes, m) and scales (B, 1, m) of new tokens, to be written."""
+        codes = self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
+        scales = self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
+        return codes[:, 0], scales[:, 0]
 
     def packed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return packed integers (B, bytes, t) and scales (B, t) of some tokens, both views."""

@@ -66,13 +66,16 @@ class GrowingTensor:
 
     def append(self, new: Tensor) -> None:
         """Add tokens, (B, H, m, features) or (B, H, features, m)."""
-        count = new.shape[self._dim]
+        self.extend(new, new.shape[self._dim]).copy_(new)
+
+    def extend(self, like: Tensor, count: int) -> Tensor:
+        """Add tokens that are not initialized, otherwise shaped as `like`, and return their view."""
         if self._buffer is None:
-            self._buffer = self._allocated(new, 0)
+            self._buffer = self._allocated(like, 0)
         if self._stop + count > self._buffer.shape[self._dim]:
             self._reallocate(len(self) + count + self._slack(len(self) + count))
-        self._buffer.narrow(self._dim, self._stop, count).copy_(new)
         self._stop += count
+        return self._buffer.narrow(self._dim, self._stop - count, count)
 
     def drop_first(self, count: int) -> None:
         """Drop the first `count` tokens, or all."""

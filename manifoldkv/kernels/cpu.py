@@ -41,8 +41,11 @@ _inlined: Callable[[Function], Function] = numba.njit(inline="always", **_OPTION
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
 _PACKED = Tuple((Tuple((uint8[::1], int64, int64)), _VIEW, int64[:, :, ::1], _FLOATS))
-_KEYS = Tuple((_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1]))
+_KEYS = Tuple(
+    (_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1], _TABLE)
+)
 _ROWS, _SCRATCH = float32[:, :, :, ::1], Tuple((float32[::1], uint8[::1]))
+_COUNT = int64[::1]
 
 
 def _kernel(*signature: Any) -> Callable[[Function], Function]:
@@ -169,7 +172,17 @@ def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned:
             x[t] = turned[t]
 
 
-@_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, int64[::1], _SCRATCH, _ROWS)
+@_inner
+def _order(queries: Array, order: Array, out: Array) -> None:
+    """Write the features of queries (heads, rows, d) in an order, (heads, d)."""
+    heads, rows, head_dim = queries.shape
+    for head in range(heads):
+        for row in range(rows):
+            for i in range(head_dim):
+                out[(head * rows + row) * head_dim + i] = queries[head, row, order[head, i]]
+
+
+@_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, _COUNT, _SCRATCH, _VIEW)
 def scores(
     queries: Array,
     packed: Packed,
@@ -179,20 +192,23 @@ def scores(
     sin: View,
     numbers: Array,
     scratch: tuple[Array, Array],
-    out: Array,
+    out: View,
     first: int,
     stop: int,
 ) -> None:
-    """Add the scores of tokens first to stop.
+    """Add the scores of tokens first to stop to a view of (B, heads · rows, n).
 
     Angles are views of (B, rotary dimension, n), `numbers` counts from 0 to the most rows, and
-    scratch is rows for D keys and for the latents or the predictions, and a row of integers.
+    scratch is room for queries, rows for D keys and for the latents or the predictions, and a row
+    of integers.
     """
-    groups, blocks, slots, weights, segments, pairs, mean, predictor = tables
-    batches, heads, rows, n = out.shape
-    head_dim, p = queries.shape[3], predictor.shape[1]
-    keys, latents, integers = scratch[0], scratch[0][len(mean) * TILE :], scratch[1]
+    groups, blocks, slots, weights, segments, pairs, mean, predictor, order = tables
+    batches, heads, rows, head_dim = queries.shape
+    p, room = predictor.shape[1], heads * rows * head_dim
+    ordered, keys, integers = scratch[0][:room], scratch[0][room:], scratch[1]
+    latents = keys[len(mean) * TILE :]
     for batch in range(batches):
+        _order(queries[batch], order, ordered)
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
             tokens = tile[2]
@@ -215,10 +231,10 @@ def scores(
                 _rotate(keys, pairs[pair:next_pair], cos, sin, tile, latents)
                 for i in range(segment, next_segment):
                     head, feature, slot, count = segments[i]
-                    row = (batch * heads + head) * rows
+                    row = head * rows
                     source = keys[slot * TILE : (slot + count) * TILE]
-                    matrix = queries.reshape(-1), row * head_dim + feature, head_dim
-                    target = out.reshape(-1), row * n + start, n
+                    matrix = ordered, row * head_dim + feature, head_dim
+                    target = out[0], batch * out[1] + row * out[2] + start, out[2]
                     _add_product(target, numbers[:rows], source, matrix, count, tokens)
 
 
@@ -262,20 +278,23 @@ def _add_dots(
             _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
 
 
-@_kernel(_VIEW, _PACKED, _SCRATCH, float32[:, :, ::1])
+@_kernel(_VIEW, _PACKED, _SCRATCH, float32[:, :, ::1], int64)
 def mix(
     weights: View,
     packed: Packed,
     scratch: tuple[Array, Array],
     out: Array,
+    first_column: int,
     first: int,
     stop: int,
 ) -> None:
     """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n).
 
-    Scratch is rows for the weights and 4 more, and a row of integers.
+    Mixtures are columns of `out` from the first one on. Scratch is rows for the weights and 4 more,
+    and a row of integers.
     """
-    batches, rows, r = out.shape
+    batches, rows, _ = out.shape
+    r = len(packed[3])
     scaled, latents, integers = scratch[0], scratch[0][rows * TILE :], scratch[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
@@ -293,10 +312,11 @@ def mix(
                     latent, centre = latents[i * TILE :], packed[3][column + i]
                     for t in range(tokens):
                         latent[t] = np.float32(integers[t]) - centre
-                _add_dots(out[batch], column, count, scaled, rows, latents, tokens)
+                place = first_column + column
+                _add_dots(out[batch], place, count, scaled, rows, latents, tokens)
 
 
-@_kernel(_PACKED, float32[:, ::1], int64[::1], _SCRATCH, _VIEW, int64)
+@_kernel(_PACKED, float32[:, ::1], _COUNT, _SCRATCH, _VIEW, int64)
 def project(
     packed: Packed,
     matrix: Array,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.kernels.tables import Array, KeyTables, LatentTables
+from manifoldkv.kernels.views import flat_view
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,10 @@ def scores(
     tables: KeyTables,
     cos: Tensor,
     sin: Tensor,
-    predicted: Tensor | None = None,
-) -> Tensor:
-    """Return the scores of packed keys, (B, H_kv, R, n), float32.
+    predicted: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the scores of packed keys to `out`.
 
     Parameters
     ----------
@@ -70,25 +72,40 @@ def scores(
         memory.
     predicted : Tensor or None
         Factor of the predictor's matrix, (B, p, n), float32.
+    out : Tensor
+        (B, H_kv · R, n), float32, with tokens last in memory.
     """
-    order = tables.order.unsqueeze(1)  # (H_kv, 1, d)
-    queries = queries.gather(3, order.expand(queries.shape))
-    out = queries.new_zeros(*queries.shape[:3], codes.shape[2])
-    predicted = queries[..., 0] if predicted is None else predicted  # of which no row is read
-    views = _view(predicted), _view(cos.mT), _view(sin.mT)
-    numbers = np.arange(max(len(tables.mean), queries.shape[2]))
-    packed, kernel = _packed(codes, scales, tables.latents), _kernels().scores
-    arguments = queries.numpy(), packed, tables.arrays, *views, numbers
+    _check_tokens_last(out)
+    out.zero_()
+    rows, size = queries.shape[1:3].numel(), queries.shape[1:].numel()
+    absent = np.empty(0, np.float32), 0, 0  # of which no row is read
+    views = flat_view(cos.mT), flat_view(sin.mT), flat_view(out)
+    numbers = np.arange(max(len(tables.mean), rows))
+    arguments = (
+        queries.contiguous().numpy(),
+        _packed(codes, scales, tables.latents),
+        tables.arrays,
+        absent if predicted is None else flat_view(predicted),
+        *views[:2],
+        numbers,
+    )
+    kernel = _kernels().scores
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, _scratch(tables.scratch_rows), out.numpy(), first, stop)
+        kernel(*arguments, _scratch(tables.scratch_rows, size), views[2], first, stop)
 
     _in_parts(codes.shape[2], add)
-    return out
 
 
-def mix(weights: Tensor, codes: Tensor, scales: Tensor, tables: LatentTables) -> Tensor:
-    """Return latents mixed by weights, (B, rows, r), float32.
+def mix(
+    weights: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    tables: LatentTables,
+    out: Tensor,
+    column: int = 0,
+) -> None:
+    """Add latents that are mixed by weights to some columns.
 
     Parameters
     ----------
@@ -96,18 +113,24 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, tables: LatentTables) ->
         Of every token and row, (B, rows, n), float32.
     tables : LatentTables
         Of the r latents.
+    out : Tensor
+        (B, rows, columns), float32, contiguous.
+    column : int
+        First of r columns.
     """
-    shape = *weights.shape[:2], len(tables.fields)
-    arguments = _view(weights), _packed(codes, scales, tables)
-    kernel, parts = _kernels().mix, []
+    kernel, scratch = _kernels().mix, weights.shape[1] + 4
+    arguments = flat_view(weights), _packed(codes, scales, tables)
+    parts: list[Tensor] = []
 
     def add(first: int, stop: int) -> None:
-        part = weights.new_zeros(shape)
-        kernel(*arguments, _scratch(shape[1] + 4), part.numpy(), first, stop)
-        parts.append(part)
+        part = out if first == 0 else torch.zeros_like(out)
+        kernel(*arguments, _scratch(scratch), part.numpy(), column, first, stop)
+        if first:
+            parts.append(part)
 
     _in_parts(codes.shape[2], add)
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+    for part in parts:
+        out += part
 
 
 def project(
@@ -124,37 +147,29 @@ def project(
     out : Tensor
         (B, p, n), float32.
     """
-    if out.stride(2) != 1:
-        raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
+    _check_tokens_last(out)
     packed, kernel = _packed(codes, scales, tables), _kernels().project
     arguments = packed, matrix.contiguous().numpy(), np.arange(len(matrix))
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, _scratch(len(tables.fields)), _view(out), len(out), first, stop)
+        kernel(*arguments, _scratch(len(tables.fields)), flat_view(out), len(out), first, stop)
 
     _in_parts(codes.shape[2], add)
 
 
-def _scratch(rows: int) -> tuple[Array, Array]:
-    """Return rows of numbers and a row of integers for a tile of tokens."""
+def _check_tokens_last(out: Tensor) -> None:
+    if out.stride(2) != 1 and out.shape[2] > 1:
+        raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
+
+
+def _scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
+    """Return numbers, as rows of a tile of tokens and some more, and a row of integers."""
     tile = _kernels().TILE
-    return np.empty(rows * tile, np.float32), np.empty(tile, np.uint8)
-
-
-def _view(x: Tensor) -> tuple[Array, int, int]:
-    """Return the elements of x (1 or B, rows, n) in one run, and its strides by batch and row."""
-    if not x.numel():
-        return x.flatten().numpy(), 0, 0
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    batches, rows, tokens = x.shape
-    batch_stride, row_stride, _ = x.stride()
-    size = (batches - 1) * batch_stride + (rows - 1) * row_stride + tokens
-    return x.as_strided((size,), (1,)).numpy(), batch_stride if batches > 1 else 0, row_stride
+    return np.empty(rows * tile + more, np.float32), np.empty(tile, np.uint8)
 
 
 def _packed(codes: Tensor, scales: Tensor, tables: LatentTables) -> tuple[object, ...]:
-    return _view(codes), _view(scales.float().unsqueeze(1)), *tables.arrays
+    return flat_view(codes), flat_view(scales.float().unsqueeze(1)), *tables.arrays
 
 
 def _in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:

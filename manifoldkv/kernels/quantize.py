@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from manifoldkv.kernels.tables import Array, LatentTables
+from manifoldkv.kernels.views import flat_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,22 +35,30 @@ class QuantizerTables:
     bytes_per_token: int
 
     @cached_property
-    def arrays(self) -> tuple[Array, Array]:
-        """Return positions and numbers as NumPy arrays."""
+    def arrays(self) -> tuple[Array, Array, int]:
+        """Return positions and numbers as NumPy arrays, and the bytes of a token."""
         half = self.latents.centres + 0.5
         numbers = torch.stack([self.deviation, self.step, half, self.gain], dim=1)
-        return self.latents.fields.numpy(), numbers.float().contiguous().numpy()
+        numbers = numbers.float().contiguous()
+        return self.latents.fields.numpy(), numbers.numpy(), self.bytes_per_token
 
 
 @cache
-def _kernel() -> ModuleType:
+def _kernels() -> ModuleType:
     from manifoldkv.kernels import cpu_quantize
 
     return cpu_quantize
 
 
-def project(x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
-    """Return the latents of a few tokens, (B, m, r), float32.
+def encode(
+    x: Tensor,
+    expected: Tensor,
+    down: Tensor,
+    tables: QuantizerTables,
+    codes: Tensor,
+    scales: Tensor,
+) -> Tensor:
+    """Project and quantize a few tokens, and return their reconstructed latents, (B, m, r).
 
     Parameters
     ----------
@@ -58,33 +68,34 @@ def project(x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
         Expected ones, (1, D) or (B, m, D), float32.
     down : Tensor
         Projection by latent, (r, D), float32.
-    """
-    latents = torch.empty(*x.shape[:2], len(down))
-    arrays = [y.flatten(0, -2).numpy() for y in (x, expected, down, latents)]
-    _kernel().project(*arrays)
-    return latents
-
-
-def quantize(latents: Tensor, tables: QuantizerTables) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the codes, scales and reconstructions of latents.
-
-    Parameters
-    ----------
-    latents : Tensor
-        (B, m, r), float32, contiguous.
     tables : QuantizerTables
         Of the r latents.
-
-    Returns
-    -------
-    tuple of Tensor
-        Packed integers (B, bytes, m), uint8; scales (B, m), float16; reconstructions (B, m, r),
-        float32.
+    codes, scales : Tensor
+        Packed integers (B, bytes, m), uint8, and scales (B, 1, m), float16, which are written.
     """
-    batch, tokens, features = latents.shape
-    codes = torch.zeros(batch, tables.bytes_per_token, tokens, dtype=torch.uint8)
-    scales = torch.empty(batch * tokens)
-    out = torch.empty(batch * tokens, features)
-    flat = latents.reshape(batch * tokens, features).contiguous().numpy()
-    _kernel().quantize(flat, *tables.arrays, codes.numpy(), scales.numpy(), out.numpy())
-    return codes, scales.view(batch, tokens).half(), out.view(batch, tokens, features)
+    batch, tokens, _ = x.shape
+    out = torch.empty(batch, tokens, len(down))
+    arrays = (_rows(x), _rows(expected), down.numpy(), tokens, tables.arrays)
+    _kernels().encode(*arrays, flat_view(codes), _half_view(scales), _rows(out))
+    return out
+
+
+def quantize(latents: Tensor, tables: QuantizerTables, codes: Tensor, scales: Tensor) -> Tensor:
+    """Quantize latents (B, m, r), float32, and return their reconstructions.
+
+    Other parameters are as in `encode`.
+    """
+    out = torch.empty_like(latents, memory_format=torch.contiguous_format)
+    arrays = _rows(latents), latents.shape[1], tables.arrays
+    _kernels().quantize(*arrays, flat_view(codes), _half_view(scales), _rows(out))
+    return out
+
+
+def _rows(x: Tensor) -> Array:
+    """Return the rows of x (…, features)."""
+    return x.flatten(0, -2).contiguous().numpy()
+
+
+def _half_view(scales: Tensor) -> tuple[Array, int, int]:
+    flat, *strides = flat_view(scales)
+    return flat.view(np.uint16), *strides

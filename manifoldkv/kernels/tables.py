@@ -145,9 +145,9 @@ class KeyTables:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Return the tensors from `groups` to `predictor` as NumPy arrays."""
+        """Return the tensors from `groups` on as NumPy arrays."""
         tensors = (self.groups, self.blocks, self.slots, self.weights, self.segments, self.pairs)
-        return tuple(x.numpy() for x in (*tensors, self.mean, self.predictor))
+        return tuple(x.numpy() for x in (*tensors, self.mean, self.predictor, self.order))
 
     @cached_property
     def scratch_rows(self) -> int:

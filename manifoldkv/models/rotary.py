@@ -44,14 +44,6 @@ class Angles:
         return Angles(self.cos / squares, -self.sin / squares, self.rotate)
 
 
-def tokens_last(x: Tensor) -> Tensor:
-    """Return angles (B, n, rotary dimension) with tokens last in memory, as reconstructed keys.
-
-    Rotation then runs over neighbours.
-    """
-    return x.mT.contiguous().mT
-
-
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate features j and d/2 + j by one angle, as most models do; a fast `Rotate`."""
     half = x.shape[-1] // 2

@@ -27,7 +27,7 @@ from manifoldkv.evaluation.speed import elapsed
 from manifoldkv.kernels.decode import mix, scores
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
-from manifoldkv.models.rotary import Angles, rotate_halves, tokens_last
+from manifoldkv.models.rotary import Angles, rotate_halves
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
@@ -123,8 +123,9 @@ def angles_of(tokens: int, device: torch.device) -> Angles:
     """Return the angles of the first tokens of a text."""
     frequencies = ROTATION_BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     angles = torch.arange(tokens).unsqueeze(1) * frequencies
-    angles = angles.repeat(1, 2).unsqueeze(0).to(device)
-    return Angles(tokens_last(angles.cos()), tokens_last(angles.sin()), rotate_halves)
+    # Tokens are last in memory, as in a cache.
+    angles = angles.repeat(1, 2).unsqueeze(0).to(device).mT.contiguous().mT
+    return Angles(angles.cos(), angles.sin(), rotate_halves)
 
 
 @dataclass(frozen=True)

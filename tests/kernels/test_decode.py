@@ -136,8 +136,9 @@ def test_scores_are_those_of_rebuilt_rotated_keys(
     keys = matrix @ site.latents + mean.view(-1, 1) + predictor @ given_tokens
     keys = rotate(keys.unflatten(1, (HEADS, HEAD_DIM)).mT, cos, sin)
     more = given_tokens if predicted else None
-    found_scores = scores(queries, site.codes, site.scales, tables, cos, sin, more)
-    assert_close(found_scores, queries @ keys.mT)
+    out = torch.empty(batch, HEADS * rows, tokens + 2)[..., 1:-1]
+    scores(queries, site.codes, site.scales, tables, cos, sin, more, out)
+    assert_close(out, (queries @ keys.mT).flatten(1, 2))
 
 
 @pytest.mark.usefixtures("threads")
@@ -149,8 +150,11 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
     if nan:
         site.scales[0, 0], site.latents[0, :, 0] = torch.nan, torch.nan
     weights, matrix = normal(batch, rows, tokens), normal(rows, latents)
-    mixed = mix(weights, site.codes, site.scales, site.tables)
-    assert_close(mixed, weights @ site.latents.mT)
+    mixed = torch.ones(batch, rows, latents + 3)
+    mix(weights, site.codes, site.scales, site.tables, mixed, 2)
+    assert_close(mixed[..., 2:-1], 1 + weights @ site.latents.mT)
+    assert (mixed[..., :2] == 1).all()
+    assert (mixed[..., -1] == 1).all()
     out = normal(batch, rows, tokens + 3)
     expected = out[..., 1:-2] + matrix @ site.latents
     project(site.codes, site.scales, site.tables, matrix, out[..., 1:-2])
@@ -244,7 +248,7 @@ def test_kernels_multiply_no_more_than_tables_say(
     keys = KeyTables.of(site.tables, matrix, mean, HEADS, rotation, predictor)
     codes = rows_of(site.codes.contiguous().numpy())
     scratch = counted(100 * interpreted.TILE), np.empty(interpreted.TILE, np.uint8)
-    part = scratch, counted(1, rows, latents), 0, tokens
+    part = scratch, counted(1, rows, latents), 0, 0, tokens
     numbers, p = np.arange(len(mean)), rows_of(counted(1, rotary_dim, tokens))
 
     def count(kernel: Callable[..., None], *arguments: object) -> float:
@@ -265,7 +269,7 @@ def test_kernels_multiply_no_more_than_tables_say(
         p,
         numbers,
         scratch,
-        counted(1, HEADS, rows, tokens),
+        rows_of(counted(1, HEADS * rows, tokens)),
         0,
         tokens,
     )

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from manifoldkv.cache import mixed
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.kernels.quantize import project
 
 CPU = torch.device("cpu")
 
@@ -72,7 +71,13 @@ def test_what_is_not_finite_is_seen(number: float) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_few_tokens_are_projected(shared: bool) -> None:
-    x, mean = torch.randn(2, 3, 10), torch.randn(*((1,) if shared else (2, 3)), 10)
-    down = torch.randn(4, 10)
-    expected = (x - mean) @ down.mT
-    torch.testing.assert_close(project(x, mean, down), expected, atol=1e-5, rtol=1e-5)
+    widths = [8, 4, 4, 1]
+    compiled, _ = stores(widths, 0)
+    expected_store, _ = stores(widths, 0)
+    x, mean = torch.randn(2, 3, 10), torch.randn(*((1, 1) if shared else (2, 3)), 10)
+    down = torch.randn(len(widths), 10)
+    read = compiled.append_projected(x, mean, down)
+    expected = expected_store.append_and_read(((x - mean) @ down.mT).unsqueeze(1))
+    torch.testing.assert_close(read, expected[:, 0], rtol=1e-4, atol=1e-5)
+    for ours, others in zip(compiled.parts, expected_store.parts, strict=True):
+        torch.testing.assert_close(ours.view, others.view, rtol=2e-3, atol=0)
