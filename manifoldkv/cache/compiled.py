@@ -12,12 +12,13 @@ from manifoldkv.cache.composed import ComposedSites, NewTokens, offset_of, store
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import constant_dtype, split_tiles, working_dtype
+from manifoldkv.cache.storage import Store, constant_dtype, split_tiles, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.kernels.views import Packed
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
@@ -60,10 +61,10 @@ class CompiledSites(ComposedSites):
 
         self._integer_up = folded((0, "key"), self._key_up)
         self._integer_predicted = {one: folded(one, x) for one, x in self._key_predicted.items()}
-        joined = [folded(one, part) for one, part in self._value_maps.items()]
-        joined.append(self._value_mean.float().unsqueeze(1))
+        joined = [self._value_mean.float().unsqueeze(1)]
+        joined += [folded(one, part) for one, part in self._value_maps.items()]
         by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.contiguous()  # (H_kv, r + 1, d)
+        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
 
     def _new_tokens(
@@ -89,12 +90,10 @@ class CompiledSites(ComposedSites):
         for start, stop in split_tiles(0, seen.latents, size):
             out = queries.new_empty(*queries.shape[:3], stop - start)
             tile = replace(seen, offset=seen.offset + start, latents=stop - start)
-            self._write_scores(
-                layers, queries, tables, angles.of_tokens(start, stop), tile, out.flatten(1, 2)
-            )
+            self._score(layers, queries, tables, angles.of_tokens(start, stop), tile, out)
             yield out
 
-    def _write_scores(
+    def _score(
         self,
         layers: Sequence[CompressedLayer],
         queries: Tensor,
@@ -103,24 +102,24 @@ class CompiledSites(ComposedSites):
         seen: Seen,
         out: Tensor,
     ) -> None:
-        """Write the scores of queries (B, H_kv, R, d) to `out`, (B, H_kv · R, n)."""
+        """Write the scores of all visible latents to `out`, (B, H_kv, R, n)."""
         predicted = None
         if self._integer_predicted:
             rank = len(next(iter(self._integer_predicted.values())))
             predicted = queries.new_zeros(len(queries), rank, seen.latents)
             for one, part in self._integer_predicted.items():
-                project(*_packed(layers, one, seen), self._tables[one], part, predicted)
-        packed = _packed(layers, (0, "key"), seen)
-        scores(queries, *packed, tables, angles.cos.float(), angles.sin.float(), predicted, out)
+                project(_packed(layers, one, seen), self._tables[one], part, predicted)
+        packed, cos, sin = _packed(layers, (0, "key"), seen), angles.cos.float(), angles.sin.float()
+        scores(queries, packed, tables, cos, sin, predicted, out.flatten(1, 2))
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights[..., : seen.latents].float().flatten(1, 2)  # (B, H_q·m, n)
         mixed = rows.new_zeros(*rows.shape[:2], self._integer_values.shape[1])
-        mixed[..., -1] = rows.sum(dim=-1)
-        column = 0
+        mixed[..., 0] = rows.sum(dim=-1)
+        column = 1
         for one in self._value_maps if seen.latents else ():
             tables = self._tables[one]
-            mix(rows, *_packed(layers, one, seen), tables, mixed, column)
+            mix(rows, _packed(layers, one, seen), tables, mixed, column)
             column += len(tables.fields)
         return mixed.unflatten(1, weights.shape[1:3]) @ self._integer_values
 
@@ -149,10 +148,13 @@ class CompiledSites(ComposedSites):
         if skipped:
             sink_keys, sink_values = layer.sinks.seen()
             weights[..., :skipped] = by_head @ sink_keys.mT
-        start = skipped
-        for tile in self.scores(layers, by_head, angles.of_tokens(skipped, tokens), seen):
-            weights[..., start : start + tile.shape[3]] = tile
-            start += tile.shape[3]
+            angles = angles.of_tokens(skipped, tokens)
+        tables = self._tables_of(angles)
+        if tables is None or self._integer_predicted:  # by tile
+            scored = torch.cat([*self.scores(layers, by_head, angles, seen)], dim=-1)
+            weights[..., skipped:] = scored
+        else:
+            self._score(layers, by_head, tables, angles, seen, weights[..., skipped:])
         weights = weights.softmax(dim=-1)
         output = self.mix(layers, weights[..., skipped:], seen)
         if skipped:
@@ -206,8 +208,8 @@ class _CompiledTokens(NewTokens):
         return ((x - expected) @ self._down.mT).unsqueeze(1)
 
 
-def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Return codes (B, bytes, n) and scales (B, n) of visible latents of a site."""
+def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Packed:
+    """Return the visible latents of a site."""
     store = store_of(layers, one)
     assert isinstance(store, MixedWidthStore)
     first = offset_of(layers, store, seen)

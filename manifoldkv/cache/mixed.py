@@ -15,6 +15,7 @@ from manifoldkv.coding.quantizer import SCALE_BYTES
 from manifoldkv.kernels.decode import is_available
 from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
+from manifoldkv.kernels.views import Packed, View, half_bits
 
 
 class MixedWidthStore(Store):
@@ -84,16 +85,17 @@ class MixedWidthStore(Store):
         assert self._tables is not None
         return encode(x, expected, down, self._tables, *self._extend(*x.shape[:2]))
 
-    def _extend(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def _extend(self, batch: int, tokens: int) -> tuple[View, View]:
         """Return the codes (B, bytes, m) and scales (B, 1, m) of new tokens, to be written."""
-        codes = self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
-        scales = self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
-        return codes[:, 0], scales[:, 0]
+        first = len(self)
+        self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
+        self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
+        return self._codes.flat(first), half_bits(self._scales.flat(first))
 
-    def packed(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return packed integers (B, bytes, t) and scales (B, t) of some tokens, both views."""
-        codes, scales = self._codes.view, self._scales.view
-        return codes[:, 0, :, start:stop], scales[:, 0, 0, start:stop]
+    def packed(self, start: int, stop: int) -> Packed:
+        """Return some tokens as kernels take them; memory is shared."""
+        scales = half_bits(self._scales.flat(start))
+        return Packed(self._codes.flat(start), scales, stop - start)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)

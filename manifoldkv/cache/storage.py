@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from manifoldkv.kernels.views import Array, View
 
 SLACK = 16
 """Tokens of a tensor per token of slack that is allocated with them."""
@@ -54,6 +57,11 @@ class GrowingTensor:
         self._buffer: Tensor | None = None
         self._start = 0
         self._stop = 0
+        self._flat: tuple[Tensor, Array] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the array, whose memory is not shared with a copy of the buffer."""
+        return self.__dict__ | {"_flat": None}
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -66,16 +74,30 @@ class GrowingTensor:
 
     def append(self, new: Tensor) -> None:
         """Add tokens, (B, H, m, features) or (B, H, features, m)."""
-        self.extend(new, new.shape[self._dim]).copy_(new)
+        count = new.shape[self._dim]
+        self.extend(new, count)
+        assert self._buffer is not None
+        self._buffer.narrow(self._dim, self._stop - count, count).copy_(new)
 
-    def extend(self, like: Tensor, count: int) -> Tensor:
-        """Add tokens that are not initialized, otherwise shaped as `like`, and return their view."""
+    def extend(self, like: Tensor, count: int) -> None:
+        """Add tokens that are not initialized, with all other dimensions of `like`."""
         if self._buffer is None:
             self._buffer = self._allocated(like, 0)
         if self._stop + count > self._buffer.shape[self._dim]:
             self._reallocate(len(self) + count + self._slack(len(self) + count))
         self._stop += count
-        return self._buffer.narrow(self._dim, self._stop - count, count)
+
+    def flat(self, first: int) -> View:
+        """Return tokens from the first one on, (B, features, n), as kernels take them.
+
+        Only for tokens along dimension 3, of one head.
+        """
+        assert self._buffer is not None
+        if self._flat is None or self._flat[0] is not self._buffer:
+            self._flat = self._buffer, self._buffer.numpy().reshape(-1)
+        batch, _, features, capacity = self._buffer.shape
+        batch_stride = features * capacity if batch > 1 else 0
+        return self._flat[1][self._start + first :], batch_stride, capacity
 
     def drop_first(self, count: int) -> None:
         """Drop the first `count` tokens, or all."""

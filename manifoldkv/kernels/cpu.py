@@ -15,14 +15,17 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from numba import float32, int64, uint8, void
+from numba import float32, int64, uint8, uint16, void
 from numba.types import Tuple
+
+from manifoldkv.kernels.views import Array, View
 
 TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
+HALF_INFINITY = np.uint16(0x7C00)
+EXPONENT_SHIFT = np.float32(2.0**112)
+"""Of float32 less that of float16, as a factor."""
 
-Array = np.ndarray[Any, Any]
-View = tuple[Array, int, int]
 Packed = tuple[View, View, Array, Array]
 Tile = tuple[int, int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,7 +43,8 @@ _inlined: Callable[[Function], Function] = numba.njit(inline="always", **_OPTION
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
-_PACKED = Tuple((Tuple((uint8[::1], int64, int64)), _VIEW, int64[:, :, ::1], _FLOATS))
+_BYTES, _HALVES = Tuple((uint8[::1], int64, int64)), Tuple((uint16[::1], int64, int64))
+_PACKED = Tuple((_BYTES, _HALVES, int64[:, :, ::1], _FLOATS))
 _KEYS = Tuple(
     (_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1], _TABLE)
 )
@@ -88,11 +92,28 @@ def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
 
 
 @_inner
+def _unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
+    """Write the scales of a tile, of which the bits of positive float16 are stored."""
+    bits, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
+    for t in range(tile[2]):
+        numbers[t] = np.uint32(bits[t]) << np.uint32(13)
+    for t in range(tile[2]):
+        finite = bits[t] < HALF_INFINITY
+        scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
+
+
+@_inner
 def _unpack_scaled(
-    packed: Packed, first: int, stop: int, tile: Tile, latents: Array, integers: Array
+    packed: Packed,
+    first: int,
+    stop: int,
+    tile: Tile,
+    scales: Array,
+    latents: Array,
+    integers: Array,
 ) -> None:
     """Write latents first to stop to scratch rows."""
-    scales, centres = _row(packed[1], tile, 0), packed[3]
+    centres = packed[3]
     for latent in range(first, stop):
         _unpack(packed, latent, tile, integers)
         row, centre = latents[(latent - first) * TILE :], centres[latent]
@@ -199,19 +220,20 @@ def scores(
     """Add the scores of tokens first to stop to a view of (B, heads · rows, n).
 
     Angles are views of (B, rotary dimension, n), `numbers` counts from 0 to the most rows, and
-    scratch is room for queries, rows for D keys and for the latents or the predictions, and a row
-    of integers.
+    scratch is room for queries, rows for D keys, for the scales and for the latents or the
+    predictions, and a row of integers.
     """
     groups, blocks, slots, weights, segments, pairs, mean, predictor, order = tables
     batches, heads, rows, head_dim = queries.shape
     p, room = predictor.shape[1], heads * rows * head_dim
     ordered, keys, integers = scratch[0][:room], scratch[0][room:], scratch[1]
-    latents = keys[len(mean) * TILE :]
+    scales, latents = keys[len(mean) * TILE :], keys[(len(mean) + 1) * TILE :]
     for batch in range(batches):
         _order(queries[batch], order, ordered)
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
             tokens = tile[2]
+            _unpack_scales(packed, tile, scales)
             for g in range(len(groups) - 1):
                 block, feature, segment, pair = groups[g]
                 next_block, next_feature, next_segment, next_pair = groups[g + 1]
@@ -219,7 +241,7 @@ def scores(
                     keys[i * TILE : i * TILE + tokens] = mean[feature + i]
                 for i in range(block, next_block):
                     row, count, latent, k, weight = blocks[i]
-                    _unpack_scaled(packed, latent, latent + k, tile, latents, integers)
+                    _unpack_scaled(packed, latent, latent + k, tile, scales, latents, integers)
                     used = slots[row : row + count]
                     _add_product((keys, 0, TILE), used, latents, (weights, weight, k), k, tokens)
                 if p:
@@ -290,17 +312,18 @@ def mix(
 ) -> None:
     """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n).
 
-    Mixtures are columns of `out` from the first one on. Scratch is rows for the weights and 4 more,
+    Mixtures are columns of `out` from the first one on. Scratch is rows for the weights and 5 more,
     and a row of integers.
     """
     batches, rows, _ = out.shape
     r = len(packed[3])
-    scaled, latents, integers = scratch[0], scratch[0][rows * TILE :], scratch[1]
+    scaled, scales = scratch[0], scratch[0][rows * TILE :]
+    latents, integers = scratch[0][(rows + 1) * TILE :], scratch[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
             tokens = min(TILE, stop - start)
             tile = batch, start, tokens
-            scales = _row(packed[1], tile, 0)
+            _unpack_scales(packed, tile, scales)
             for row in range(rows):
                 weight, target = _row(weights, tile, row), scaled[row * TILE :]
                 for t in range(tokens):
@@ -329,12 +352,15 @@ def project(
 ) -> None:
     """Add the products of a matrix and the latents of tokens first to stop to (B, p, n).
 
-    `numbers` counts from 0 to p, and scratch is rows for the latents and a row of integers.
+    `numbers` counts from 0 to p, and scratch is rows for the latents and the scales, and a row of
+    integers.
     """
     r = matrix.shape[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
-            _unpack_scaled(packed, 0, r, tile, scratch[0], scratch[1])
+            scales = scratch[0][r * TILE :]
+            _unpack_scales(packed, tile, scales)
+            _unpack_scaled(packed, 0, r, tile, scales, scratch[0], scratch[1])
             target = out[0], batch * out[1] + start, out[2]
             _add_product(target, numbers, scratch[0], (matrix.reshape(-1), 0, r), r, tile[2])

@@ -12,8 +12,7 @@ import numpy as np
 from numba import float32, int64, uint8, uint16, void
 from numba.types import Tuple
 
-Array = np.ndarray[Any, Any]
-View = tuple[Array, int, int]
+from manifoldkv.kernels.views import Array, View
 
 HALF_MAX, HALF_TINY = np.float32(65504), np.float32(2**-14)
 """Largest finite float16, and its smallest normal number."""

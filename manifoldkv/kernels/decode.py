@@ -1,12 +1,7 @@
 """Decoding from packed latents: scores of keys, mixtures and products of latents.
 
 The kernels are Numba's, which is imported at the first use. They take CPU tensors and record no
-gradients. Arguments that are common to all:
-
-codes : Tensor
-    Packed integers, (B, bytes, n), uint8; a view is not copied.
-scales : Tensor
-    Scales of the tokens, (B, n), float16.
+gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.tables import Array, KeyTables, LatentTables
-from manifoldkv.kernels.views import flat_view
+from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.kernels.views import Array, Packed, flat_view
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +46,7 @@ def _kernels() -> ModuleType:
 
 def scores(
     queries: Tensor,
-    codes: Tensor,
-    scales: Tensor,
+    packed: Packed,
     tables: KeyTables,
     cos: Tensor,
     sin: Tensor,
@@ -65,6 +59,8 @@ def scores(
     ----------
     queries : Tensor
         Scaled and rotated queries, (B, H_kv, R, d), float32.
+    packed : Packed
+        Latents of n tokens.
     tables : KeyTables
         Of the keys.
     cos, sin : Tensor
@@ -83,7 +79,7 @@ def scores(
     numbers = np.arange(max(len(tables.mean), rows))
     arguments = (
         queries.contiguous().numpy(),
-        _packed(codes, scales, tables.latents),
+        (*packed[:2], *tables.latents.arrays),
         tables.arrays,
         absent if predicted is None else flat_view(predicted),
         *views[:2],
@@ -94,13 +90,12 @@ def scores(
     def add(first: int, stop: int) -> None:
         kernel(*arguments, _scratch(tables.scratch_rows, size), views[2], first, stop)
 
-    _in_parts(codes.shape[2], add)
+    _in_parts(packed.tokens, add)
 
 
 def mix(
     weights: Tensor,
-    codes: Tensor,
-    scales: Tensor,
+    packed: Packed,
     tables: LatentTables,
     out: Tensor,
     column: int = 0,
@@ -111,6 +106,8 @@ def mix(
     ----------
     weights : Tensor
         Of every token and row, (B, rows, n), float32.
+    packed : Packed
+        Latents of n tokens.
     tables : LatentTables
         Of the r latents.
     out : Tensor
@@ -118,8 +115,8 @@ def mix(
     column : int
         First of r columns.
     """
-    kernel, scratch = _kernels().mix, weights.shape[1] + 4
-    arguments = flat_view(weights), _packed(codes, scales, tables)
+    kernel, scratch = _kernels().mix, weights.shape[1] + 5
+    arguments = flat_view(weights), (*packed[:2], *tables.arrays)
     parts: list[Tensor] = []
 
     def add(first: int, stop: int) -> None:
@@ -128,18 +125,18 @@ def mix(
         if first:
             parts.append(part)
 
-    _in_parts(codes.shape[2], add)
+    _in_parts(packed.tokens, add)
     for part in parts:
         out += part
 
 
-def project(
-    codes: Tensor, scales: Tensor, tables: LatentTables, matrix: Tensor, out: Tensor
-) -> None:
+def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -> None:
     """Add the products of a matrix and the latents of every token to `out`.
 
     Parameters
     ----------
+    packed : Packed
+        Latents of n tokens.
     tables : LatentTables
         Of the r latents.
     matrix : Tensor
@@ -148,13 +145,13 @@ def project(
         (B, p, n), float32.
     """
     _check_tokens_last(out)
-    packed, kernel = _packed(codes, scales, tables), _kernels().project
-    arguments = packed, matrix.contiguous().numpy(), np.arange(len(matrix))
+    kernel = _kernels().project
+    arguments = (*packed[:2], *tables.arrays), matrix.contiguous().numpy(), np.arange(len(matrix))
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, _scratch(len(tables.fields)), flat_view(out), len(out), first, stop)
+        kernel(*arguments, _scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop)
 
-    _in_parts(codes.shape[2], add)
+    _in_parts(packed.tokens, add)
 
 
 def _check_tokens_last(out: Tensor) -> None:
@@ -166,10 +163,6 @@ def _scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
     """Return numbers, as rows of a tile of tokens and some more, and a row of integers."""
     tile = _kernels().TILE
     return np.empty(rows * tile + more, np.float32), np.empty(tile, np.uint8)
-
-
-def _packed(codes: Tensor, scales: Tensor, tables: LatentTables) -> tuple[object, ...]:
-    return flat_view(codes), flat_view(scales.float().unsqueeze(1)), *tables.arrays
 
 
 def _in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.tables import Array, LatentTables
-from manifoldkv.kernels.views import flat_view
+from manifoldkv.kernels.tables import LatentTables
+from manifoldkv.kernels.views import Array, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +50,7 @@ def _kernels() -> ModuleType:
 
 
 def encode(
-    x: Tensor,
-    expected: Tensor,
-    down: Tensor,
-    tables: QuantizerTables,
-    codes: Tensor,
-    scales: Tensor,
+    x: Tensor, expected: Tensor, down: Tensor, tables: QuantizerTables, codes: View, scales: View
 ) -> Tensor:
     """Project and quantize a few tokens, and return their reconstructed latents, (B, m, r).
 
@@ -70,32 +64,29 @@ def encode(
         Projection by latent, (r, D), float32.
     tables : QuantizerTables
         Of the r latents.
-    codes, scales : Tensor
-        Packed integers (B, bytes, m), uint8, and scales (B, 1, m), float16, which are written.
+    codes : View
+        Of packed integers (B, bytes, m), uint8, which are written.
+    scales : View
+        Of the bits of scales (B, 1, m), uint16, which are written.
     """
     batch, tokens, _ = x.shape
     out = torch.empty(batch, tokens, len(down))
-    arrays = (_rows(x), _rows(expected), down.numpy(), tokens, tables.arrays)
-    _kernels().encode(*arrays, flat_view(codes), _half_view(scales), _rows(out))
+    arrays = _rows(x), _rows(expected), down.numpy(), tokens, tables.arrays
+    _kernels().encode(*arrays, codes, scales, _rows(out))
     return out
 
 
-def quantize(latents: Tensor, tables: QuantizerTables, codes: Tensor, scales: Tensor) -> Tensor:
+def quantize(latents: Tensor, tables: QuantizerTables, codes: View, scales: View) -> Tensor:
     """Quantize latents (B, m, r), float32, and return their reconstructions.
 
     Other parameters are as in `encode`.
     """
     out = torch.empty_like(latents, memory_format=torch.contiguous_format)
     arrays = _rows(latents), latents.shape[1], tables.arrays
-    _kernels().quantize(*arrays, flat_view(codes), _half_view(scales), _rows(out))
+    _kernels().quantize(*arrays, codes, scales, _rows(out))
     return out
 
 
 def _rows(x: Tensor) -> Array:
     """Return the rows of x (…, features)."""
     return x.flatten(0, -2).contiguous().numpy()
-
-
-def _half_view(scales: Tensor) -> tuple[Array, int, int]:
-    flat, *strides = flat_view(scales)
-    return flat.view(np.uint16), *strides

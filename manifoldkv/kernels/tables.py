@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
-import numpy as np
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.kernels.views import Array
 from manifoldkv.models.rotation import Rotation
-
-Array = np.ndarray[Any, Any]
 
 GROUP_ROWS = 64
 """Features that are rebuilt and scored together, at least: loops over fewer are slow."""
@@ -151,8 +148,8 @@ class KeyTables:
 
     @cached_property
     def scratch_rows(self) -> int:
-        """Return the rows of a tile: keys, and latents of a block, predictions or a rotated row."""
-        return len(self.mean) + max(1, self.predictor.shape[1], *self.blocks[:, 3].tolist())
+        """Return the rows of a tile: keys, scales, and latents, predictions or a rotated row."""
+        return len(self.mean) + 1 + max(1, self.predictor.shape[1], *self.blocks[:, 3].tolist())
 
     def multiplications(self, rows: int) -> int:
         """Return the multiplications per token of `scores` with some query rows per KV head."""

@@ -1,16 +1,21 @@
-"""Tensors as compiled kernels take them."""
+"""Tensors as compiled kernels take them: arrays in one run of memory, and their strides."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
 from torch import Tensor
 
-from manifoldkv.kernels.tables import Array
+Array = np.ndarray[Any, Any]
+View = tuple[Array, int, int]
+"""Elements of a tensor (1 or B, rows, n), and its strides by batch and row."""
 
 
-def flat_view(x: Tensor) -> tuple[Array, int, int]:
-    """Return the elements of x (1 or B, rows, n) in one run, and its strides by batch and row.
+def flat_view(x: Tensor) -> View:
+    """Return a view of x (1 or B, rows, n), with tokens, the n, last in memory.
 
-    Memory is shared if tokens, the n, are last in it. The stride of a batch of 1 is 0.
+    Memory is shared if they are. The stride of a batch of 1 is 0.
     """
     batches, rows, tokens = x.shape
     if not x.numel():
@@ -20,3 +25,33 @@ def flat_view(x: Tensor) -> tuple[Array, int, int]:
         return flat_view(x.contiguous())
     size = (batches - 1) * batch_stride + (rows - 1) * row_stride + tokens
     return x.as_strided((size,), (1,)).numpy(), batch_stride if batches > 1 else 0, row_stride
+
+
+def half_bits(view: View) -> View:
+    """Return a view of float16 as integers, the type that compiled kernels know."""
+    flat, batch_stride, row_stride = view
+    return flat.view(np.uint16), batch_stride, row_stride
+
+
+class Packed(NamedTuple):
+    """Packed latents of some tokens.
+
+    Parameters
+    ----------
+    codes : View
+        Integers, (B, bytes, n), uint8.
+    scales : View
+        Bits of the scales of tokens, (B, 1, n), uint16.
+    tokens : int
+        Number of tokens, n.
+    """
+
+    codes: View
+    scales: View
+    tokens: int
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor) -> Packed:
+        """Return packed latents with codes (B, bytes, n), uint8, and scales (B, n), float16."""
+        scales = scales.unsqueeze(1)
+        return cls(flat_view(codes), half_bits(flat_view(scales)), codes.shape[2])

@@ -26,6 +26,7 @@ from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.evaluation.speed import elapsed
 from manifoldkv.kernels.decode import mix, scores
 from manifoldkv.kernels.tables import KeyTables, LatentTables
+from manifoldkv.kernels.views import Packed
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles, rotate_halves
 from manifoldkv.models.rotation import Rotation
@@ -215,14 +216,16 @@ class CompressedStep:
         by_row = by_head.unflatten(2, (-1, 1))
         weights = by_head.softmax(dim=-1)
 
-        def rebuild(of: KeyTables) -> Tensor:
-            return scores(query.by_head, *codes[0], of, angles.cos, angles.sin)
+        out = by_head.flatten(1, 2)
+
+        def rebuild(of: KeyTables) -> None:
+            scores(query.by_head, codes[0], of, angles.cos, angles.sin, None, out)
 
         def unpack_for_mixing() -> None:
             nothing = weights.flatten(1, 2)[:, :0]
-            mix(nothing, *codes[1], latents[1])
-            if plan.value.predictor is not None:
-                mix(nothing, *codes[0], latents[0])
+            for packed, of in reversed([*zip(codes, latents, strict=True)]):
+                if of is latents[1] or plan.value.predictor is not None:
+                    mix(nothing, packed, of, nothing.new_zeros(1, 0, len(of.fields)))
 
         return {
             "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
@@ -233,8 +236,8 @@ class CompressedStep:
             "mixed latents only": unpack_for_mixing,
         }
 
-    def _packed(self) -> list[tuple[Tensor, Tensor]]:
-        """Return codes and scales of both sites."""
+    def _packed(self) -> list[Packed]:
+        """Return the latents of both sites."""
         stores: Any = self._layer.key_store, self._layer.value_store
         return [store.packed(0, self.tokens) for store in stores]
 
