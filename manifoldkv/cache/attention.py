@@ -89,7 +89,7 @@ class CachedAttention:
         layer = layers[0]
         count = queries.shape[2]
         sees_all = count == 1 and mask is None
-        if sees_all and angles is not None and self._sites.decodes(layer, settings):
+        if sees_all and angles is not None and self._sites.decodes(layer, settings, angles):
             scaling = settings.scaling
             return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
         visible, _ = layer.get_mask_sizes(count)

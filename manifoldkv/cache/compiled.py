@@ -17,6 +17,7 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
+from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Packed
 from manifoldkv.models.interface import AttentionSettings, Rotate
@@ -66,6 +67,9 @@ class CompiledSites(ComposedSites):
         by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
         self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
+        # In the order of the columns of `_integer_values`.
+        self._sources = list(dict.fromkeys([*self._value_maps, *self._key_predicted]))
+        self._step: StepTables | None = None
 
     def _new_tokens(
         self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
@@ -123,9 +127,12 @@ class CompiledSites(ComposedSites):
             column += len(tables.fields)
         return mixed.unflatten(1, weights.shape[1:3]) @ self._integer_values
 
-    def decodes(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
+    def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None
-        return plain and layer.tokens_seen > 0 and (not layer.sinks.size or layer.sinks.are_first)
+        begun = layer.tokens_seen > 0 and (not layer.sinks.size or layer.sinks.are_first)
+        if not (plain and begun and len(self._sources) <= most_sources()):
+            return False
+        return self._tables_of(angles) is not None
 
     def decode(
         self,
@@ -144,22 +151,29 @@ class CompiledSites(ComposedSites):
         seen = Seen(layer.tokens_held - tokens + skipped, tokens - skipped, [], None)
         batch, _, _, head_dim = queries.shape
         by_head = queries.reshape(batch, heads, -1, head_dim).float() * scaling
-        weights = by_head.new_empty(*by_head.shape[:3], tokens)
+        sinks = by_head[:, :, :0], by_head[:, :, :0]
         if skipped:
             sink_keys, sink_values = layer.sinks.seen()
-            weights[..., :skipped] = by_head @ sink_keys.mT
+            sinks = sink_keys.float().contiguous(), sink_values.float().contiguous()
             angles = angles.of_tokens(skipped, tokens)
-        tables = self._tables_of(angles)
-        if tables is None or self._integer_predicted:  # by tile
-            scored = torch.cat([*self.scores(layers, by_head, angles, seen)], dim=-1)
-            weights[..., skipped:] = scored
-        else:
-            self._score(layers, by_head, tables, angles, seen, weights[..., skipped:])
-        weights = weights.softmax(dim=-1)
-        output = self.mix(layers, weights[..., skipped:], seen)
-        if skipped:
-            output = output + weights[..., :skipped] @ sink_values.float()
+        packed = [_packed(layers, one, seen) for one in self._sources]
+        own = _packed(layers, (0, "key"), seen)
+        cos, sin = angles.cos.float(), angles.sin.float()
+        tables = self._step_tables(angles)
+        output = attend(by_head, own, packed, tables, cos, sin, sinks)
         return output.to(queries.dtype).view(batch, -1, 1, head_dim)
+
+    def _step_tables(self, angles: Angles) -> StepTables:
+        """Return the tables of `attend`."""
+        keys = self._tables_of(angles)
+        assert keys is not None
+        if self._step is None or self._step.keys is not keys:
+            sources = [
+                Source(self._tables[one], self._integer_predicted.get(one), one in self._value_maps)
+                for one in self._sources
+            ]
+            self._step = StepTables(keys, tuple(sources), self._integer_values)
+        return self._step
 
     def _tables_of(self, angles: Angles) -> KeyTables | None:
         """Return the tables of keys under a rotation; None for one that is not in pairs."""

@@ -104,7 +104,7 @@ class Sites(ABC):
     def values(self, layers: Sequence[CompressedLayer], seen: Seen, size: int) -> Iterator[Tensor]:
         """Yield reconstructed values (B, H_kv, t, d) of the visible latents, by tile."""
 
-    def decodes(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
+    def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         """Return whether `decode` can attend for a single new token that sees all tokens."""
         return False
 

@@ -1,45 +1,33 @@
-"""Numba kernels of a decode step: scores of packed keys, mixtures and products of packed latents.
+"""Numba kernels of a decode step: attention, scores, mixtures and products of packed latents.
 
-Tokens are the vector dimension. A tile of tokens is unpacked to scratch rows of constant length,
-which stay in a processor's nearest caches; the loop over its tokens is the innermost.
-
-A view of a tensor (B, rows, n) with tokens last is a flat array and the strides of batch and rows:
-compilers vectorise what they know to be contiguous. A tile is an index of the batch, a first token
-and a number of tokens. Importing the module compiles the kernels, or loads them from Numba's cache.
+Importing the module compiles the kernels, or loads them from Numba's cache, which does not see a
+change of `cpu_tiles`: after one, change the time of this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
 from numba import float32, int64, uint8, uint16, void
-from numba.types import Tuple
+from numba.types import Tuple, UniTuple
 
+from manifoldkv.kernels.cpu_tiles import (
+    OPTIONS,
+    TILE,
+    Function,
+    Packed,
+    Tile,
+    add_product,
+    mix_tile,
+    order_queries,
+    score_tile,
+    unpack_scaled,
+    unpack_scales,
+)
 from manifoldkv.kernels.views import Array, View
-
-TILE = 512
-"""Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
-HALF_INFINITY = np.uint16(0x7C00)
-EXPONENT_SHIFT = np.float32(2.0**112)
-"""Of float32 less that of float16, as a factor."""
-
-Packed = tuple[View, View, Array, Array]
-Tile = tuple[int, int, int]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-_OPTIONS = {
-    # Sums may be reordered; NaN and inf are kept, which rules out nnan and ninf.
-    "fastmath": {"contract", "reassoc", "arcp", "nsz"},
-    "error_model": "numpy",
-    "nogil": True,
-    # Counts of references to slices would take half of the time; so kernels allocate nothing.
-    "_nrt": False,
-}
-_inner: Callable[[Function], Function] = numba.njit(**_OPTIONS)
-_inlined: Callable[[Function], Function] = numba.njit(inline="always", **_OPTIONS)
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
@@ -50,157 +38,19 @@ _KEYS = Tuple(
 )
 _ROWS, _SCRATCH = float32[:, :, :, ::1], Tuple((float32[::1], uint8[::1]))
 _COUNT = int64[::1]
+SOURCES = 12
+"""Most sites whose latents a layer depends on; `attend` takes as many, repeated if need be."""
+_SOURCES = UniTuple(Tuple((_BYTES, _HALVES)), SOURCES)
+_USES = Tuple((_TABLE, int64[:, :, ::1], _FLOATS, _FLOATS))
+
+LOWEST, LOG2_E = np.float32(-87), np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1)
 
 
 def _kernel(*signature: Any) -> Callable[[Function], Function]:
     """Return a decorator that compiles a kernel at once, cached on disk."""
-    return numba.njit(void(*signature, int64, int64), cache=True, **_OPTIONS)
-
-
-@_inlined
-def _row(view: View, tile: Tile, row: int) -> Array:
-    """Return a row of a view in a tile, (tokens,)."""
-    flat, batch_stride, row_stride = view
-    batch, start, tokens = tile
-    first = batch * batch_stride + row * row_stride + start
-    return flat[first : first + tokens]
-
-
-@_inner
-def _copy(out: Array, row: Array) -> None:
-    for t in range(len(row)):
-        out[t] = row[t]
-
-
-@_inner
-def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
-    """Write the integers of a latent."""
-    codes, _, fields, _ = packed
-    tokens = tile[2]
-    for plane in range(fields.shape[1]):
-        index, right, mask, left = fields[latent, plane]
-        if mask == 0:
-            break
-        row = _row(codes, tile, index)
-        right, mask, left = right & 7, mask & 255, left & 7  # bounds narrow the shifts to bytes
-        if plane == 0:
-            for t in range(tokens):
-                integers[t] = (row[t] >> right) & mask
-        else:
-            for t in range(tokens):
-                integers[t] |= ((row[t] >> right) & mask) << left
-
-
-@_inner
-def _unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
-    """Write the scales of a tile, of which the bits of positive float16 are stored."""
-    bits, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
-    for t in range(tile[2]):
-        numbers[t] = np.uint32(bits[t]) << np.uint32(13)
-    for t in range(tile[2]):
-        finite = bits[t] < HALF_INFINITY
-        scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
-
-
-@_inner
-def _unpack_scaled(
-    packed: Packed,
-    first: int,
-    stop: int,
-    tile: Tile,
-    scales: Array,
-    latents: Array,
-    integers: Array,
-) -> None:
-    """Write latents first to stop to scratch rows."""
-    centres = packed[3]
-    for latent in range(first, stop):
-        _unpack(packed, latent, tile, integers)
-        row, centre = latents[(latent - first) * TILE :], centres[latent]
-        for t in range(tile[2]):
-            row[t] = scales[t] * (np.float32(integers[t]) - centre)
-
-
-@_inner
-def _add_two_by_four(
-    out: Array, first: int, second: int, source: Array, weights: Array, a: int, b: int, tokens: int
-) -> None:
-    """Add four source rows to two rows of `out`, whose weights begin at a and b."""
-    a0, a1, a2, a3 = weights[a], weights[a + 1], weights[a + 2], weights[a + 3]
-    b0, b1, b2, b3 = weights[b], weights[b + 1], weights[b + 2], weights[b + 3]
-    upper, lower = out[first : first + tokens], out[second : second + tokens]
-    for t in range(tokens):
-        x0, x1 = source[t], source[t + TILE]
-        x2, x3 = source[t + 2 * TILE], source[t + 3 * TILE]
-        upper[t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-        lower[t] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-
-
-@_inner
-def _add_four(out: Array, first: int, source: Array, weights: Array, a: int, tokens: int) -> None:
-    a0, a1, a2, a3 = weights[a], weights[a + 1], weights[a + 2], weights[a + 3]
-    row = out[first : first + tokens]
-    for t in range(tokens):
-        x0, x1 = source[t], source[t + TILE]
-        x2, x3 = source[t + 2 * TILE], source[t + 3 * TILE]
-        row[t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-
-
-@_inner
-def _add_one(out: Array, first: int, source: Array, weight: float, tokens: int) -> None:
-    row = out[first : first + tokens]
-    for t in range(tokens):
-        row[t] += weight * source[t]
-
-
-@_inner
-def _add_product(out: View, slots: Array, source: Array, matrix: View, k: int, tokens: int) -> None:
-    """Add a matrix times k source rows to rows of `out`.
-
-    Both are a flat array, the index of the first element and the stride of rows.
-    """
-    target, base, step = out
-    weights, start, stride = matrix
-    pairs, fours = len(slots) // 2 * 2, k // 4 * 4
-    for i in range(0, pairs, 2):
-        first, second = base + slots[i] * step, base + slots[i + 1] * step
-        a, b = start + i * stride, start + (i + 1) * stride
-        for j in range(0, fours, 4):
-            x = source[j * TILE : (j + 4) * TILE]
-            _add_two_by_four(target, first, second, x, weights, a + j, b + j, tokens)
-    for i in range(len(slots)):
-        first, a = base + slots[i] * step, start + i * stride
-        for j in range(0, 0 if i < pairs else fours, 4):
-            _add_four(target, first, source[j * TILE : (j + 4) * TILE], weights, a + j, tokens)
-        for j in range(fours, k):
-            _add_one(target, first, source[j * TILE : (j + 1) * TILE], weights[a + j], tokens)
-
-
-@_inner
-def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned: Array) -> None:
-    """Rotate pairs of scratch rows; short loops need few checks that rows do not overlap."""
-    tokens = tile[2]
-    for i in range(len(pairs)):
-        first, second, of_first, of_second = pairs[i]
-        x, y = keys[first * TILE : (first + 1) * TILE], keys[second * TILE : (second + 1) * TILE]
-        cosine, sine = _row(cos, tile, of_first), _row(sin, tile, of_first)
-        for t in range(tokens):
-            turned[t] = x[t] * cosine[t] - y[t] * sine[t]
-        cosine, sine = _row(cos, tile, of_second), _row(sin, tile, of_second)
-        for t in range(tokens):
-            y[t] = y[t] * cosine[t] + x[t] * sine[t]
-        for t in range(tokens):
-            x[t] = turned[t]
-
-
-@_inner
-def _order(queries: Array, order: Array, out: Array) -> None:
-    """Write the features of queries (heads, rows, d) in an order, (heads, d)."""
-    heads, rows, head_dim = queries.shape
-    for head in range(heads):
-        for row in range(rows):
-            for i in range(head_dim):
-                out[(head * rows + row) * head_dim + i] = queries[head, row, order[head, i]]
+    return numba.njit(void(*signature, int64, int64), cache=True, **OPTIONS)
 
 
 @_kernel(_ROWS, _PACKED, _KEYS, _VIEW, _VIEW, _VIEW, _COUNT, _SCRATCH, _VIEW)
@@ -220,84 +70,20 @@ def scores(
     """Add the scores of tokens first to stop to a view of (B, heads · rows, n).
 
     Angles are views of (B, rotary dimension, n), `numbers` counts from 0 to the most rows, and
-    scratch is room for queries, rows for D keys, for the scales and for the latents or the
-    predictions, and a row of integers.
+    scratch is room for queries and the rows of `score_tile`.
     """
-    groups, blocks, slots, weights, segments, pairs, mean, predictor, order = tables
     batches, heads, rows, head_dim = queries.shape
-    p, room = predictor.shape[1], heads * rows * head_dim
-    ordered, keys, integers = scratch[0][:room], scratch[0][room:], scratch[1]
-    scales, latents = keys[len(mean) * TILE :], keys[(len(mean) + 1) * TILE :]
+    shape, room = (heads, rows, head_dim), heads * rows * head_dim
+    ordered, of_tile = scratch[0][:room], (scratch[0][room:], scratch[1])
     for batch in range(batches):
-        _order(queries[batch], order, ordered)
+        order_queries(queries[batch], tables[-1], ordered)
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
-            tokens = tile[2]
-            _unpack_scales(packed, tile, scales)
-            for g in range(len(groups) - 1):
-                block, feature, segment, pair = groups[g]
-                next_block, next_feature, next_segment, next_pair = groups[g + 1]
-                for i in range(next_feature - feature):
-                    keys[i * TILE : i * TILE + tokens] = mean[feature + i]
-                for i in range(block, next_block):
-                    row, count, latent, k, weight = blocks[i]
-                    _unpack_scaled(packed, latent, latent + k, tile, scales, latents, integers)
-                    used = slots[row : row + count]
-                    _add_product((keys, 0, TILE), used, latents, (weights, weight, k), k, tokens)
-                if p:
-                    for i in range(p):
-                        _copy(latents[i * TILE :], _row(predicted, tile, i))
-                    used = numbers[: next_feature - feature]
-                    matrix = predictor.reshape(-1), feature * p, p
-                    _add_product((keys, 0, TILE), used, latents, matrix, p, tokens)
-                _rotate(keys, pairs[pair:next_pair], cos, sin, tile, latents)
-                for i in range(segment, next_segment):
-                    head, feature, slot, count = segments[i]
-                    row = head * rows
-                    source = keys[slot * TILE : (slot + count) * TILE]
-                    matrix = ordered, row * head_dim + feature, head_dim
-                    target = out[0], batch * out[1] + row * out[2] + start, out[2]
-                    _add_product(target, numbers[:rows], source, matrix, count, tokens)
-
-
-@_inner
-def _add_dots_two_by_four(
-    out: Array, row: int, column: int, weights: Array, latents: Array, tokens: int
-) -> None:
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-    for t in range(tokens):
-        a, b = weights[t], weights[t + TILE]
-        x0, x1 = latents[t], latents[t + TILE]
-        x2, x3 = latents[t + 2 * TILE], latents[t + 3 * TILE]
-        a0, a1, a2, a3 = a0 + a * x0, a1 + a * x1, a2 + a * x2, a3 + a * x3
-        b0, b1, b2, b3 = b0 + b * x0, b1 + b * x1, b2 + b * x2, b3 + b * x3
-    for i, total in enumerate((a0, a1, a2, a3)):
-        out[row, column + i] += total
-    for i, total in enumerate((b0, b1, b2, b3)):
-        out[row + 1, column + i] += total
-
-
-@_inner
-def _add_dot(out: Array, row: int, column: int, weights: Array, latents: Array, n: int) -> None:
-    total = np.float32(0)
-    for t in range(n):
-        total += weights[t] * latents[t]
-    out[row, column] += total
-
-
-@_inner
-def _add_dots(
-    out: Array, column: int, count: int, weights: Array, rows: int, latents: Array, tokens: int
-) -> None:
-    """Add dot products of scratch rows of weights and of up to four latents to `out`, (rows, r)."""
-    pairs = rows // 2 * 2 if count == 4 else 0
-    for row in range(0, pairs, 2):
-        two = weights[row * TILE : (row + 2) * TILE]
-        _add_dots_two_by_four(out, row, column, two, latents, tokens)
-    for row in range(pairs, rows):
-        one = weights[row * TILE : (row + 1) * TILE]
-        for i in range(count):
-            _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
+            target = out[0], batch * out[1] + start, out[2]
+            given, angles = (predicted, tile), (cos, sin)
+            score_tile(
+                ordered, shape, packed, tables, given, angles, numbers, of_tile, tile, target
+            )
 
 
 @_kernel(_VIEW, _PACKED, _SCRATCH, float32[:, :, ::1], int64)
@@ -312,31 +98,33 @@ def mix(
 ) -> None:
     """Add the mixtures of tokens first to stop; weights are a view of (B, rows, n).
 
-    Mixtures are columns of `out` from the first one on. Scratch is rows for the weights and 5 more,
-    and a row of integers.
+    Mixtures are columns of `out` from the first one on; scratch is that of `mix_tile`.
     """
-    batches, rows, _ = out.shape
-    r = len(packed[3])
-    scaled, scales = scratch[0], scratch[0][rows * TILE :]
-    latents, integers = scratch[0][(rows + 1) * TILE :], scratch[1]
-    for batch in range(batches):
+    for batch in range(len(out)):
         for start in range(first, stop, TILE):
-            tokens = min(TILE, stop - start)
-            tile = batch, start, tokens
-            _unpack_scales(packed, tile, scales)
-            for row in range(rows):
-                weight, target = _row(weights, tile, row), scaled[row * TILE :]
-                for t in range(tokens):
-                    target[t] = weight[t] * scales[t]
-            for column in range(0, r, 4):
-                count = min(4, r - column)
-                for i in range(count):
-                    _unpack(packed, column + i, tile, integers)
-                    latent, centre = latents[i * TILE :], packed[3][column + i]
-                    for t in range(tokens):
-                        latent[t] = np.float32(integers[t]) - centre
-                place = first_column + column
-                _add_dots(out[batch], place, count, scaled, rows, latents, tokens)
+            tile = batch, start, min(TILE, stop - start)
+            mix_tile(weights, packed, scratch, tile, tile, out[batch], first_column)
+
+
+@numba.njit(**OPTIONS)
+def _project_tile(
+    packed: Packed,
+    matrix: View,
+    numbers: Array,
+    scratch: tuple[Array, Array],
+    tile: Tile,
+    out: View,
+) -> None:
+    """Add the products of a matrix and the latents of a tile to rows of `out`.
+
+    Both are an array, its first element and the stride of rows. Scratch is rows for the latents and
+    the scales, and a row of integers.
+    """
+    r = len(packed[3])
+    scales = scratch[0][r * TILE :]
+    unpack_scales(packed, tile, scales)
+    unpack_scaled(packed, 0, r, tile, scales, scratch[0], scratch[1])
+    add_product(out, numbers, scratch[0], matrix, r, tile[2])
 
 
 @_kernel(_PACKED, float32[:, ::1], _COUNT, _SCRATCH, _VIEW, int64)
@@ -352,15 +140,179 @@ def project(
 ) -> None:
     """Add the products of a matrix and the latents of tokens first to stop to (B, p, n).
 
-    `numbers` counts from 0 to p, and scratch is rows for the latents and the scales, and a row of
-    integers.
+    `numbers` counts from 0 to p; scratch is that of `_project_tile`.
     """
-    r = matrix.shape[1]
+    rows = matrix.reshape(-1), 0, matrix.shape[1]
     for batch in range(batches):
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
-            scales = scratch[0][r * TILE :]
-            _unpack_scales(packed, tile, scales)
-            _unpack_scaled(packed, 0, r, tile, scales, scratch[0], scratch[1])
             target = out[0], batch * out[1] + start, out[2]
-            _add_product(target, numbers, scratch[0], (matrix.reshape(-1), 0, r), r, tile[2])
+            _project_tile(packed, rows, numbers, scratch, tile, target)
+
+
+@numba.njit(**OPTIONS | {"fastmath": {"contract"}})
+def _exp(x: Array, largest: float, powers: Array) -> None:
+    """Replace x by the exponential of its difference from the largest.
+
+    Cephes' polynomial, since compilers vectorise no call of a function.
+    """
+    bits = powers.view(np.int32)
+    for t in range(len(x)):
+        y = x[t] - largest
+        y = LOWEST if y < LOWEST else y  # and NaN stays
+        exponent = np.floor(y * LOG2_E + np.float32(0.5))
+        bits[t] = (np.int32(exponent) + np.int32(127)) << np.int32(23)
+        y = y - exponent * LN2_HIGH - exponent * LN2_LOW
+        z = np.float32(EXP_TERMS[0])
+        for term in EXP_TERMS[1:]:
+            z = z * y + np.float32(term)
+        x[t] = (z * y + np.float32(0.5)) * y * y + y + np.float32(1)
+    for t in range(len(x)):
+        x[t] *= powers[t]
+
+
+@numba.njit(**OPTIONS)
+def _softmax_tile(scores: Array, tokens: int, powers: Array, out: Array, largest: Array) -> None:
+    """Replace rows of scores by exponentials relative to the largest score so far.
+
+    Sums are added to column 0 of `out`, whose rows are rescaled where a larger score is found.
+    """
+    for row in range(len(largest)):
+        x, top = scores[row * TILE : row * TILE + tokens], largest[row]
+        for t in range(tokens):
+            top = max(top, x[t])
+        if top > largest[row]:
+            factor = np.exp(largest[row] - top)
+            for column in range(out.shape[1]):
+                out[row, column] *= factor
+            largest[row] = top
+        _exp(x, top, powers)
+        total = np.float32(0)
+        for t in range(tokens):
+            total += x[t]
+        out[row, 0] += total
+
+
+_PARTIAL = float32[:, :, ::1]
+
+
+@_kernel(
+    *(_ROWS, _PACKED, _KEYS, _SOURCES, _USES, _VIEW, _VIEW, _COUNT, _SCRATCH),
+    *(_PARTIAL, float32[:, ::1]),
+)
+def attend(
+    queries: Array,
+    packed: Packed,
+    tables: tuple[Array, ...],
+    sources: tuple[tuple[View, View], ...],
+    uses: tuple[Array, ...],
+    cos: View,
+    sin: View,
+    numbers: Array,
+    scratch: tuple[Array, Array],
+    out: Array,
+    largest: Array,
+    first: int,
+    stop: int,
+) -> None:
+    """Add the sums of weights and the mixtures of tokens first to stop, in one pass over them.
+
+    Rows of `out` (B, heads · rows, 1 + r) are relative to the exponential of `largest`, the largest
+    score of tokens before, (B, heads · rows). A row of the first table of `uses` is of a source:
+    its first latent and their number, and the first element of its matrix and the first column of
+    its mixtures, -1 for none. Scratch is room for queries, rows for scores and for predictions,
+    those of `score_tile`, `mix_tile` and `_project_tile`, and a row of integers.
+    """
+    batches, heads, rows, head_dim = queries.shape
+    table, fields, centres, matrices = uses
+    p, count, shape = tables[7].shape[1], heads * rows, (heads, rows, head_dim)
+    ordered, weights = scratch[0][: count * head_dim], scratch[0][count * head_dim :]
+    predicted = weights[count * TILE :]
+    work = predicted[p * TILE :], scratch[1]
+    for batch in range(batches):
+        order_queries(queries[batch], tables[-1], ordered)
+        for start in range(first, stop, TILE):
+            tokens = min(TILE, stop - start)
+            tile, here = (batch, start, tokens), (0, 0, tokens)
+            weights[: (count + p) * TILE] = 0
+            for s in range(len(table)):
+                latent, r, matrix, _ = table[s]
+                if matrix >= 0:
+                    of = fields[latent : latent + r], centres[latent : latent + r]
+                    part = sources[s][0], sources[s][1], of[0], of[1]
+                    by_row, target = (matrices, matrix, r), (predicted, 0, TILE)
+                    _project_tile(part, by_row, numbers[:p], work, tile, target)
+            given, angles = ((predicted, 0, TILE), here), (cos, sin)
+            target = weights, 0, TILE
+            score_tile(ordered, shape, packed, tables, given, angles, numbers, work, tile, target)
+            _softmax_tile(weights, tokens, work[0], out[batch], largest[batch])
+            for s in range(len(table)):
+                latent, r, _, column = table[s]
+                if column >= 0:
+                    of = fields[latent : latent + r], centres[latent : latent + r]
+                    part = sources[s][0], sources[s][1], of[0], of[1]
+                    mix_tile((weights, 0, TILE), part, work, tile, here, out[batch], column)
+
+
+@numba.njit(**OPTIONS)
+def _dot(x: Array, y: Array) -> Any:
+    total = np.float32(0)
+    for f in range(len(x)):
+        total += x[f] * y[f]
+    return total
+
+
+@numba.njit(**OPTIONS)
+def _add(out: Array, weight: float, x: Array) -> None:
+    for f in range(len(x)):
+        out[f] += weight * x[f]
+
+
+@numba.njit(
+    void(float32[:, :, :, ::1], _PARTIAL, _ROWS, _ROWS, _ROWS, _PARTIAL, _ROWS),
+    cache=True,
+    **OPTIONS,
+)
+def finish(
+    parts: Array,
+    largest: Array,
+    queries: Array,
+    sink_keys: Array,
+    sink_values: Array,
+    maps: Array,
+    out: Array,
+) -> None:
+    """Write the attention output, (B, heads, rows, d), from what `attend` left of parts of a text.
+
+    Parts are (parts, B, heads · rows, 1 + r), `maps` those of their columns, (heads, 1 + r, d).
+    Sink tokens, (B, heads, s, d), are attended to besides.
+    """
+    batches, heads, rows, head_dim = queries.shape
+    for batch in range(batches):
+        for head in range(heads):
+            keys, values = sink_keys[batch, head], sink_values[batch, head]
+            for row in range(rows):
+                i, query, target = (
+                    head * rows + row,
+                    queries[batch, head, row],
+                    out[batch, head, row],
+                )
+                top = np.float32(-np.inf)
+                for part in range(len(parts)):
+                    top = max(top, largest[part, batch, i])
+                for s in range(len(keys)):
+                    top = max(top, _dot(query, keys[s]))
+                total = np.float32(0)
+                target[:] = 0
+                for part in range(len(parts)):
+                    factor = np.exp(largest[part, batch, i] - top)
+                    total += factor * parts[part, batch, i, 0]
+                    for column in range(parts.shape[3]):
+                        weight = factor * parts[part, batch, i, column]
+                        _add(target, weight, maps[head, column])
+                for s in range(len(keys)):
+                    weight = np.exp(_dot(query, keys[s]) - top)
+                    total += weight
+                    _add(target, weight, values[s])
+                for f in range(head_dim):
+                    target[f] /= total

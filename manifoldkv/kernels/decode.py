@@ -37,7 +37,7 @@ def is_available() -> bool:
 
 
 @cache
-def _kernels() -> ModuleType:
+def kernels() -> ModuleType:
     logger.info("loading the decode kernels, which are compiled once per machine, in about 10 s")
     from manifoldkv.kernels import cpu
 
@@ -85,12 +85,12 @@ def scores(
         *views[:2],
         numbers,
     )
-    kernel = _kernels().scores
+    kernel = kernels().scores
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, _scratch(tables.scratch_rows, size), views[2], first, stop)
+        kernel(*arguments, new_scratch(tables.scratch_rows, size), views[2], first, stop)
 
-    _in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add)
 
 
 def mix(
@@ -115,17 +115,17 @@ def mix(
     column : int
         First of r columns.
     """
-    kernel, scratch = _kernels().mix, weights.shape[1] + 5
+    kernel, scratch = kernels().mix, weights.shape[1] + 5
     arguments = flat_view(weights), (*packed[:2], *tables.arrays)
     parts: list[Tensor] = []
 
     def add(first: int, stop: int) -> None:
         part = out if first == 0 else torch.zeros_like(out)
-        kernel(*arguments, _scratch(scratch), part.numpy(), column, first, stop)
+        kernel(*arguments, new_scratch(scratch), part.numpy(), column, first, stop)
         if first:
             parts.append(part)
 
-    _in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add)
     for part in parts:
         out += part
 
@@ -145,13 +145,15 @@ def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -
         (B, p, n), float32.
     """
     _check_tokens_last(out)
-    kernel = _kernels().project
+    kernel = kernels().project
     arguments = (*packed[:2], *tables.arrays), matrix.contiguous().numpy(), np.arange(len(matrix))
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, _scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop)
+        kernel(
+            *arguments, new_scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop
+        )
 
-    _in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add)
 
 
 def _check_tokens_last(out: Tensor) -> None:
@@ -159,13 +161,13 @@ def _check_tokens_last(out: Tensor) -> None:
         raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
 
 
-def _scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
+def new_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
     """Return numbers, as rows of a tile of tokens and some more, and a row of integers."""
-    tile = _kernels().TILE
+    tile = kernels().TILE
     return np.empty(rows * tile + more, np.float32), np.empty(tile, np.uint8)
 
 
-def _in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:
+def in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:
     """Run a kernel over all tokens, in parts on torch's number of threads."""
     threads = max(1, min(torch.get_num_threads(), tokens // TOKENS_PER_THREAD))
     if threads == 1:

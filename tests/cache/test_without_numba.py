@@ -20,7 +20,7 @@ def without_numba() -> Iterator[None]:
     """A machine on which Numba is not found, and its kernels cannot be called."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(decode, "find_spec", lambda name: None)
-        patched.setattr(decode, "_kernels", None)
+        patched.setattr(decode, "kernels", None)
         decode.is_available.cache_clear()
         yield
     decode.is_available.cache_clear()

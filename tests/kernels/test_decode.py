@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec, module_from_spec
@@ -22,6 +23,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as parti
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.kernels import decode
 from manifoldkv.kernels.decode import mix, project, scores
+from manifoldkv.kernels.step import Source, StepTables
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Packed
 from manifoldkv.models.rotary import rotate_halves
@@ -224,13 +226,17 @@ def counted(*shape: int) -> np.ndarray[Any, Any]:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels as plain Python."""
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    spec = find_spec("manifoldkv.kernels.cpu")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    # Unpacking is not counted.
-    monkeypatch.setattr(module, "_unpack_scales", lambda packed, tile, scales: None)
+    for name in ("cpu_tiles", "cpu"):
+        spec = find_spec(f"manifoldkv.kernels.{name}")
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        # Neither unpacking nor a softmax is counted, in torch as here.
+        for uncounted in ("unpack_scales", "_softmax_tile"):
+            if hasattr(module, uncounted):
+                monkeypatch.setattr(module, uncounted, lambda *arguments: None)
     return module
 
 
@@ -287,3 +293,27 @@ def test_kernels_multiply_no_more_than_tables_say(
     by_row = counted(rows, latents), np.arange(rows)
     found = count(interpreted.project, packed, *by_row, scratch, out, 1, 0, tokens)
     assert found == site.tables.projection_multiplications(rows)
+    sources = (
+        Source(site.tables, normal(predicted, latents), is_mixed=True),
+        Source(site.tables, normal(predicted, latents), is_mixed=False),
+        Source(site.tables, None, is_mixed=True),
+    )
+    step = StepTables(keys, sources, normal(HEADS, 1 + 2 * latents, HEAD_DIM))
+    uses = [counted(*x.shape) if x.dtype == np.float32 else x for x in step.uses]
+    found = count(
+        interpreted.attend,
+        counted(1, HEADS, rows, HEAD_DIM),
+        (*packed[:2], used, counted(len(used))),
+        tables,
+        (packed[:2],) * interpreted.SOURCES,
+        uses,
+        p,
+        p,
+        numbers,
+        scratch,
+        counted(1, HEADS * rows, 1 + 2 * latents),
+        counted(1, HEADS * rows),
+        0,
+        tokens,
+    )
+    assert found == step.multiplications(rows)

@@ -1,0 +1,310 @@
+"""Numba kernels of a decode step: scores of packed keys, mixtures and products of packed latents.
+
+Tokens are the vector dimension. A tile of tokens is unpacked to scratch rows of constant length,
+which stay in a processor's nearest caches; the loop over its tokens is the innermost.
+
+A view of a tensor (B, rows, n) with tokens last is a flat array and the strides of batch and rows:
+compilers vectorise what they know to be contiguous. A tile is an index of the batch, a first token
+and a number of tokens. Importing the module compiles the kernels, or loads them from Numba's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+from manifoldkv.kernels.views import Array, View
+
+TILE = 512
+"""Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
+HALF_INFINITY = np.uint16(0x7C00)
+EXPONENT_SHIFT = np.float32(2.0**112)
+"""Of float32 less that of float16, as a factor."""
+
+Packed = tuple[View, View, Array, Array]
+Tile = tuple[int, int, int]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OPTIONS = {
+    # Sums may be reordered; NaN and inf are kept, which rules out nnan and ninf.
+    "fastmath": {"contract", "reassoc", "arcp", "nsz"},
+    "error_model": "numpy",
+    "nogil": True,
+    # Counts of references to slices would take half of the time; so kernels allocate nothing.
+    "_nrt": False,
+}
+_inner: Callable[[Function], Function] = numba.njit(**OPTIONS)
+_inlined: Callable[[Function], Function] = numba.njit(inline="always", **OPTIONS)
+
+
+@_inlined
+def _row(view: View, tile: Tile, row: int) -> Array:
+    """Return a row of a view in a tile, (tokens,)."""
+    flat, batch_stride, row_stride = view
+    batch, start, tokens = tile
+    first = batch * batch_stride + row * row_stride + start
+    return flat[first : first + tokens]
+
+
+@_inner
+def _copy(out: Array, row: Array) -> None:
+    for t in range(len(row)):
+        out[t] = row[t]
+
+
+@_inner
+def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
+    """Write the integers of a latent."""
+    codes, _, fields, _ = packed
+    tokens = tile[2]
+    for plane in range(fields.shape[1]):
+        index, right, mask, left = fields[latent, plane]
+        if mask == 0:
+            break
+        row = _row(codes, tile, index)
+        right, mask, left = right & 7, mask & 255, left & 7  # bounds narrow the shifts to bytes
+        if plane == 0:
+            for t in range(tokens):
+                integers[t] = (row[t] >> right) & mask
+        else:
+            for t in range(tokens):
+                integers[t] |= ((row[t] >> right) & mask) << left
+
+
+@_inner
+def unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
+    """Write the scales of a tile, of which the bits of positive float16 are stored."""
+    bits, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
+    for t in range(tile[2]):
+        numbers[t] = np.uint32(bits[t]) << np.uint32(13)
+    for t in range(tile[2]):
+        finite = bits[t] < HALF_INFINITY
+        scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
+
+
+@_inner
+def unpack_scaled(
+    packed: Packed,
+    first: int,
+    stop: int,
+    tile: Tile,
+    scales: Array,
+    latents: Array,
+    integers: Array,
+) -> None:
+    """Write latents first to stop to scratch rows."""
+    centres = packed[3]
+    for latent in range(first, stop):
+        _unpack(packed, latent, tile, integers)
+        row, centre = latents[(latent - first) * TILE :], centres[latent]
+        for t in range(tile[2]):
+            row[t] = scales[t] * (np.float32(integers[t]) - centre)
+
+
+@_inner
+def _add_two_by_four(
+    out: Array, first: int, second: int, source: Array, weights: Array, a: int, b: int, tokens: int
+) -> None:
+    """Add four source rows to two rows of `out`, whose weights begin at a and b."""
+    a0, a1, a2, a3 = weights[a], weights[a + 1], weights[a + 2], weights[a + 3]
+    b0, b1, b2, b3 = weights[b], weights[b + 1], weights[b + 2], weights[b + 3]
+    upper, lower = out[first : first + tokens], out[second : second + tokens]
+    for t in range(tokens):
+        x0, x1 = source[t], source[t + TILE]
+        x2, x3 = source[t + 2 * TILE], source[t + 3 * TILE]
+        upper[t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+        lower[t] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+
+
+@_inner
+def _add_four(out: Array, first: int, source: Array, weights: Array, a: int, tokens: int) -> None:
+    a0, a1, a2, a3 = weights[a], weights[a + 1], weights[a + 2], weights[a + 3]
+    row = out[first : first + tokens]
+    for t in range(tokens):
+        x0, x1 = source[t], source[t + TILE]
+        x2, x3 = source[t + 2 * TILE], source[t + 3 * TILE]
+        row[t] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+
+
+@_inner
+def _add_one(out: Array, first: int, source: Array, weight: float, tokens: int) -> None:
+    row = out[first : first + tokens]
+    for t in range(tokens):
+        row[t] += weight * source[t]
+
+
+@_inner
+def add_product(out: View, slots: Array, source: Array, matrix: View, k: int, tokens: int) -> None:
+    """Add a matrix times k source rows to rows of `out`.
+
+    Both are a flat array, the index of the first element and the stride of rows.
+    """
+    target, base, step = out
+    weights, start, stride = matrix
+    pairs, fours = len(slots) // 2 * 2, k // 4 * 4
+    for i in range(0, pairs, 2):
+        first, second = base + slots[i] * step, base + slots[i + 1] * step
+        a, b = start + i * stride, start + (i + 1) * stride
+        for j in range(0, fours, 4):
+            x = source[j * TILE : (j + 4) * TILE]
+            _add_two_by_four(target, first, second, x, weights, a + j, b + j, tokens)
+    for i in range(len(slots)):
+        first, a = base + slots[i] * step, start + i * stride
+        for j in range(0, 0 if i < pairs else fours, 4):
+            _add_four(target, first, source[j * TILE : (j + 4) * TILE], weights, a + j, tokens)
+        for j in range(fours, k):
+            _add_one(target, first, source[j * TILE : (j + 1) * TILE], weights[a + j], tokens)
+
+
+@_inner
+def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned: Array) -> None:
+    """Rotate pairs of scratch rows; short loops need few checks that rows do not overlap."""
+    tokens = tile[2]
+    for i in range(len(pairs)):
+        first, second, of_first, of_second = pairs[i]
+        x, y = keys[first * TILE : (first + 1) * TILE], keys[second * TILE : (second + 1) * TILE]
+        cosine, sine = _row(cos, tile, of_first), _row(sin, tile, of_first)
+        for t in range(tokens):
+            turned[t] = x[t] * cosine[t] - y[t] * sine[t]
+        cosine, sine = _row(cos, tile, of_second), _row(sin, tile, of_second)
+        for t in range(tokens):
+            y[t] = y[t] * cosine[t] + x[t] * sine[t]
+        for t in range(tokens):
+            x[t] = turned[t]
+
+
+@_inner
+def order_queries(queries: Array, order: Array, out: Array) -> None:
+    """Write the features of queries (heads, rows, d) in an order, (heads, d)."""
+    heads, rows, head_dim = queries.shape
+    for head in range(heads):
+        for row in range(rows):
+            first = (head * rows + row) * head_dim
+            for i in range(head_dim):
+                out[first + i] = queries[head, row, order[head, i]]
+
+
+@_inner
+def score_tile(
+    queries: Array,
+    shape: tuple[int, int, int],
+    packed: Packed,
+    tables: tuple[Array, ...],
+    predicted: tuple[View, Tile],
+    angles: tuple[View, View],
+    numbers: Array,
+    scratch: tuple[Array, Array],
+    tile: Tile,
+    out: View,
+) -> None:
+    """Add the scores of a tile to rows of `out`: its array, first element and stride of rows.
+
+    The shape is heads, query rows of a head and d. Scratch is rows for D keys, for the scales and
+    for the latents, predictions or a rotated row, and a row of integers.
+    """
+    groups, blocks, slots, weights, segments, pairs, mean, predictor, _ = tables
+    _, rows, head_dim = shape
+    p, tokens = predictor.shape[1], tile[2]
+    keys, scales, integers = scratch[0], scratch[0][len(mean) * TILE :], scratch[1]
+    latents = scales[TILE:]
+    unpack_scales(packed, tile, scales)
+    for g in range(len(groups) - 1):
+        block, feature, segment, pair = groups[g]
+        next_block, next_feature, next_segment, next_pair = groups[g + 1]
+        for i in range(next_feature - feature):
+            keys[i * TILE : i * TILE + tokens] = mean[feature + i]
+        for i in range(block, next_block):
+            row, count, latent, k, weight = blocks[i]
+            unpack_scaled(packed, latent, latent + k, tile, scales, latents, integers)
+            used = slots[row : row + count]
+            add_product((keys, 0, TILE), used, latents, (weights, weight, k), k, tokens)
+        if p:
+            for i in range(p):
+                _copy(latents[i * TILE :], _row(predicted[0], predicted[1], i))
+            used = numbers[: next_feature - feature]
+            matrix = predictor.reshape(-1), feature * p, p
+            add_product((keys, 0, TILE), used, latents, matrix, p, tokens)
+        _rotate(keys, pairs[pair:next_pair], angles[0], angles[1], tile, latents)
+        for i in range(segment, next_segment):
+            head, feature, slot, count = segments[i]
+            row = head * rows
+            source = keys[slot * TILE : (slot + count) * TILE]
+            matrix = queries, row * head_dim + feature, head_dim
+            target = out[0], out[1] + row * out[2], out[2]
+            add_product(target, numbers[:rows], source, matrix, count, tokens)
+
+
+@_inner
+def _add_dots_two_by_four(
+    out: Array, row: int, column: int, weights: Array, latents: Array, tokens: int
+) -> None:
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+    for t in range(tokens):
+        a, b = weights[t], weights[t + TILE]
+        x0, x1 = latents[t], latents[t + TILE]
+        x2, x3 = latents[t + 2 * TILE], latents[t + 3 * TILE]
+        a0, a1, a2, a3 = a0 + a * x0, a1 + a * x1, a2 + a * x2, a3 + a * x3
+        b0, b1, b2, b3 = b0 + b * x0, b1 + b * x1, b2 + b * x2, b3 + b * x3
+    for i, total in enumerate((a0, a1, a2, a3)):
+        out[row, column + i] += total
+    for i, total in enumerate((b0, b1, b2, b3)):
+        out[row + 1, column + i] += total
+
+
+@_inner
+def _add_dot(out: Array, row: int, column: int, weights: Array, latents: Array, n: int) -> None:
+    total = np.float32(0)
+    for t in range(n):
+        total += weights[t] * latents[t]
+    out[row, column] += total
+
+
+@_inner
+def _add_dots(
+    out: Array, column: int, count: int, weights: Array, rows: int, latents: Array, tokens: int
+) -> None:
+    """Add dot products of scratch rows of weights and of up to four latents to `out`, (rows, r)."""
+    pairs = rows // 2 * 2 if count == 4 else 0
+    for row in range(0, pairs, 2):
+        two = weights[row * TILE : (row + 2) * TILE]
+        _add_dots_two_by_four(out, row, column, two, latents, tokens)
+    for row in range(pairs, rows):
+        one = weights[row * TILE : (row + 1) * TILE]
+        for i in range(count):
+            _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
+
+
+@_inner
+def mix_tile(
+    weights: View,
+    packed: Packed,
+    scratch: tuple[Array, Array],
+    tile: Tile,
+    of_weights: Tile,
+    out: Array,
+    first_column: int,
+) -> None:
+    """Add the mixtures of a tile to columns of `out` (rows, columns).
+
+    Weights are a view of (B, rows, n), of which `of_weights` is the tile. Scratch is rows for the
+    weights and 5 more, and a row of integers.
+    """
+    rows, tokens, r = len(out), tile[2], len(packed[3])
+    scaled, scales = scratch[0], scratch[0][rows * TILE :]
+    latents, integers = scales[TILE:], scratch[1]
+    unpack_scales(packed, tile, scales)
+    for row in range(rows):
+        weight, target = _row(weights, of_weights, row), scaled[row * TILE :]
+        for t in range(tokens):
+            target[t] = weight[t] * scales[t]
+    for column in range(0, r, 4):
+        count = min(4, r - column)
+        for i in range(count):
+            _unpack(packed, column + i, tile, integers)
+            latent, centre = latents[i * TILE :], packed[3][column + i]
+            for t in range(tokens):
+                latent[t] = np.float32(integers[t]) - centre
+        _add_dots(out, first_column + column, count, scaled, rows, latents, tokens)
