@@ -103,6 +103,13 @@ class CachedAttention:
             shown = None if mask is None else mask[:, 0, -1, past:][:, new]
             layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
             if self._reconstructs(piece, settings):
+                if piece == visible and mask is None:
+                    outputs.append(
+                        self._attend_causally(
+                            layers, queries * settings.scaling, keys, values, angles
+                        )
+                    )
+                    continue
                 blocks = _blocks(new, past + done, MASKED_AT_A_TIME)
             else:
                 scores = queries.shape[0] * queries.shape[1] * (past + done)
@@ -207,29 +214,68 @@ class CachedAttention:
 
         Queries are scaled, (B, H_kv, R, d) with `rows` of every query head; the output is alike.
         """
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        size = tile_tokens(queries)
-        for start, stop, x in self._sites.keys(layers, seen, size):
-            keys.append(x if angles is None else angles.tile(x, start, stop))
-        values.extend(self._sites.values(layers, seen, size))
+        keys, values = self._reconstructed(layers, seen, angles, tile_tokens(queries))
         for exact_keys, exact_values in seen.exact:
             keys.append(exact_keys)
             values.append(exact_values)
-        dtype = torch.promote_types(values[0].dtype, queries.dtype)
         mask = seen.mask
         if mask is not None:
             mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
-        by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2).to(dtype)  # (B, H_q, m, d)
-        output = scaled_dot_product_attention(
-            by_head,
-            _joined(keys, dim=2).to(dtype),
-            _joined(values, dim=2).to(dtype),
-            attn_mask=mask,
-            scale=1.0,
-            enable_gqa=True,
-        )
-        return output.to(queries.dtype)
+        by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2)  # (B, H_q, m, d)
+        return _attention(by_head, _joined(keys, dim=2), _joined(values, dim=2), mask)
+
+    def _attend_causally(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Return the attention output of all tokens of a text to those before them.
+
+        Queries are scaled, (B, H_q, n, d). Torch's kernel computes half of the scores if it is told
+        so in place of a mask.
+        """
+        layer, tokens = layers[0], queries.shape[2]
+        if self._exact_prefill:
+            seen_keys = keys if angles is None else angles.tile(keys.to(angles.cos), 0, tokens)
+            return _attention(queries, seen_keys, values, None, is_causal=True)
+        seen = Seen(layer.tokens_held - tokens, tokens, [], None)
+        tiles = self._reconstructed(layers, seen, angles, tile_tokens(queries))
+        keys, values = (_joined(x, dim=2) for x in tiles)
+        if layer.sinks.size:
+            sink_keys, sink_values = layer.sinks.seen()
+            stored = sink_keys.shape[2]
+            keys = torch.cat([sink_keys, keys[:, :, stored:]], dim=2)
+            values = torch.cat([sink_values, values[:, :, stored:]], dim=2)
+        return _attention(queries, keys, values, None, is_causal=True)
+
+    def _reconstructed(
+        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tiles of rotated keys and of values of the visible latents."""
+        keys = [
+            x if angles is None else angles.tile(x, start, stop)
+            for start, stop, x in self._sites.keys(layers, seen, size)
+        ]
+        return keys, list(self._sites.values(layers, seen, size))
+
+
+def _attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, is_causal: bool = False
+) -> Tensor:
+    """Run torch's kernel on scaled queries (B, H_q, m, d); the output is alike."""
+    dtype = torch.promote_types(values.dtype, queries.dtype)
+    return scaled_dot_product_attention(
+        queries.to(dtype),
+        keys.to(dtype),
+        values.to(dtype),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=1.0,
+        enable_gqa=True,
+    ).to(queries.dtype)
 
 
 def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:

@@ -1,7 +1,7 @@
 """Numba kernels of a decode step: attention, scores, mixtures and products of packed latents.
 
-Importing the module compiles the kernels, or loads them from Numba's cache, which does not see a
-change of `cpu_tiles`: after one, change the time of this file.
+Importing the module compiles the kernels, or loads them from Numba's cache. They are compiled again
+when this file changes, and so after a change of `cpu_tiles`, whose checksum is below.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from manifoldkv.kernels.cpu_tiles import (
     unpack_scales,
 )
 from manifoldkv.kernels.views import Array, View
+
+CHECKSUM_OF_TILES = "60e3c1b83d169a24"
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))

@@ -238,20 +238,36 @@ def score_tile(
 
 
 @_inner
-def _add_dots_two_by_four(
+def _add_dots_three_by_four(
     out: Array, row: int, column: int, weights: Array, latents: Array, tokens: int
 ) -> None:
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = np.float32(0)
     for t in range(tokens):
-        a, b = weights[t], weights[t + TILE]
+        a, b, c = weights[t], weights[t + TILE], weights[t + 2 * TILE]
         x0, x1 = latents[t], latents[t + TILE]
         x2, x3 = latents[t + 2 * TILE], latents[t + 3 * TILE]
         a0, a1, a2, a3 = a0 + a * x0, a1 + a * x1, a2 + a * x2, a3 + a * x3
         b0, b1, b2, b3 = b0 + b * x0, b1 + b * x1, b2 + b * x2, b3 + b * x3
+        c0, c1, c2, c3 = c0 + c * x0, c1 + c * x1, c2 + c * x2, c3 + c * x3
     for i, total in enumerate((a0, a1, a2, a3)):
         out[row, column + i] += total
     for i, total in enumerate((b0, b1, b2, b3)):
         out[row + 1, column + i] += total
+    for i, total in enumerate((c0, c1, c2, c3)):
+        out[row + 2, column + i] += total
+
+
+@_inner
+def _add_four_dots(
+    out: Array, row: int, column: int, weights: Array, latents: Array, tokens: int
+) -> None:
+    a0 = a1 = a2 = a3 = np.float32(0)
+    for t in range(tokens):
+        a = weights[t]
+        a0, a1 = a0 + a * latents[t], a1 + a * latents[t + TILE]
+        a2, a3 = a2 + a * latents[t + 2 * TILE], a3 + a * latents[t + 3 * TILE]
+    for i, total in enumerate((a0, a1, a2, a3)):
+        out[row, column + i] += total
 
 
 @_inner
@@ -267,14 +283,19 @@ def _add_dots(
     out: Array, column: int, count: int, weights: Array, rows: int, latents: Array, tokens: int
 ) -> None:
     """Add dot products of scratch rows of weights and of up to four latents to `out`, (rows, r)."""
-    pairs = rows // 2 * 2 if count == 4 else 0
-    for row in range(0, pairs, 2):
-        two = weights[row * TILE : (row + 2) * TILE]
-        _add_dots_two_by_four(out, row, column, two, latents, tokens)
-    for row in range(pairs, rows):
+    if count < 4:
+        for row in range(rows):
+            one = weights[row * TILE : (row + 1) * TILE]
+            for i in range(count):
+                _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
+        return
+    threes = rows // 3 * 3
+    for row in range(0, threes, 3):
+        three = weights[row * TILE : (row + 3) * TILE]
+        _add_dots_three_by_four(out, row, column, three, latents, tokens)
+    for row in range(threes, rows):
         one = weights[row * TILE : (row + 1) * TILE]
-        for i in range(count):
-            _add_dot(out, row, column + i, one, latents[i * TILE : (i + 1) * TILE], tokens)
+        _add_four_dots(out, row, column, one, latents, tokens)
 
 
 @_inner

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.kernels import decode
+from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -220,6 +222,12 @@ class Counted:
 
 def counted(*shape: int) -> np.ndarray[Any, Any]:
     return np.full(shape, Counted(), dtype=object)
+
+
+def test_kernels_are_compiled_again_after_a_change_of_their_parts() -> None:
+    """Numba's cache knows the file that defines a kernel alone."""
+    found = sha256(Path(cpu_tiles.__file__).read_bytes()).hexdigest()[:16]
+    assert found == cpu.CHECKSUM_OF_TILES, "write this checksum into kernels/cpu.py"
 
 
 @pytest.fixture
