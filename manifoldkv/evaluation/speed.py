@@ -231,8 +231,12 @@ def _seconds_per_token(model: PreTrainedModel, cache: Any, prompt: Tensor, count
 
 
 def _working_bytes(model: PreTrainedModel, cache: Any, batch: int) -> int | None:
-    """Return the working memory of one more step."""
+    """Return the working memory of one more step, after another one.
+
+    The first step inside a block prepares constants and angles, which the block then holds.
+    """
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=token, past_key_values=cache)
     return peak_bytes(lambda: model(input_ids=token, past_key_values=cache), model.device)
 
 

@@ -25,7 +25,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as parti
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
-from manifoldkv.kernels.step import Source, StepTables
+from manifoldkv.kernels.step import Source, StepTables, attend
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Packed
 from manifoldkv.models.rotary import rotate_halves
@@ -168,6 +168,71 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
     expected = out[..., 1:-2] + matrix @ site.latents
     project(site.packed, site.tables, matrix, out[..., 1:-2])
     assert_close(out[..., 1:-2], expected)
+
+
+@pytest.mark.usefixtures("threads")
+@given(
+    sites=st.lists(WIDTHS, min_size=1, max_size=3),
+    tokens=st.integers(1, 1200),
+    batch=st.sampled_from([1, 2]),
+    rows=st.integers(1, 5),
+    predicted=st.integers(0, 5),
+    sinks=st.integers(0, 2),
+    seed=st.integers(0, 9),
+)
+def test_attention_is_that_to_rebuilt_keys_and_values(
+    sites: list[list[int]],
+    tokens: int,
+    batch: int,
+    rows: int,
+    predicted: int,
+    sinks: int,
+    seed: int,
+) -> None:
+    """The first site has the keys; all are mixed into values, and all but the first predict."""
+    rotate, rotary_dim = ROTATIONS[seed % len(ROTATIONS)]
+    drawn = [drawn_site(widths, batch, tokens, seed) for widths in sites]
+    own, features = drawn[0], HEADS * HEAD_DIM
+    up, mean = drawn_up("dense", len(sites[0])) / 4, normal(features)
+    predictor = normal(features, predicted) / 4
+    matrices = [normal(predicted, len(widths)) / 4 for widths in sites]
+    found = Rotation.of(rotate, HEAD_DIM, rotary_dim)
+    assert found is not None
+    cos, sin = drawn_angles(batch if rows % 2 else 1, tokens, rotary_dim)
+    keys = up @ own.latents + mean.view(-1, 1)
+    for matrix, site in zip(matrices[1:], drawn[1:], strict=True):
+        keys = keys + predictor @ (matrix @ site.latents)
+    by_head = rotate(keys.unflatten(1, (HEADS, HEAD_DIM)).mT, cos, sin)
+    maps = normal(HEADS, 1 + sum(map(len, sites)), HEAD_DIM)
+    ones = torch.ones(batch, 1, tokens)
+    mixed = torch.cat([ones, *(site.latents for site in drawn)], dim=1)  # (B, 1 + r, n)
+    values = mixed.mT.unsqueeze(1) @ maps
+    queries, sink = normal(batch, HEADS, rows, HEAD_DIM), normal(batch, HEADS, sinks, HEAD_DIM)
+    by_head, values = torch.cat([by_head, sink], dim=2), torch.cat([values, -sink], dim=2)
+    expected = (queries @ by_head.mT).softmax(dim=-1) @ values
+    sources = [
+        Source(site.tables, matrix if index and predicted else None, is_mixed=True)
+        for index, (site, matrix) in enumerate(zip(drawn, matrices, strict=True))
+    ]
+    of_keys = KeyTables.of(own.tables, up, mean, HEADS, found, predictor)
+    packed = [site.packed for site in drawn]
+    tables = StepTables(of_keys, tuple(sources), maps)
+    output = attend(queries, packed[0], packed, tables, cos, sin, (sink, -sink))
+    # Scores of some tens have errors that their exponentials enlarge.
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-5 * float(values.abs().max()))
+
+
+def test_attention_to_what_is_not_finite_is_not_finite() -> None:
+    site = drawn_site([4, 4], 1, 9, 0)
+    site.scales[0, 3] = torch.nan
+    found = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
+    assert found is not None
+    keys = KeyTables.of(site.tables, drawn_up("dense", 2), normal(16), HEADS, found)
+    tables = StepTables(keys, (Source(site.tables, None, is_mixed=True),), normal(HEADS, 3, 8))
+    queries, none = normal(1, HEADS, 2, HEAD_DIM), normal(1, HEADS, 0, HEAD_DIM)
+    angles = drawn_angles(1, 9, HEAD_DIM)
+    output = attend(queries, site.packed, [site.packed], tables, *angles, (none, none))
+    assert bool(output.isnan().all())
 
 
 def test_a_missing_numba_is_logged_once(
