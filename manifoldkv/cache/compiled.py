@@ -92,29 +92,19 @@ class CompiledSites(ComposedSites):
         if self._integer_predicted:
             size = TOKENS_AT_A_TIME
         for start, stop in split_tiles(0, seen.latents, size):
-            out = queries.new_empty(*queries.shape[:3], stop - start)
             tile = replace(seen, offset=seen.offset + start, latents=stop - start)
-            self._score(layers, queries, tables, angles.of_tokens(start, stop), tile, out)
+            predicted = None
+            if self._integer_predicted:
+                rank = len(next(iter(self._integer_predicted.values())))
+                predicted = queries.new_zeros(len(queries), rank, stop - start)
+                for one, part in self._integer_predicted.items():
+                    project(_packed(layers, one, tile), self._tables[one], part, predicted)
+            of_tile = angles.of_tokens(start, stop)
+            cos, sin = of_tile.cos.float(), of_tile.sin.float()
+            out = queries.new_empty(*queries.shape[:3], stop - start)
+            packed = _packed(layers, (0, "key"), tile)
+            scores(queries, packed, tables, cos, sin, predicted, out.flatten(1, 2))
             yield out
-
-    def _score(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        tables: KeyTables,
-        angles: Angles,
-        seen: Seen,
-        out: Tensor,
-    ) -> None:
-        """Write the scores of all visible latents to `out`, (B, H_kv, R, n)."""
-        predicted = None
-        if self._integer_predicted:
-            rank = len(next(iter(self._integer_predicted.values())))
-            predicted = queries.new_zeros(len(queries), rank, seen.latents)
-            for one, part in self._integer_predicted.items():
-                project(_packed(layers, one, seen), self._tables[one], part, predicted)
-        packed, cos, sin = _packed(layers, (0, "key"), seen), angles.cos.float(), angles.sin.float()
-        scores(queries, packed, tables, cos, sin, predicted, out.flatten(1, 2))
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights[..., : seen.latents].float().flatten(1, 2)  # (B, H_q·m, n)
