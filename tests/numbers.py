@@ -29,6 +29,8 @@ MEASURES = {
     "nll_error": lambda v: v,
     "decode_time": lambda v: v,
     "attention_work": lambda v: v,
+    "work": lambda v: v,
+    "time_ratio": lambda v: v,
     "basis_bytes": lambda v: v / 1024,  # KiB
     "stock_working_bytes": lambda v: v / 2**20,  # MiB
     "compressed_working_bytes": lambda v: v / 2**20,

@@ -140,7 +140,7 @@ class CompiledSites(ComposedSites):
         self.store(layer, keys, values, context)
         seen = Seen(layer.tokens_held - tokens + skipped, tokens - skipped, [], None)
         batch, _, _, head_dim = queries.shape
-        by_head = queries.reshape(batch, heads, -1, head_dim).float() * scaling
+        by_head = (queries.reshape(batch, heads, -1, head_dim).float() * scaling).contiguous()
         sinks = by_head[:, :, :0], by_head[:, :, :0]
         if skipped:
             sink_keys, sink_values = layer.sinks.seen()

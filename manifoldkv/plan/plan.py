@@ -381,6 +381,7 @@ class CompressionPlan(OnHub):
             repository=json.dumps(repo_id),
             model=json.dumps(provenance.model),
             ratio=self.ratio,
+            work=self.work,
             length=provenance.context,
             rest=f", {self.formats}{sinks}",
             per_token=self.bytes_per_token(),
