@@ -163,15 +163,10 @@ class BitRecipe(CodedRecipe[Bits]):
             )
 
     def least_work(self, decoder: Decoder) -> float:
-        """Return the work within which a plan for a model exists at any ratio."""
-        pairs = [feature // 2 for feature in range(decoder.head_dim)]  # in any order
-        blocks = [blocks_of(pairs, decoder.kv_heads, band) for band in self.bands]
-        features, heads = decoder.features, decoder.query_heads
-        rebuilt = min(sum(len(x) ** 2 for x in one) if one else features**2 for one in blocks)
+        """Return the work of a plan that stores no latents: a mean of keys is rotated and scored."""
         rotated = 2 * decoder.rotary_dim * decoder.kv_heads
-        scored = heads * decoder.head_dim
-        mixed = heads * (1 + features)
-        return (rebuilt + features + rotated + scored + mixed) / (2 * scored)
+        scored = decoder.query_heads * decoder.head_dim
+        return (rotated + scored + decoder.query_heads) / (2 * scored)
 
     def fit(
         self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
@@ -214,7 +209,7 @@ class BitRecipe(CodedRecipe[Bits]):
         LOG.info("choosing transforms within %g times the work of stock attention", work)
         designs = chosen(lambda builder: self._add_exact(decoder, run, builder))
         if designs.depth is None:
-            return replace(designs, allocation=None)
+            return designs
         # What a site is worth as an input depends on the bits that it gets.
         return chosen(
             lambda builder: self._sites(
@@ -236,18 +231,20 @@ class BitRecipe(CodedRecipe[Bits]):
         best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
         menu, choice = menus[best], chosen[best]
         sites = [site[index] for site, index in zip(menu.sites, choice.indices, strict=True)]
+        designs = [one.design for one in sites]
+        step = None
+        if isfinite(limit):
+            step = StepWork.of(sites, menu.cached, limit, choice.work_price)
+        if not any(one.inputs for one in designs):
+            return Designs(designs, 1, None, step)
         size, widths = pack_size(self.widths), list(self.widths)
         costs = [
             gaussian_costs(one.variances)[:, widths].unflatten(0, (-1, size)).sum(dim=1).numpy()
             for one in sites
         ]
+        # Of the inputs of predictions; allocated again, within the work, from measured distortions.
         bits = allocate(costs, self.widths, int(run.budget), menu.cached)
-        designs = [one.design for one in sites]
-        step = None
-        if isfinite(limit):
-            step = StepWork.of(sites, menu.cached, limit, choice.work_price)
-        rounds = ROUNDS - 1 if any(one.inputs for one in designs) else 1
-        return Designs(designs, rounds, bits, step)
+        return Designs(designs, ROUNDS - 1, bits, step)
 
     def estimate(self, decoder: Decoder, run: Run) -> Estimate:
         few = replace(run, tokens=run.tokens[:FRONTIER_SEQUENCES])

@@ -158,6 +158,11 @@ def test_predictions_and_work_save_half_of_the_loss(measured) -> None:
         assert free.predicted < 0.6 * other.predicted
 
 
+def test_plans_without_predictions_keep_to_their_work(measured) -> None:
+    """Predictions from reconstructions turn out to be worth less than they cost."""
+    assert measured(8, 1 / 8, depth=2, work=1.2).predicted > 0
+
+
 @pytest.mark.parametrize("name", ["k-svd", "eigen-attention", "kq-svd"])
 def test_no_coordinates_are_better_than_those_of_fisher(name: str) -> None:
     """By Hadamard's inequality: the product of what an error costs and of what latents vary."""
