@@ -34,7 +34,7 @@ from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
 from manifoldkv.recipes.designs import CHAINS, MenuBuilder, Space
 from manifoldkv.recipes.held_out import with_measured_loss
-from manifoldkv.recipes.menu import Menu, StepWork, blocks_of, gaussian_costs
+from manifoldkv.recipes.menu import Menu, StepWork, gaussian_costs
 from manifoldkv.recipes.probe import Estimate, timed
 from manifoldkv.recipes.run import Run
 from manifoldkv.recipes.smallest import smallest_plan
@@ -98,8 +98,7 @@ class BitRecipe(CodedRecipe[Bits]):
     sinks
         As in `CodedRecipe`.
     work : float
-        Largest `CompressionPlan.work`; infinite for no limit. `DEFAULT_WORK` if None, or
-        `least_work` for models that need more.
+        Largest `CompressionPlan.work`; infinite for no limit.
     widths : tuple of int
         Bits that a latent may have, increasing from 0 to at most 8.
     bands : tuple of (int or None)
@@ -118,7 +117,7 @@ class BitRecipe(CodedRecipe[Bits]):
     meets_nats = True
     refits_last_round = False
 
-    work: float | None = None
+    work: float = DEFAULT_WORK
     widths: tuple[int, ...] = WIDTHS
     bands: tuple[int | None, ...] = BANDS
     depth: int | None = DEPTH
@@ -126,7 +125,7 @@ class BitRecipe(CodedRecipe[Bits]):
     def __post_init__(self) -> None:
         super().__post_init__()
         checked_widths(self.widths)
-        if self.work is not None and not self.work > 0:  # nor NaN
+        if not self.work > 0:  # nor NaN
             raise ArgumentError(f"work must be a positive number, got {self.work}")
         if self.depth is not None and self.depth < 0:
             raise ArgumentError(f"depth must be >= 0, got {self.depth}")
@@ -155,7 +154,7 @@ class BitRecipe(CodedRecipe[Bits]):
                 "is measured on an eighth of them"
             )
         least = self.least_work(decoder)
-        if self.work is not None and self.work < least:
+        if self.work < least:
             least = ceil(100 * least) / 100  # a number to take over
             raise ArgumentError(
                 f"work must be >= {least:g}, got {self.work:g}: a decode step on the cheapest "
@@ -163,7 +162,7 @@ class BitRecipe(CodedRecipe[Bits]):
             )
 
     def least_work(self, decoder: Decoder) -> float:
-        """Return the work of a plan that stores no latents: a mean of keys is rotated and scored."""
+        """Return the work of a plan without latents, which rotates and scores a mean of keys."""
         rotated = 2 * decoder.rotary_dim * decoder.kv_heads
         scored = decoder.query_heads * decoder.head_dim
         return (rotated + scored + decoder.query_heads) / (2 * scored)
@@ -185,12 +184,6 @@ class BitRecipe(CodedRecipe[Bits]):
         of_sinks, of_scales, full = self._fixed_bytes(decoder, run.context)
         return smallest_plan(plan_at, nats, (of_sinks + of_scales) / full)
 
-    def _limit_of(self, decoder: Decoder) -> float:
-        """Return the largest work of a plan for a model."""
-        if self.work is not None:
-            return self.work
-        return max(DEFAULT_WORK, self.least_work(decoder))
-
     @property
     def _space(self) -> Space:
         return Space(self.bands, self.depth, CHAINS if self.predicts else ())
@@ -205,8 +198,7 @@ class BitRecipe(CodedRecipe[Bits]):
             fill(builder)
             return self._chosen(decoder, run, builder.menus())
 
-        work = self._limit_of(decoder)
-        LOG.info("choosing transforms within %g times the work of stock attention", work)
+        LOG.info("choosing transforms within %g times the work of stock attention", self.work)
         designs = chosen(lambda builder: self._add_exact(decoder, run, builder))
         if designs.depth is None:
             return designs
@@ -226,7 +218,7 @@ class BitRecipe(CodedRecipe[Bits]):
 
     def _chosen(self, decoder: Decoder, run: CodedRun, menus: list[Menu]) -> Designs[Bits]:
         """Return the designs that lose least of all menus."""
-        limit = _limit(decoder, run, self._limit_of(decoder))
+        limit = _limit(decoder, run, self.work)
         chosen = [menu.best(8 * run.budget, limit) for menu in menus]
         best = min(range(len(chosen)), key=lambda index: chosen[index].nats)
         menu, choice = menus[best], chosen[best]

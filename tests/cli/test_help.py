@@ -21,7 +21,6 @@ from manifoldkv.coding.integers import BITS
 from manifoldkv.evaluation import decode_speed
 from manifoldkv.evaluation.questions import TASKS
 from manifoldkv.evaluation.speed import PROMPT
-from manifoldkv.recipes.bits import DEFAULT_WORK
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE
 from manifoldkv.text import sources
@@ -78,9 +77,8 @@ def test_defaults_of_a_run() -> None:
     config, options = CompressionConfig(), OPTIONS["compress"]
     assert options["recipe"].default == DEFAULT_RECIPE == config.recipe
     assert default("compress", "ratio") == f"{config.ratio:g}"
-    assert RECIPES["bits"].work is None  # DEFAULT_WORK, or the least that a model needs
-    best = RECIPES["best"].work
-    assert default("compress", "work") == f"{DEFAULT_WORK:g} with recipe bits, {best:g} with best"
+    bits, best = RECIPES["bits"].work, RECIPES["best"].work
+    assert default("compress", "work") == f"{bits:g} with recipe bits, {best:g} with best"
     assert default("compress", "sequences") == str(SEQUENCES)
     for name in ("sequences", "length", "context"):
         assert options[name].default == getattr(config, name), name

@@ -130,7 +130,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Measured
         plan = compress(model, tokens, ratio=ratio, recipe=recipe, folder=folder)
         assert plan.ratio <= ratio
         assert plan.work <= work
-        assert (plan.predictor_depth is None) == (depth is None)
+        assert depth is not None or plan.predictor_depth is None
         lost = Comparison(stock, perplexity(model, held_out, plan)).added_nll
         return Measured(plan.provenance.predicted_nats, lost, divergence(model, tokens, plan))
 
