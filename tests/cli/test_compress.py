@@ -135,9 +135,9 @@ def test_a_loss_needs_sequences_that_nothing_is_fitted_to(tmp_path: Path) -> Non
 def test_too_little_work_names_the_least(tmp_path: Path) -> None:
     """The least is a number that the command accepts."""
     ask = (*FIFTH, "--out", tmp_path / "plan", "--work")
-    done = run(*ask, 1)
+    done = run(*ask, 0.5)
     assert done.code == 2
-    (least,) = re.findall(r"^manifoldkv: work must be >= (\S+), got 1: ", done.err, re.MULTILINE)
+    (least,) = re.findall(r"^manifoldkv: work must be >= (\S+), got 0.5: ", done.err, re.MULTILINE)
     lines(*ask, least)
     assert CompressionPlan.load(tmp_path / "plan").work <= float(least)
 
@@ -183,7 +183,7 @@ def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
 
 @pytest.mark.parametrize(
     "more",
-    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 1), ("--nats", 1, "--sequences", 7)],
+    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 0.5), ("--nats", 1, "--sequences", 7)],
     ids=["ratio", "length", "work", "nats"],
 )
 def test_a_model_writes_nothing_for_a_run_that_is_refused(
