@@ -380,13 +380,10 @@ class CompressionPlan(OnHub):
             name=repo_id.split("/")[-1],
             repository=json.dumps(repo_id),
             model=json.dumps(provenance.model),
-            ratio=self.ratio,
-            work=self.work,
+            plan=self,
             length=provenance.context,
             rest=f", {self.formats}{sinks}",
             per_token=self.bytes_per_token(),
-            rotary=self.rotary,
-            provenance=provenance,
             ranks="\n".join(
                 f"| {index} | {layer.key.rank} | {layer.value.rank} | {layer.key.head_dim} |"
                 for index, layer in enumerate(self.layers)
