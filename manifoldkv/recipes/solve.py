@@ -47,21 +47,30 @@ class BasisFinder:
         """Yield ranks and their bases."""
         grouping = HeadGrouping(self._recipe.grouping(site), activations.kv_heads)
         problem = self._recipe.objective.problem(activations, site, grouping, self._rotary)
-        for rank in ranks:
-            if rank == activations.head_dim:
-                like = torch.empty(0, dtype=activations.dtype)
-                yield rank, identity_basis(grouping, rank).like(like)
-                continue
-            basis = self._recipe.solver.solve(problem, rank, self._seed).basis
+        full = activations.head_dim
+        if full in ranks:
+            like = torch.empty(0, dtype=activations.dtype)
+            yield full, identity_basis(grouping, full).like(like)
+        if not (smaller := [rank for rank in ranks if rank != full]):
+            return
+        for rank, solution in self._recipe.solver.solve_ranks(problem, smaller, self._seed):
+            basis = solution.basis
             down = detached(basis.down)
             yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)
+
+    @property
+    def joint(self) -> bool:
+        """Return whether the bases of a site depend on all its ranks together."""
+        return self._recipe.solver.joint
 
     def restored(self, tensors: dict[str, Tensor], site: Site, heads: int) -> Basis:
         """Return a stored basis of a site with `heads` KV heads."""
         grouping = HeadGrouping(self._recipe.grouping(site), heads)
         return Basis(tensors["down"], tensors.get("up", tensors["down"]), grouping)
 
-    def checkpoints(self, checkpoints: Checkpoints, site: Site) -> Checkpoints:
+    def checkpoints(
+        self, checkpoints: Checkpoints, site: Site, candidates: Sequence[CandidateRanks]
+    ) -> Checkpoints:
         """Return checkpoints keyed by all that the bases of a site depend on."""
         recipe, description = self._recipe, self._recipe.describe()
         by_code = checkpoints.made_by(type(self), type(recipe.objective), type(recipe.solver))
@@ -71,6 +80,7 @@ class BasisFinder:
             grouping=recipe.grouping(site),
             rotary=self._rotary,
             seed=self._seed,
+            **({"candidates": candidates} if self.joint else {}),
         )
 
 
@@ -101,7 +111,7 @@ def find_bases(
         Checkpoints keyed by model, tokens and number of threads.
     """
     heads = model.config.get_text_config().num_key_value_heads
-    stored = {site: finder.checkpoints(checkpoints, site) for site in SITES}
+    stored = {site: finder.checkpoints(checkpoints, site, candidates) for site in SITES}
     bases = [LayerBases({}, {}) for _ in candidates]
     missing: dict[tuple[int, Site], list[int]] = defaultdict(list)
     for layer, of_layer in enumerate(candidates):
@@ -112,6 +122,8 @@ def find_bases(
                     missing[layer, site].append(rank)
                 else:
                     bases[layer].of(site)[rank] = finder.restored(tensors, site, heads)
+            if finder.joint and (layer, site) in missing:
+                missing[layer, site] = list(ranks)
 
     def tasks() -> Iterator[Task[tuple[int, Site]]]:
         layers = sorted({layer for layer, _ in missing})

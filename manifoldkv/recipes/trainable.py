@@ -13,7 +13,7 @@ from manifoldkv.basis import Basis, detached
 from manifoldkv.commuting import commuting_basis, complex_columns
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
+from manifoldkv.solvers.grassmann import Grassmann
 
 
 class TrainableBases:
@@ -131,7 +131,7 @@ class _CommutingBasis(nn.Module):
 
 
 def _point(columns: Tensor) -> geoopt.ManifoldParameter:
-    return geoopt.ManifoldParameter(_span(columns), ComplexGrassmann())
+    return geoopt.ManifoldParameter(_span(columns), Grassmann())
 
 
 def _columns_by_rank(basis: Basis, device: torch.device) -> list[Tensor]:

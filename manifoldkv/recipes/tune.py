@@ -27,7 +27,8 @@ from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
 from manifoldkv.seeds import check_seed
 from manifoldkv.solvers.driver import descend
-from manifoldkv.solvers.riemannian_adam import random_sequences, riemannian_adam
+from manifoldkv.solvers.riemannian_adam import riemannian_adam
+from manifoldkv.solvers.samples import random_sequences
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 

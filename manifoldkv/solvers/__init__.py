@@ -2,16 +2,23 @@
 
 from manifoldkv.solvers.base import SOLVERS, Solution, Solver, checked, register_solver
 from manifoldkv.solvers.closed_form import ClosedForm
+from manifoldkv.solvers.flag import Flag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
+from manifoldkv.solvers.trust_region import TrustRegion
 
 __all__ = [
     "SOLVERS",
     "ClosedForm",
+    "Flag",
+    "ObliqueLBFGS",
     "Predictor",
     "RiemannianAdam",
+    "RiemannianLBFGS",
     "Solution",
     "Solver",
+    "TrustRegion",
     "checked",
     "register_solver",
 ]

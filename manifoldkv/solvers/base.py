@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -40,6 +41,9 @@ class Solution:
 class Solver(ABC):
     """Minimiser of a problem, a frozen dataclass whose fields are hyper-parameters."""
 
+    joint: ClassVar[bool] = False
+    """Whether the solutions of `solve_ranks` depend on all ranks together."""
+
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int
     ) -> tuple[bool, str]:
@@ -73,6 +77,16 @@ class Solver(ABC):
         RunError
             If a loss is not finite.
         """
+
+    def solve_ranks(
+        self, problem: Problem, ranks: Sequence[int], seed: int = 0
+    ) -> Iterator[tuple[int, Solution]]:
+        """Yield ranks per KV head and their solutions, by default each solved by itself.
+
+        Other parameters are those of `solve`.
+        """
+        for rank in ranks:
+            yield rank, self.solve(problem, rank, seed)
 
 
 SOLVERS: Registry[Solver] = Registry("solver", "manifoldkv.solvers")

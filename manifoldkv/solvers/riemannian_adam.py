@@ -17,6 +17,7 @@ from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.solvers.base import Solution, Solver, label_of, register_solver
 from manifoldkv.solvers.driver import descend
+from manifoldkv.solvers.samples import random_sequences, stratified_rows
 
 BETAS = (0.9, 0.95)
 """Decay rates of the mean gradient and its mean square. The usual 0.999 lets the steep first steps
@@ -166,18 +167,3 @@ class RiemannianAdam(Solver):
         sequences = random_sequences(activations.sequences, self.sequences_per_step, generator)
         rows = stratified_rows(activations.length, self.rows, generator)
         return Batch(sequences, rows)
-
-
-def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor | None:
-    """Return a random position in each of `count` equal parts, (count,), or None for all rows."""
-    if count >= length:
-        return None
-    edges = torch.linspace(0, length, count + 1, dtype=torch.float64)
-    within = torch.rand(count, generator=generator, dtype=torch.float64)
-    rows = (edges[:-1] + within * edges.diff()).floor()
-    return rows.clamp(max=length - 1).long()
-
-
-def random_sequences(total: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return indices of `count` distinct sequences, (count,), or of all if there are fewer."""
-    return torch.randperm(total, generator=generator)[:count]

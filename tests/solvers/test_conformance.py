@@ -1,9 +1,13 @@
 """Every solver obeys the laws of solvers."""
 
+from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.solvers.closed_form import ClosedForm
+from manifoldkv.solvers.flag import Flag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
+from manifoldkv.solvers.trust_region import TrustRegion
 from manifoldkv.testing import SolverConformance
 
 
@@ -30,4 +34,44 @@ class TestEuclideanRiemannianAdam(SolverConformance):
 
 class TestRiemannianAdamOnLayerOutput(SolverConformance):
     solver = RiemannianAdam(steps=40)
+    objective = LayerOutput()
+
+
+class TestRiemannianLBFGS(SolverConformance):
+    solver = RiemannianLBFGS()
+    objective = KQSVD()
+
+
+class TestRiemannianLBFGSOnLayerOutput(SolverConformance):
+    solver = RiemannianLBFGS(steps=8)
+    objective = LayerOutput()
+
+
+class TestOblique(SolverConformance):
+    solver = ObliqueLBFGS()
+    objective = KQSVD()
+
+
+class TestObliqueOnLayerOutput(SolverConformance):
+    solver = ObliqueLBFGS(steps=8)
+    objective = LayerOutput()
+
+
+class TestTrustRegion(SolverConformance):
+    solver = TrustRegion()
+    objective = KQSVD()
+
+
+class TestTrustRegionOnLayerOutput(SolverConformance):
+    solver = TrustRegion(samples=1)
+    objective = LayerOutput()
+
+
+class TestFlag(SolverConformance):
+    solver = Flag()
+    objective = KQSVD()
+
+
+class TestFlagOnLayerOutput(SolverConformance):
+    solver = Flag(steps=8)
     objective = LayerOutput()

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from manifoldkv.errors import RunError
 from manifoldkv.runs.checkpoints import Checkpoints
-from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
 from manifoldkv.solvers.driver import descend
+from manifoldkv.solvers.grassmann import Grassmann
 from manifoldkv.solvers.riemannian_adam import riemannian_adam
 
 STEPS = 25
@@ -38,7 +38,7 @@ def problem(
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(3, 6, 6, generator=generator, dtype=torch.complex64)
     matrices = [half.real @ half.real.mT, half @ half.mH]
-    manifolds = [geoopt.Stiefel(), ComplexGrassmann()]
+    manifolds = [geoopt.Stiefel(), Grassmann()]
     starts = [half.real[..., :2].contiguous(), half[..., :2]]
     points = [
         geoopt.ManifoldParameter(torch.linalg.qr(start).Q, manifold=manifold)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv.solvers.complex_grassmann import ComplexGrassmann
+from manifoldkv.solvers.grassmann import Grassmann
 
 SHAPE = (5, 4, 2)
-MANIFOLD = ComplexGrassmann()
+MANIFOLD = Grassmann()
 
 
 def noise(seed: int, *shape: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Complex Grassmann manifold with geoopt's interface, which has real manifolds only.
+"""Grassmann manifold with geoopt's interface, which has no Grassmann manifold.
 
 Leading dimensions are a batch: a product of manifolds. Points, tangent vectors and gradients are
-complex tensors with the metric of ℝ^2np (Edelman, Arias and Smith 1998, arXiv:physics/9806030, with
-transposes conjugated).
+real, or complex with the metric of ℝ^2np (Edelman, Arias and Smith 1998, arXiv:physics/9806030,
+with transposes conjugated).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 Checked = tuple[bool, str | None]
 
 
-class ComplexGrassmann(Manifold):
+class Grassmann(Manifold):
     """Subspaces, represented by X (…, n, p) with Xᴴ X = I, for losses that depend on X Xᴴ only.
 
     Tangent vectors U are horizontal, Xᴴ U = 0. Retraction is the polar factor of X + U; transport
     is projection onto the new tangent space.
     """
 
-    name = "ComplexGrassmann"
+    name = "Grassmann"
     ndim = 2
     reversible = False
 
@@ -57,7 +57,7 @@ class ComplexGrassmann(Manifold):
         return u - x @ (x.mH @ u)
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the Riemannian gradient of torch's gradient of a complex parameter."""
+        """Return the Riemannian gradient, the horizontal part of torch's gradient."""
         return self.proju(x, u)
 
     def inner(
