@@ -19,7 +19,8 @@ from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.plan.plan import REPOSITORY, CompressionPlan
+from manifoldkv.plan.card import REPOSITORY
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.tokens import checked_tokens, read_tokenizer
 

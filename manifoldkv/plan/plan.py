@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCardData
 from torch import Tensor
 
 from manifoldkv.basis import Basis, Rotary, check_rotary
@@ -20,17 +18,15 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import PredictorContext, layers_below
 from manifoldkv.errors import PlanError
 from manifoldkv.plan import files
+from manifoldkv.plan.card import card_of
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import LayerPlan, check_layers
 from manifoldkv.plan.model import ModelView, agree, check_view, config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
+from manifoldkv.plan.truncation import truncated_layers
 from manifoldkv.plan.work import AttentionShape, check_shape, relative_work
-
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-"""Name of a repository on the Hub; other names are not linked on a card."""
-CARD = Path(__file__).with_name("card.md")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -311,6 +307,31 @@ class CompressionPlan(OnHub):
         self._check_architecture(model)
         return replace(self, fingerprint=model.fingerprint())
 
+    def truncated(self, ratio: float) -> CompressionPlan:
+        """Return a smaller plan of the leading columns of all bases; nothing is solved again.
+
+        All ranks are scaled by one factor, and the plan's ratio is at most `ratio`. Uncompressed
+        sites are kept. Nested bases of solver ``flag`` are trained for this; the columns of closed
+        forms are sorted by the energy of their latents, and those of other solvers are in no order.
+
+        Parameters
+        ----------
+        ratio : float
+            Largest ratio, of the provenance's context length.
+
+        Raises
+        ------
+        ArgumentError
+            If the ratio is larger than that of the plan, or smaller than ranks of 1 allow.
+        PlanError
+            If latents are quantised or coded, or bases commuting.
+        """
+        if not self.rank_only:
+            raise PlanError(f"only plans of bases alone can be truncated, not of {self.formats}")
+        layers = truncated_layers(self.layers, self.sinks, self.provenance.context, ratio)
+        provenance = replace(self.provenance, requested_ratio=ratio)
+        return replace(self, layers=layers, provenance=provenance)
+
     def _check_architecture(self, model: ModelView) -> None:
         check_view(model)
         config = model.config
@@ -368,27 +389,7 @@ class CompressionPlan(OnHub):
         return PlanContents(*(getattr(self, name) for name in PlanContents._fields))
 
     def card(self, repo_id: str) -> str:
-        provenance = self.provenance
-        metadata = ModelCardData(
-            library_name="manifoldkv",
-            base_model=provenance.model if REPOSITORY.fullmatch(provenance.model) else None,
-            tags=["kv-cache", "compression", "low-rank"],
-        )
-        sinks = f", the first {self.sinks} tokens uncompressed" if self.sinks else ""
-        return CARD.read_text(encoding="utf-8").format(
-            metadata=metadata.to_yaml(),
-            name=repo_id.split("/")[-1],
-            repository=json.dumps(repo_id),
-            model=json.dumps(provenance.model),
-            plan=self,
-            length=provenance.context,
-            rest=f", {self.formats}{sinks}",
-            per_token=self.bytes_per_token(),
-            ranks="\n".join(
-                f"| {index} | {layer.key.rank} | {layer.value.rank} | {layer.key.head_dim} |"
-                for index, layer in enumerate(self.layers)
-            ),
-        )
+        return card_of(self, repo_id)
 
 
 def _check_fingerprint(fingerprint: Tensor) -> None:

@@ -48,12 +48,12 @@ class BasisFinder:
         grouping = HeadGrouping(self._recipe.grouping(site), activations.kv_heads)
         problem = self._recipe.objective.problem(activations, site, grouping, self._rotary)
         full = activations.head_dim
-        if full in ranks:
+        solver = self._recipe.solver
+        if full in ranks and not solver.joint:
             like = torch.empty(0, dtype=activations.dtype)
             yield full, identity_basis(grouping, full).like(like)
-        if not (smaller := [rank for rank in ranks if rank != full]):
-            return
-        for rank, solution in self._recipe.solver.solve_ranks(problem, smaller, self._seed):
+            ranks = [rank for rank in ranks if rank != full]
+        for rank, solution in solver.solve_ranks(problem, ranks, self._seed):
             basis = solution.basis
             down = detached(basis.down)
             yield rank, Basis(down, down if basis.orthonormal else detached(basis.up), grouping)

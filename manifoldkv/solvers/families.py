@@ -118,8 +118,7 @@ class Orthonormal(Family):
         Y Z maps to Y (YᵀWY Z XᵀGX + YᵀGY Z XᵀWX): two Kronecker products, diagonal in the
         generalised eigenvectors of their factors.
         """
-        columns = point.shape[-1]
-        complement = torch.linalg.qr(point, mode="complete").Q[..., columns:]
+        complement = orthogonal_complement(point)
         outside, left = joint_eigenvectors(
             ridged(complement.mT @ self.weight @ complement),
             ridged(complement.mT @ self.gram @ complement),
@@ -203,6 +202,11 @@ def _of_mean_one(matrix: Tensor) -> Tensor:
     mean = _mean_diagonal(matrix)
     identity = torch.eye(matrix.shape[-1]).to(matrix)
     return torch.where(mean > 0, matrix / mean, identity)
+
+
+def orthogonal_complement(columns: Tensor) -> Tensor:
+    """Return an orthonormal basis (…, p, p - c) of the complement of columns (…, p, c)."""
+    return torch.linalg.qr(columns, mode="complete").Q[..., columns.shape[-1] :]
 
 
 def ridged(matrix: Tensor) -> Tensor:

@@ -15,7 +15,12 @@ from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, register_solver
-from manifoldkv.solvers.families import Orthonormal, joint_eigenvectors, ridged
+from manifoldkv.solvers.families import (
+    Orthonormal,
+    joint_eigenvectors,
+    orthogonal_complement,
+    ridged,
+)
 from manifoldkv.solvers.quasi_newton import Preconditioner
 from manifoldkv.solvers.riemannian_lbfgs import RiemannianLBFGS
 
@@ -83,8 +88,7 @@ class Flags(Orthonormal):
         blocks. Every other block has two Kronecker products, as in `Orthonormal`, weighted by the
         ranks that separate its columns from its rows.
         """
-        frame = torch.linalg.qr(point, mode="complete").Q
-        frame = torch.cat([point, frame[..., point.shape[-1] :]], dim=-1)
+        frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
         edges = [0, *self.counts, frame.shape[-1]]
         values, vectors = [], torch.zeros_like(frame)
         for first, last in pairwise(edges):
@@ -143,9 +147,10 @@ class Flag(RiemannianLBFGS):
         ranks = sorted(set(ranks))
         for rank in ranks:
             check_rank(rank, problem.activations.head_dim)
-        flags = Flags(problem, ranks)
-        point, history, status = self.descend(flags, seed)
-        columns = point.to(problem.activations.dtype)
-        for rank, count in zip(ranks, flags.counts, strict=True):
-            basis = orthonormal_basis(columns[..., :count].contiguous(), problem.grouping)
-            yield rank, Solution(basis, history, status)
+        smaller = [rank for rank in ranks if rank < problem.activations.head_dim]
+        point, history, status = self.descend(Flags(problem, smaller or ranks), seed)
+        frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
+        frame = frame.to(problem.activations.dtype)
+        for rank in ranks:
+            columns = frame[..., : rank * problem.grouping.width].contiguous()
+            yield rank, Solution(orthonormal_basis(columns, problem.grouping), history, status)
