@@ -1,19 +1,21 @@
 """Which objective, and which solver, gives the best low-rank basis of each layer?
 
-    python studies/compare_objectives.py          three minutes or less
-    python studies/compare_objectives.py --full   half an hour
+    python studies/compare_objectives.py          four minutes or less
+    python studies/compare_objectives.py --full   an hour and a half
     python studies/compare_objectives.py --model Qwen/Qwen3-0.6B --text wikitext:wikitext-2-raw-v1
     python studies/compare_objectives.py --objectives eigen-attention layer-output --layers 0 5
 
 Every objective is solved with every solver that can solve it, per layer, site and rank, on
 calibration text: by a closed form where one exists, by the paper's predictor (an MLP with a QR
-head) and by Riemannian Adam. The bases are then measured on held-out text. The default run takes
-one rank, one seed, shorter sequences and fewer epochs and steps; --full takes two ranks, three
-seeds and the solvers' own epochs and steps. Any other option changes one setting of either run.
+head) and by descent on Stiefel, Grassmann and flag manifolds. The bases are then measured on
+held-out text. The default run takes one rank, one seed, shorter sequences and fewer epochs and
+steps; --full takes two ranks, three seeds and the solvers' own epochs and steps, and measures the
+layer-output error of every solver against its seconds, on more text. Any other option changes one
+setting of either run.
 
-Written into --out: results.csv (one row per measurement), summary.md (means over layers, printed
-at the end) and three figures. An interrupted run continues after its last finished layer when the
-same command is given again.
+Written into --out: results.csv (one row per measurement), with --full efficiency.csv (one row per
+run of a solver), summary.md (means over layers, printed at the end) and figures. An interrupted run
+continues when the same command is given again.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
+import efficiency
 import pandas as pd
+from reports import efficiency as solving_times
 from reports.objectives import CAPS, SITE_TITLES, figures, summary
 from torch import Tensor
 from tqdm import tqdm
@@ -43,7 +47,7 @@ from manifoldkv.models.support import attention_of, decoder_layers
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.seeds import check_seed
-from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, Solver
+from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, RiemannianLBFGS, Solver
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 
@@ -58,6 +62,7 @@ FULL = {
     "epochs": Predictor().epochs,
     "steps": RiemannianAdam().steps,
 }
+EFFICIENCY = "efficiency.csv"
 NO_SETTINGS = ("out", "force", "redraw", "full", "layers")
 """Options that no row depends on."""
 
@@ -109,7 +114,7 @@ def main() -> int:
     add("--sequence-length", type=int, help="tokens per sequence " + of_both("sequence_length"))
     add("--seeds", nargs="+", type=int, help="of iterative solvers " + of_both("seeds"))
     add("--epochs", type=int, help="of the predictor, at most " + of_both("epochs"))
-    add("--steps", type=int, help="of Riemannian Adam, at most " + of_both("steps"))
+    add("--steps", type=int, help="of each descent, at most " + of_both("steps"))
     parser.add_threads()
     parser.set_defaults(threads=1)
     parser.add_out("figures/compare_objectives/<model>-short, with --full <model>")
@@ -131,14 +136,17 @@ def study(given: argparse.Namespace) -> None:
     name = Path(given.model).name
     out = common.output_folder(given, "compare_objectives", name if given.full else f"{name}-short")
     if given.redraw:
-        common.draw(out, figures)
+        draw(out)
         return
     model, tokenizer = common.load(given.model)
     layers = check_against_model(given, model)
-    tokens = {split: read_tokens(given, tokenizer, split) for split in SPLITS}
-    stored = common.stored_in(out, given).keyed(
+    tokens = {
+        split: read_tokens(given, tokenizer, split, given.sequences, given.sequence_length)
+        for split in SPLITS
+    }
+    checkpoints = common.stored_in(out, given).keyed(weights=digest_of_model(model))
+    stored = checkpoints.keyed(
         settings={name: value for name, value in vars(given).items() if name not in NO_SETTINGS},
-        weights=digest_of_model(model),
         tokens={split: digest_of_tokens(ids) for split, ids in tokens.items()},
     )
     stored = stored.made_by(
@@ -147,8 +155,22 @@ def study(given: argparse.Namespace) -> None:
     )
     results = measure_layers(given, pairs, model, tokens, layers, stored)
     results.to_csv(out / "results.csv", index=False)
+    lines = summary(results, given, skipped)
+    if given.full and {"layer-output", "predictor"} <= {*given.objectives, *given.solvers}:
+        read = partial(read_tokens, given, tokenizer)
+        times = efficiency.measure(
+            model, layers, read, given.solvers, checkpoints, given.threads
+        ).assign(model=name)
+        times.to_csv(out / EFFICIENCY, index=False)
+        lines += solving_times.summary(times)
+    draw(out)
+    common.write_summary(out, lines)
+
+
+def draw(out: Path) -> None:
     common.draw(out, figures)
-    common.write_summary(out, summary(results, given, skipped))
+    if (out / EFFICIENCY).is_file():
+        common.draw(out, solving_times.figures, EFFICIENCY)
 
 
 def complete(given: argparse.Namespace) -> None:
@@ -215,9 +237,10 @@ def build_solver(name: str, given: argparse.Namespace) -> Solver:
     """Return a solver with the epochs or steps of this run."""
     if name == "predictor":
         return Predictor(epochs=given.epochs)
-    if name == "riemannian-adam":
-        return RiemannianAdam(steps=given.steps)
-    return SOLVERS.get(name)()
+    solver = SOLVERS.get(name)()
+    if isinstance(solver, RiemannianAdam | RiemannianLBFGS):
+        return replace(solver, steps=min(solver.steps, given.steps))
+    return solver
 
 
 def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> list[int]:
@@ -242,13 +265,17 @@ def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> li
 
 
 def read_tokens(
-    given: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, split: Split
+    given: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    sequences: int,
+    length: int,
 ) -> Tensor:
     """Return token ids (sequences, length) of the calibration or held-out text."""
     two_texts = given.eval_text is not None
     text = given.eval_text if two_texts and split == "held-out" else given.text
     part = None if two_texts else split
-    return common.tokens_of(text, tokenizer, part, given.sequences, given.sequence_length)
+    return common.tokens_of(text, tokenizer, part, sequences, length)
 
 
 # Measuring
@@ -264,9 +291,8 @@ def measure_layers(
 ) -> pd.DataFrame:
     """Return the rows of all layers; those of finished layers are read from their checkpoints."""
     jobs = [
-        (pair, ratio, seed)
+        (pair, seed)
         for pair in pairs
-        for ratio in given.rank_ratios
         for seed in (given.seeds[:1] if pair.solver == "closed-form" else given.seeds)
     ]
     missing = [layer for layer in layers if not stored.has_frame(f"layer-{layer}")]
@@ -288,7 +314,7 @@ def measure_layers(
 
 def measure_layer(
     given: argparse.Namespace,
-    jobs: list[tuple[Pair, float, int]],
+    jobs: list[tuple[Pair, int]],
     activations: dict[Split, LayerActivations],
     bar: tqdm[Any],
 ) -> pd.DataFrame:
@@ -296,13 +322,14 @@ def measure_layer(
     calibration = activations["calibration"]
     solved: list[Solved] = []
     rows: list[dict[str, object]] = []
-    for pair, ratio, seed in jobs:
+    for pair, seed in jobs:
         bar.set_description(
             f"layer {calibration.layer} {pair.site}s {pair.objective} {pair.solver}"
         )
-        solved.append(solve(given, pair, ratio, seed, calibration))
-        if pair.site in given.sites:
-            rows += measure(given, [solved[-1]], activations)
+        found = list(solve(given, pair, seed, calibration))
+        for one in found if pair.site in given.sites else ():
+            rows += measure(given, [one], activations)
+        solved += found
         bar.update()
     if "both" in given.sites:
         for couple in couples(solved):
@@ -311,17 +338,21 @@ def measure_layer(
 
 
 def solve(
-    given: argparse.Namespace, pair: Pair, ratio: float, seed: int, activations: LayerActivations
-) -> Solved:
+    given: argparse.Namespace, pair: Pair, seed: int, activations: LayerActivations
+) -> Iterator[Solved]:
+    """Yield the bases of all ranks; those of a solver of all ranks have the seconds of all."""
     grouping = HeadGrouping(pair.grouping, activations.kv_heads)
-    rank = rank_from_ratio(ratio, activations.head_dim)
+    ranks = [rank_from_ratio(ratio, activations.head_dim) for ratio in given.rank_ratios]
     solver = build_solver(pair.solver, given)
-    began = time.perf_counter()
-    problem = OBJECTIVES.get(pair.objective)().problem(
-        activations, pair.site, grouping, given.rotary
-    )
-    solution = solver.solve(problem, rank, seed)
-    return Solved(pair, rank, seed, solution.basis, time.perf_counter() - began)
+    for together in [ranks] if solver.joint else [[rank] for rank in ranks]:
+        began = time.perf_counter()
+        problem = OBJECTIVES.get(pair.objective)().problem(
+            activations, pair.site, grouping, given.rotary
+        )
+        solutions = dict(solver.solve_ranks(problem, together, seed))
+        seconds = time.perf_counter() - began
+        for rank, solution in solutions.items():
+            yield Solved(pair, rank, seed, solution.basis, seconds)
 
 
 def couples(solved: list[Solved]) -> Iterator[list[Solved]]:

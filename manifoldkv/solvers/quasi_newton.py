@@ -15,6 +15,8 @@ SHORTEST_STEP = 1e-6
 """Smallest fraction of a quasi-Newton step that the line search tries."""
 LEAST_CURVATURE = 1e-8
 """Smallest cosine between a step and the change of the gradient along it that is remembered."""
+ROUNDING = 2e-14
+"""Smallest predicted decrease of a loss, relative to it, that is not rounding."""
 
 LossAndGradient = Callable[[Tensor], tuple[float, Tensor]]
 Preconditioner = Callable[[Tensor], Tensor]
@@ -99,7 +101,8 @@ def minimise(
     Returns
     -------
     tuple
-        Last point, losses of all points, and whether the tolerance was reached.
+        Last point, losses of all points, and whether the tolerance was reached or no decrease above
+        rounding is left.
     """
     manifold = memory.manifold
     loss, gradient = function(point)
@@ -107,10 +110,10 @@ def minimise(
     target = tolerance * norm(gradient)
     while norm(gradient) > target and used < evaluations:
         step = memory.newton_step(point, gradient, preconditioner(point))
-        if not norm(step):  # a manifold of one point
+        slope = inner(gradient, step)
+        if -slope <= ROUNDING * abs(loss):
             return point, history, True
         length = 1.0 if len(memory) else min(1.0, FIRST_STEP / norm(step))
-        slope = inner(gradient, step)
         while True:
             trial = manifold.retr(point, length * step)
             trial_loss, trial_gradient = function(trial)

@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 ITERATIONS = 100
 """Largest number of steps on one sample."""
 EXACT_TOLERANCE = 1e-7
-"""Relative gradient norm at which descent on a cheap loss ends."""
+"""Gradient norm at which descent on a cheap loss ends, relative to the start or to the loss."""
 
 
 @register_solver("trust-region")
@@ -52,7 +52,7 @@ class TrustRegion(Solver):
     """
 
     rows: int = 256
-    samples: int = 3
+    samples: int = 2
     tolerance: float = 0.1
 
     def probe_run(self, share: float) -> tuple[Solver, float]:
@@ -68,7 +68,8 @@ class TrustRegion(Solver):
         evaluate = Evaluated(family)
         history: list[float] = []
         if problem.objective.full_batch_is_cheap:
-            target = EXACT_TOLERANCE * norm(evaluate(point, None)[1])
+            loss, gradient = evaluate(point, None)
+            target = EXACT_TOLERANCE * max(loss, norm(gradient))  # the start may be the optimum
             point, converged = _descended(evaluate, point, None, target, history)
         else:
             generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,6 @@ from manifoldkv.diagnostics.figures.style import (
     ERROR_LABELS,
     finished,
     label_axes,
-    logarithmic,
     panels,
     reference,
     title_above,
@@ -28,11 +27,10 @@ ERRORS = tuple(ERROR_LABELS)
 CAPS = ("epochs", "steps", "sequences", "sequence_length")
 """Columns of results.csv, the same in every row, which captions are written from."""
 LONG_RUN = (
-    "The long run, --full, adds rank ratio 0.75, two more seeds (the spread over them) and twice "
-    "the tokens, with all epochs and steps of the solvers, in about half an hour."
+    "The long run, --full, adds rank ratio 0.75, two more seeds (the spread over them), twice the "
+    "tokens, all epochs and steps of the solvers, and error against solving time, in about an hour "
+    "and a half."
 )
-FILLS = {"closed-form": "full", "riemannian-adam": "left", "predictor": "none"}
-"""Fill of an objective's marker, by solver."""
 BASELINE = "eigen-attention"
 COMPARED = ("layer_output_error", "attention_output_error")
 ERROR = "layer_output_error"
@@ -43,8 +41,6 @@ def figures(results: pd.DataFrame) -> dict[str, Figure]:
         "errors_per_layer": errors_per_layer(results),
         "error_against_rank": error_against_rank(results),
     }
-    if set(results["site"]) != {"both"}:
-        drawn["error_against_seconds"] = error_against_seconds(results)
     for figure in drawn.values():
         title_above(figure, f"{figure.get_suptitle()}\n{caption(results)}")
     return drawn
@@ -54,8 +50,8 @@ def caption(results: pd.DataFrame) -> str:
     """Return the settings that differ from the paper's defaults."""
     epochs, steps, sequences, length = results[list(CAPS)].iloc[0]
     return (
-        f"predictor: {epochs} epochs at most (paper: 50); Riemannian Adam: {steps} steps at most "
-        f"(not in the paper); {sequences} calibration sequences of {length} tokens (paper: 512 of "
+        f"predictor: {epochs} epochs at most (paper: 50); descents: {steps} steps at most (not in "
+        f"the paper); {sequences} calibration sequences of {length} tokens (paper: 512 of "
         f"2,048); {common.counted(results['seed'].nunique(), 'seed')}"
     )
 
@@ -162,41 +158,6 @@ def error_against_rank(results: pd.DataFrame) -> Figure:
     ranks = held_out.groupby("rank_ratio")
     lowest = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
     return finished(figure, f"{_model(results)}, means over layers: {lowest}")
-
-
-def error_against_seconds(results: pd.DataFrame) -> Figure:
-    """Draw held-out layer-output error against solving time.
-
-    Colour and marker are those of the objective, the fill of the marker is that of the solver.
-    """
-    held_out = _at_smallest_rank(results)
-    held_out = held_out[held_out["site"] != "both"]
-    sites = _in_order(held_out["site"])
-    figure, row = panels(len(sites), 4.4, 4.0)
-    for axes, site in zip(row, sites, strict=True):
-        at_site = held_out[held_out["site"] == site]
-        means = []
-        for name, style, rows in _series(at_site):
-            for solver, group in rows.groupby("solver"):
-                seconds, error = group["seconds"].mean(), group[ERROR].mean()
-                fill: dict[str, Any] = {
-                    "fillstyle": FILLS.get(str(solver), "full"),
-                    "linestyle": "none",
-                }
-                axes.plot(seconds, error, **style | fill | {"markersize": 8})
-                means.append((error, f"{name},\nby {solver},"))
-            axes.plot([], [], label=name, **style | {"linestyle": "none"})
-        for solver in dict.fromkeys(at_site["solver"]):
-            fill = {"fillstyle": FILLS.get(solver, "full"), "linestyle": "none"}
-            axes.plot([], [], marker="o", color="#444444", label=solver, **fill)
-        (low, best), (high, _) = min(means), max(means)
-        title = f"{SITE_TITLES[site]}: {best} is {1 - low / high:.0%} below the highest"
-        y = "layer-output error, held out" if axes is row[0] else ""
-        label_axes(axes, "seconds per layer", y, title)
-        logarithmic(axes, x=True)
-        axes.set_ylim(0, 1.1 * high)
-    title = f"{_model(results)}: error against solving time, means over layers, rank "
-    return finished(figure, title + str(held_out["rank"].iloc[0]))
 
 
 def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:

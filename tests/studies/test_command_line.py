@@ -47,7 +47,7 @@ def long(length: str) -> tuple[object, ...]:
     return ("--tasks", "passkey", "--items", 1, length, 1023, "--sequences", 1)
 
 
-COMPARE, SOLVERS, PAPER = ("compare_objectives",), ("solver_efficiency",), ("reproduce_paper",)
+COMPARE, PAPER = ("compare_objectives",), ("reproduce_paper",)
 LLAMA = ("train_reference_models", "llama")
 SEED = ("--seed", 10**20), f"seed {10**20} is not an integer"
 MODEL = ("--model", ""), "the name of the model is empty"
@@ -117,10 +117,6 @@ IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
         (("--device", "meta"), "cannot use device 'meta'"),
         (("--seeds", 0), "--seeds must be >= 1, got 0"),
         (("--quick", "--tasks-data", "{folder}"), "no documents for task"),
-    ],
-    SOLVERS: [
-        (("--budgets", 10, 0), "budgets and epochs must be >= 1"),
-        (("--layers", 99, *FEW), "--layers 99: the model has layers"),
     ],
     LLAMA: [
         SEED,
@@ -203,7 +199,7 @@ DRAWN = [
     (RECALL, "recall/smollm2"),
     (STORAGE, "storage/smollm2"),
     (COMPARE, "compare_objectives/reference-llama"),
-    (SOLVERS, "solver_efficiency/reference-qwen3"),
+    (COMPARE, "compare_objectives/reference-qwen3"),
 ]
 
 

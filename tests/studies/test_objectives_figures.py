@@ -4,9 +4,9 @@ from itertools import product
 
 import pandas as pd
 import pytest
-from reports.objectives import error_against_rank, error_against_seconds, errors_per_layer
+from reports.objectives import error_against_rank, errors_per_layer
 
-from manifoldkv.diagnostics.figures import mark_of, save_figure
+from manifoldkv.diagnostics.figures import save_figure
 from tests.drawings import assert_written
 
 
@@ -71,28 +71,10 @@ def test_rank_axis_is_the_achieved_ratio(results):
     assert line.get_ydata()[0] > line.get_ydata()[1]
 
 
-def test_seconds_have_a_point_per_objective_and_solver(results):
-    figure = error_against_seconds(results)
-    assert len(figure.axes) == 2
-    points = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
-    assert len(points) == 6
-    assert points[0].get_xdata()[0] == 2  # mean over layers
-
-
 def test_seeds_are_bands(results):
     assert errors_per_layer(results).axes[0].collections
     one_seed = results[results["seed"] == 0]
     assert not errors_per_layer(one_seed).axes[0].collections
-
-
-def test_solvers_fill_the_mark_of_their_objective(results):
-    figure = error_against_seconds(results)
-    drawn = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
-    marks = {(line.get_color(), line.get_marker()) for line in drawn}
-    expected = {mark_of(name, ["mine"]) for name in ("k-svd", "layer-output", "mine")}
-    assert marks == {(mark.colour, mark.marker) for mark in expected}
-    assert {line.get_fillstyle() for line in drawn} == {"none", "left"}
-    assert figure.axes[0].get_ylim()[0] == 0
 
 
 def test_a_basis_per_head_has_a_mark_of_its_own(results):

@@ -84,6 +84,10 @@ SOLVERS = {
     "closed-form": Mark(INDIGO, "o"),
     "predictor": Mark(VERMILLION, "s"),
     "riemannian-adam": Mark(TEAL, "^"),
+    "riemannian-l-bfgs": Mark(BLUE, "v"),
+    "trust-region": Mark(ORANGE, "d"),
+    "oblique": Mark(PURPLE, "P"),
+    "flag": Mark(GREEN, "*"),
 }
 RULES = {
     "sequential": Mark(GREEN, "s"),
