@@ -174,13 +174,7 @@ def draw(out: Path) -> None:
 
 
 def complete(given: argparse.Namespace) -> None:
-    """Set options without a value to the defaults of the run, and check all numbers.
-
-    Raises
-    ------
-    ManifoldKVError
-        If a grouping, a seed or a number is impossible.
-    """
+    """Set options without a value to the defaults of the run; raise for impossible numbers."""
     for option, value in (FULL if given.full else SHORT).items():
         if getattr(given, option) is None:
             setattr(given, option, value)
@@ -198,13 +192,7 @@ def complete(given: argparse.Namespace) -> None:
 
 
 def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
-    """Return all pairs that can be solved, and a line for each that cannot.
-
-    Raises
-    ------
-    ArgumentError
-        If no pair can be solved.
-    """
+    """Return all pairs that can be solved, and a line for each that cannot; raise without any."""
     pairs: list[Pair] = []
     skipped: list[str] = []
     solvers = {name: build_solver(name, given) for name in given.solvers}

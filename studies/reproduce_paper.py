@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from manifoldkv.evaluation import Perplexity, perplexity
 from manifoldkv.ranks import GivenRanks
 from manifoldkv.recipes.rounding import Rotation
 from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam
+from manifoldkv.solvers import SOLVERS, Predictor
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}
@@ -91,7 +92,12 @@ def main() -> int:
         "real: a model of a hundred million parameters in an hour of one core, the paper's bases "
         "by Riemannian Adam and its predictor in three layers (%(default)s)",
     )
-    add("--seeds", type=int, default=1, help="runs of the predictor (%(default)s)")
+    add(
+        "--solver",
+        choices=[name for name in SOLVERS.names() if name != "closed-form"],
+        help="solver of the paper's bases (that of the protocol)",
+    )
+    add("--seeds", type=int, default=1, help="runs of the solver (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
     add("--quick", action="store_true", help="the smallest run of every step, as a check")
     parser.add_device()
@@ -105,6 +111,9 @@ def reproduce(given: argparse.Namespace) -> None:
         raise ManifoldKVError(f"--seeds must be >= 1, got {given.seeds}")
     out = common.output_folder(given)
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
+    if given.solver is not None:
+        descent = None if given.solver == "predictor" else SOLVERS.get(given.solver)()
+        protocol = replace(protocol, descent=descent)
     short = {model: name for name, model in REFERENCE.items()}
     names = {short.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
     if given.redraw:
@@ -275,11 +284,15 @@ class Study:
         return pd.concat(frames, ignore_index=True)
 
     def solvers(self) -> pd.DataFrame:
-        """Return errors and seconds of the predictor and of Riemannian Adam in a few layers."""
+        """Return errors and seconds of the predictor and of the solver in a few layers."""
         tokens = next(iter(self.corpora.values()))[:, : self.length]
         depths = self.protocol.predicted_layers
         layers = sorted({round(depth * (self.layers - 1)) for depth in depths})
-        solvers = {"Riemannian Adam": self.protocol.solver, "predictor": self.protocol.predictor}
+        solver = self.protocol.solver
+        solvers = {
+            str(SOLVERS.describe(solver)["name"]): solver,
+            "predictor": self.protocol.predictor,
+        }
 
         def compute() -> pd.DataFrame:
             fit = capture(self.model, self.calibration, layers)
@@ -291,7 +304,7 @@ class Study:
             tokens=digest_of_tokens(tokens),
             layers=layers,
             solvers={name: SOLVERS.describe(solver) for name, solver in solvers.items()},
-        ).made_by(compare_solvers, Predictor, RiemannianAdam)
+        ).made_by(compare_solvers, Predictor, type(solver))
         return self.steps.frame(checkpoints, "solvers", "the predictor in a few layers", compute)
 
     def write_solvers(self, errors: pd.DataFrame) -> None:

@@ -61,13 +61,13 @@ def weighted_closed_form(gram: Tensor, weight: Tensor, count: int) -> tuple[Tens
     """
     gains, down, up = weighted_directions(gram, weight)
     pairs = [
-        _representable(*group)
+        representable(*group)
         for group in zip(gram, gains, down[..., :count], up[..., :count], strict=True)
     ]
     return torch.stack([down for down, _ in pairs]), torch.stack([up for _, up in pairs])
 
 
-def _representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return down and up of a group, (p, count), whose product float32 represents as identity."""
     down, up = same_size(down, up)
     product = up.mT.float().double() @ down.float().double()

@@ -13,7 +13,7 @@ from manifoldkv.recipes.commuting import CommutingRecipe
 from manifoldkv.recipes.low_rank import RankRecipe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.stored import StoredRecipe
-from manifoldkv.solvers import ClosedForm, Predictor, RiemannianAdam
+from manifoldkv.solvers import ClosedForm, Predictor, RiemannianLBFGS
 
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {
@@ -34,7 +34,7 @@ RECIPES: dict[str, Recipe] = {
         ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
     ),
     "fast": RankRecipe(
-        LayerOutput(), RiemannianAdam(), ranks=Sequential(candidates=PAPER_CANDIDATES)
+        LayerOutput(), RiemannianLBFGS(), ranks=Sequential(candidates=PAPER_CANDIDATES)
     ),
     "commuting": CommutingRecipe(),
     "stored": StoredRecipe(),

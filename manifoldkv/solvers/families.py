@@ -19,7 +19,7 @@ from manifoldkv.basis import Basis, orthonormal_basis
 from manifoldkv.objectives import KQSVD
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.gram import GramObjective
-from manifoldkv.objectives.linear_algebra import leading_eigenvectors, same_size
+from manifoldkv.objectives.linear_algebra import leading_eigenvectors, representable
 from manifoldkv.solvers.grassmann import Grassmann
 from manifoldkv.solvers.quasi_newton import Memory, Preconditioner, minimise
 
@@ -168,9 +168,13 @@ class Oblique(Family):
         left, gains, right = torch.linalg.svd(torch.linalg.inv(self._product(point)))
         down = self._gram_inverse @ point[0] @ (left * gains.unsqueeze(-2))
         up = self._weight_inverse @ point[1] @ right.mT
-        down, up = same_size(down, up)
-        dtype = self.problem.activations.dtype
-        return Basis(down.to(dtype), up.to(dtype), self.problem.grouping)
+        groups = zip(self.gram, gains, down, up, strict=True)
+        pairs = [representable(*group) for group in groups]
+        down, up = (
+            torch.stack(parts).to(self.problem.activations.dtype)
+            for parts in zip(*pairs, strict=True)
+        )
+        return Basis(down, up, self.problem.grouping)
 
     def _product(self, point: Tensor) -> Tensor:
         return (self._weight_inverse @ point[1]).mT @ (self._gram_inverse @ point[0])
@@ -187,7 +191,7 @@ def site_matrices(problem: Problem) -> tuple[Tensor, Tensor]:
         problem.activations, problem.site, problem.grouping, problem.rotary
     )
     gram, weight = objective.matrices(quadratic, None)
-    if weight is None:
+    if weight is None or weight.is_meta:  # a dry run without weights
         weight = torch.eye(gram.shape[-1]).to(gram).expand_as(gram)
     if problem.grouping.groups == 1:
         gram, weight = gram.sum(dim=0, keepdim=True), weight.sum(dim=0, keepdim=True)

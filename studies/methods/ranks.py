@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
 from manifoldkv.ranks import Optimal, Uniform
+from manifoldkv.solvers import Flag, ObliqueLBFGS
 from methods.base import register_method
 from methods.plans import PlanMethod
 
@@ -66,7 +67,7 @@ class Paper(RankMethod):
 
 @register_method("fast")
 class Fast(RankMethod):
-    """The recipe fast: the paper's objective, Riemannian Adam."""
+    """The recipe fast: the paper's objective, Riemannian L-BFGS."""
 
     recipe = RANKED["fast"]
 
@@ -76,6 +77,20 @@ class FastUniform(RankMethod):
     """Fast with the same ranks in every layer."""
 
     recipe = replace(Fast.recipe, ranks=Uniform())
+
+
+@register_method("fast-nested")
+class FastNested(RankMethod):
+    """Fast with nested bases, all ranks by one solve."""
+
+    recipe = replace(Fast.recipe, solver=Flag())
+
+
+@register_method("oblique")
+class Oblique(RankMethod):
+    """Fast-uniform with oblique bases."""
+
+    recipe = replace(FastUniform.recipe, solver=ObliqueLBFGS())
 
 
 @register_method("low-rank")
@@ -119,6 +134,13 @@ class GroupedLayerOutput(RankMethod):
     """Fast-uniform (layer-output, orthonormal) with all heads in one basis."""
 
     recipe = replace(FastUniform.recipe, key_grouping="all", value_grouping="all")
+
+
+@register_method("grouped-oblique")
+class GroupedOblique(RankMethod):
+    """Oblique (layer-output) with all heads in one basis."""
+
+    recipe = replace(Oblique.recipe, key_grouping="all", value_grouping="all")
 
 
 @register_method("fast-optimal-tuned")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from manifoldkv import Solver
 from manifoldkv.ranks import PAPER_CANDIDATES, Optimal
-from manifoldkv.solvers import Predictor, RiemannianAdam
+from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam
 
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one
@@ -29,10 +29,10 @@ class Protocol:
         Size of the calibration data.
     epochs : int
         Maximum epochs of the predictor.
-    adam : RiemannianAdam or None
+    descent : Solver or None
         Solver of the paper's bases in place of the predictor.
     predicted_layers : tuple of float
-        Relative depths, 0 to 1, of the layers that compare the predictor with Riemannian Adam.
+        Relative depths, 0 to 1, of the layers that compare the predictor with that solver.
     ratios : tuple of float
         Requested ratios.
     error_budgets : tuple of float
@@ -71,7 +71,7 @@ class Protocol:
     surface_rows: int | None = 64
     search_sequences: int | None = 8
     items: int | None = 200
-    adam: RiemannianAdam | None = None
+    descent: Solver | None = None
     predicted_layers: tuple[float, ...] = ()
     window: int | None = None
     rules: tuple[str, ...] = RULES
@@ -88,7 +88,7 @@ class Protocol:
     @property
     def solver(self) -> Solver:
         """Return the solver of the paper's bases."""
-        return self.predictor if self.adam is None else self.adam
+        return self.predictor if self.descent is None else self.descent
 
     @property
     def series(self) -> dict[str, str]:
@@ -122,14 +122,16 @@ class Protocol:
         return "; ".join(parts)
 
     def _solvers(self) -> str:
-        if self.adam is None:
-            return f"predictor capped at {self.epochs} epochs"
-        adam = self.adam
-        return (
-            f"the paper's bases by Riemannian Adam in the predictor's place ({adam.steps} steps of "
-            f"{adam.sequences_per_step} × {adam.rows} query rows), the predictor itself, capped at "
-            f"{self.epochs} epochs, in {len(self.predicted_layers)} layers"
-        )
+        capped = f"capped at {self.epochs} epochs"
+        if self.descent is None:
+            return f"predictor {capped}"
+        described = SOLVERS.describe(self.descent)
+        name = described.pop("name")
+        settings = ", ".join(f"{field} {value}" for field, value in described.items())
+        text = f"the paper's bases by {name} in the predictor's place ({settings})"
+        if self.predicted_layers:
+            text += f", the predictor itself, {capped}, in {len(self.predicted_layers)} layers"
+        return text
 
     def _divergences(self) -> str:
         if "optimal" in self.rules:
@@ -181,7 +183,7 @@ PROTOCOLS = {
         surface_rows=32,
         search_sequences=4,
         items=500,
-        adam=RiemannianAdam(steps=150, sequences_per_step=2, rows=32),
+        descent=RiemannianAdam(steps=150, sequences_per_step=2, rows=32),
         predicted_layers=(0.0, 0.5, 1.0),
         window=1024,
         rules=("sequential", "uniform"),

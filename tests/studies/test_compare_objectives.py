@@ -21,7 +21,8 @@ COLUMNS = (
     "attention_output_error,layer_output_error,cosine_similarity,seconds,seed,epochs,steps,"
     "sequences,sequence_length"
 )
-FEWER = ("--sequences", 8, "--epochs", 5, "--steps", 60)
+SOLVERS = ("closed-form", "predictor", "riemannian-adam", "flag")
+FEWER = ("--sequences", 8, "--epochs", 5, "--steps", 60, "--solvers", *SOLVERS)
 LAYERS = ("--layers", 1, 3, 5)
 """A default run with less of everything, on which the order of the objectives still holds."""
 SMALL = (*FEWER[2:], "--sequences", 4, "--sequence-length", 64)
@@ -48,7 +49,7 @@ def test_every_pair_is_measured_on_each_layer(results: pd.DataFrame) -> None:
     everything = {
         (objective, solver)
         for objective in ("k-svd", "eigen-attention", "kq-svd", "layer-output")
-        for solver in ("closed-form", "predictor", "riemannian-adam")
+        for solver in SOLVERS
     }
     assert solved == everything - {("layer-output", "closed-form")}
     assert results.notna().all().all()

@@ -58,6 +58,8 @@ METHODS = {
     "fast": Mark(GREEN, "v"),
     "fast-uniform": Mark(GREEN, "<"),
     "fast-optimal-tuned": Mark(GREEN, ">"),
+    "fast-nested": Mark(GREEN, "*"),
+    "grouped-oblique": Mark(INDIGO, "P"),
     "grouped-layer-output": Mark(GREEN, "P"),
     "low-rank": Mark(TEAL, "o"),
     "best": Mark(BLUE, "o"),
