@@ -39,8 +39,9 @@ SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "oblique": ("steps", (32, 64, 128)),
 }
 """Field of a solver that sets its time, and the values of the runs."""
-NESTED, SEPARATE = "flag", ("riemannian-l-bfgs", "riemannian-adam")
-"""Solver of all ranks at once, and those that it is compared with."""
+NESTED = ("flag", "oblique-flag")
+SEPARATE = ("riemannian-adam", "riemannian-l-bfgs", "oblique")
+"""Solvers of all ranks at once, and those that they are compared with."""
 
 
 def measure(
@@ -53,9 +54,9 @@ def measure(
 ) -> pd.DataFrame:
     """Return a row per layer, site, run of a solver and rank.
 
-    Runs of growing size are at the smallest rank. With the flag solver among the solvers, all ranks
-    are solved by it, and one by one by others with their own numbers of steps; these rows have size
-    0.
+    Runs of growing size are at the smallest rank. With a solver of nested bases among them, all
+    ranks are solved by it, and one by one by others with their own numbers of steps; these rows
+    have size 0.
 
     Parameters
     ----------
@@ -75,13 +76,13 @@ def measure(
     Returns
     -------
     DataFrame
-        ``layer, site, solver, size, rank, seconds`` (of all ranks for the flag solver),
+        ``layer, site, solver, size, rank, seconds`` (of all ranks for nested bases),
         ``layer_tokens`` (query rows whose loss was computed and differentiated) and
         ``held_out_error`` (of the layer output), with ``sequences, length, held_out, threads``.
     """
     length = min(LENGTH, model.config.get_text_config().max_position_embeddings)
     calibration, held_out = (tokens_of(split, count, length) for split, count in SEQUENCES.items())
-    stored = checkpoints.made_by(LayerOutput, *map(SOLVERS.get, solvers)).keyed(
+    stored = checkpoints.keyed(
         calibration=digest_of_tokens(calibration),
         held_out=digest_of_tokens(held_out),
         threads=threads,
@@ -100,7 +101,8 @@ def measure(
                 labels: dict[str, Any] = {"layer": fit.layer, "site": site}
                 labels |= {"solver": name, "size": size}
                 run = partial(_solved, terms, solver, of_run, test)
-                frame = stored.keyed(ranks=of_run, **labels).frame("solve", run)
+                of_code = stored.made_by(LayerOutput, type(solver))
+                frame = of_code.keyed(ranks=of_run, **labels).frame("solve", run)
                 frames.append(frame.assign(**labels))
     return pd.concat(frames, ignore_index=True).assign(
         sequences=len(calibration),
@@ -117,10 +119,11 @@ def _runs(solvers: Sequence[str], ranks: list[int]) -> Iterator[tuple[str, int, 
             field, values = SIZES[name]
             for value in values:
                 yield name, value, replace(SOLVERS.get(name)(), **{field: value}), ranks[:1]
-    if NESTED in solvers:
-        yield NESTED, 0, SOLVERS.get(NESTED)(), ranks
-        for name in SEPARATE:
-            if name in solvers:
+    if set(NESTED) & set(solvers):
+        for name in solvers:
+            if name in NESTED:
+                yield name, 0, SOLVERS.get(name)(), ranks
+            elif name in SEPARATE:
                 yield from ((name, 0, SOLVERS.get(name)(), [rank]) for rank in ranks)
 
 

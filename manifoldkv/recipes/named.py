@@ -13,7 +13,7 @@ from manifoldkv.recipes.commuting import CommutingRecipe
 from manifoldkv.recipes.low_rank import RankRecipe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.stored import StoredRecipe
-from manifoldkv.solvers import ClosedForm, Predictor, RiemannianLBFGS
+from manifoldkv.solvers import ClosedForm, ObliqueFlag, Predictor
 
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {
@@ -33,9 +33,7 @@ RECIPES: dict[str, Recipe] = {
         Predictor(),
         ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
     ),
-    "fast": RankRecipe(
-        LayerOutput(), RiemannianLBFGS(), ranks=Sequential(candidates=PAPER_CANDIDATES)
-    ),
+    "fast": RankRecipe(LayerOutput(), ObliqueFlag(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
     "commuting": CommutingRecipe(),
     "stored": StoredRecipe(),
 }

@@ -2,7 +2,7 @@
 
 from manifoldkv.solvers.base import SOLVERS, Solution, Solver, checked, register_solver
 from manifoldkv.solvers.closed_form import ClosedForm
-from manifoldkv.solvers.flag import Flag
+from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
@@ -12,6 +12,7 @@ __all__ = [
     "SOLVERS",
     "ClosedForm",
     "Flag",
+    "ObliqueFlag",
     "ObliqueLBFGS",
     "Predictor",
     "RiemannianAdam",

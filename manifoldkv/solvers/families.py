@@ -145,15 +145,15 @@ class Oblique(Family):
 
     def __init__(self, problem: Problem, rank: int) -> None:
         super().__init__(problem, rank)
-        self._gram_root, self._gram_inverse = _roots(self.gram)
-        self._weight_root, self._weight_inverse = _roots(self.weight)
+        self.gram_root, self.gram_inverse = _roots(self.gram)
+        self.weight_root, self.weight_inverse = _roots(self.weight)
 
     def start(self) -> Tensor:
-        left, _, right = torch.linalg.svd(self._gram_root @ self._weight_root)
+        left, _, right = torch.linalg.svd(self.gram_root @ self.weight_root)
         return torch.stack([left[..., : self.columns], right.mT[..., : self.columns]])
 
     def basis(self, point: Tensor) -> Basis:
-        down, up = self._gram_inverse @ point[0], self._weight_inverse @ point[1]
+        down, up = self.gram_inverse @ point[0], self.weight_inverse @ point[1]
         return Basis(torch.linalg.solve(up.mT @ down, down, left=False), up, self.problem.grouping)
 
     def preconditioner(self, point: Tensor) -> Preconditioner:
@@ -166,8 +166,8 @@ class Oblique(Family):
     def final(self, point: Tensor) -> Basis:
         # Of all bases of a projector, the one of KQ-SVD's form: uncorrelated latents, falling.
         left, gains, right = torch.linalg.svd(torch.linalg.inv(self._product(point)))
-        down = self._gram_inverse @ point[0] @ (left * gains.unsqueeze(-2))
-        up = self._weight_inverse @ point[1] @ right.mT
+        down = self.gram_inverse @ point[0] @ (left * gains.unsqueeze(-2))
+        up = self.weight_inverse @ point[1] @ right.mT
         groups = zip(self.gram, gains, down, up, strict=True)
         pairs = [representable(*group) for group in groups]
         down, up = (
@@ -177,7 +177,7 @@ class Oblique(Family):
         return Basis(down, up, self.problem.grouping)
 
     def _product(self, point: Tensor) -> Tensor:
-        return (self._weight_inverse @ point[1]).mT @ (self._gram_inverse @ point[0])
+        return (self.weight_inverse @ point[1]).mT @ (self.gram_inverse @ point[0])
 
 
 def site_matrices(problem: Problem) -> tuple[Tensor, Tensor]:

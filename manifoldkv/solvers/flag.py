@@ -1,7 +1,8 @@
-"""Nested bases of all ranks by one solve, on a flag manifold."""
+"""Nested bases of all ranks by one solve, on flag manifolds."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,8 +15,11 @@ from torch import Tensor
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
 from manifoldkv.objectives.base import Problem
+from manifoldkv.objectives.linear_algebra import same_size
 from manifoldkv.solvers.base import Solution, register_solver
 from manifoldkv.solvers.families import (
+    Family,
+    Oblique,
     Orthonormal,
     joint_eigenvectors,
     orthogonal_complement,
@@ -28,8 +32,8 @@ NEGLIGIBLE = 1e-6
 """Smallest KQ-SVD loss of a rank, relative to the largest, that weighs the rank."""
 
 
-class Flags(Orthonormal):
-    """Flags: columns X (groups, p, c) of which the leading ones are the basis of every rank.
+class Flags(Family):
+    """Flags: points (…, p, c) of which the leading columns are the basis of every rank.
 
     A flag is a point of the Stiefel manifold up to rotations of the columns between two successive
     ranks, which no loss depends on. The loss is the mean over ranks of the loss of the leading
@@ -49,28 +53,45 @@ class Flags(Orthonormal):
     def __init__(self, problem: Problem, ranks: Sequence[int]) -> None:
         super().__init__(problem, ranks[-1])
         self.counts = [rank * problem.grouping.width for rank in ranks]
-        initial = problem.initial(self.rank).down.double()
-        squares = torch.tensor([self.quadratic(initial[..., :count])[0] for count in self.counts])
-        squares = squares.double().clamp(min=NEGLIGIBLE * float(squares.max()))
-        self._curvatures = 1 / squares
+        squares = torch.tensor([self.starting_loss(count) for count in self.counts]).double()
+        squares = squares.clamp(min=NEGLIGIBLE * float(squares.max()) or 1.0)  # 0 at full rank
+        self.curvatures = 1 / squares
         # A quadratic loss grows as KQ-SVD's, any other as its root.
         cheap = problem.objective.full_batch_is_cheap
-        self._weights = self._curvatures if cheap else self._curvatures.sqrt()
+        self._weights = self.curvatures if cheap else self.curvatures.sqrt()
 
-    def model(self, point: Tensor) -> tuple[float, Tensor]:
-        total, gradient = 0.0, torch.zeros_like(point)
-        for count, scale in zip(self.counts, self._curvatures.tolist(), strict=True):
-            loss, of_leading = self.quadratic(point[..., :count])
-            total += scale * loss
-            gradient[..., :count] += scale * of_leading
-        return total, self.manifold.egrad2rgrad(point, gradient)
+    @abstractmethod
+    def starting_loss(self, count: int) -> float:
+        """Return KQ-SVD's loss of the leading columns of the start."""
+
+    @abstractmethod
+    def block_curvatures(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Return curvatures (…, b) of directions of a block (…, p, b), and the directions in it."""
+
+    @abstractmethod
+    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+        """Return a basis of which the leading columns up to every edge are those of a frame."""
+
+    def bases(self, point: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, Basis]]:
+        """Yield ranks and their bases, of which that of rank head_dim completes the others."""
+        grouping = self.problem.grouping
+        frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
+        whole = self.nested(frame, [*self.counts, frame.shape[-1]])
+        for rank in ranks:
+            leading = ..., slice(rank * grouping.width)
+            down = whole.down[leading].contiguous()
+            up = down if whole.orthonormal else whole.up[leading].contiguous()
+            yield rank, Basis(down, up, grouping)
+
+    def final(self, point: Tensor) -> Basis:
+        ((_, basis),) = self.bases(point, [self.rank])
+        return basis
 
     def loss(self, point: Tensor, batch: Batch | None) -> Tensor:
-        losses = []
-        for count, part in zip(self.counts, self._parts(batch), strict=True):
-            leading = point[..., :count]
-            basis = Basis(leading, leading, self.problem.grouping)
-            losses.append(self.problem.loss(basis.like(self.problem.activations.cos), part))
+        losses = [
+            super(Flags, self).loss(point[..., :count], part)
+            for count, part in zip(self.counts, self._parts(batch), strict=True)
+        ]
         return (self._weights * torch.stack(losses).double()).mean() / self._weights.mean()
 
     def _parts(self, batch: Batch | None) -> list[Batch | None]:
@@ -81,25 +102,24 @@ class Flags(Orthonormal):
         return [Batch(part, batch.rows) for part in batch.sequences.tensor_split(count)]
 
     def preconditioner(self, point: Tensor) -> Preconditioner:
-        """Return the inverse Hessian of the model without its negative terms.
+        """Return the inverse of a diagonal model of the Hessian.
 
         A tangent vector at X turns the columns between two successive ranks towards all later ones
         and towards the complement Y: in the frame [X, Y] it is a skew matrix without diagonal
-        blocks. Every other block has two Kronecker products, as in `Orthonormal`, weighted by the
-        ranks that separate its columns from its rows.
+        blocks. The curvature of an element is the sum of those of both directions, times the
+        summed weight of the ranks that separate them.
         """
         frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
         edges = [0, *self.counts, frame.shape[-1]]
         values, vectors = [], torch.zeros_like(frame)
         for first, last in pairwise(edges):
-            if first == last:
-                continue
-            block = frame[..., first:last]
-            weight, gram = (ridged(block.mT @ x @ block) for x in (self.weight, self.gram))
-            of_block, vectors[..., first:last, first:last] = joint_eigenvectors(weight, gram)
-            values.append(of_block)
-        joint = torch.cat(values, dim=-1)  # (groups, p)
-        curvature = self._separation(len(frame[0])) * (joint.unsqueeze(-1) + joint.unsqueeze(-2))
+            if first < last:
+                block = frame[..., first:last]
+                of_block, vectors[..., first:last, first:last] = self.block_curvatures(block)
+                values.append(of_block)
+        joint = torch.cat(values, dim=-1)  # (…, p)
+        separation = self._separation(frame.shape[-1])
+        curvature = separation * (joint.unsqueeze(-1) + joint.unsqueeze(-2))
         inverse = torch.where(curvature > 0, 1 / curvature, 0.0)
         columns = point.shape[-1]
 
@@ -116,12 +136,64 @@ class Flags(Orthonormal):
         """Return the summed weight of the ranks that separate two directions, (p, p)."""
         inside = torch.arange(size) < torch.tensor(self.counts).unsqueeze(-1)  # (ranks, p)
         apart = inside.unsqueeze(-1) != inside.unsqueeze(-2)
-        return (self._curvatures[:, None, None] * apart).sum(dim=0)
+        return (self.curvatures[:, None, None] * apart).sum(dim=0)
 
     def projector(self, point: Tensor) -> Tensor:
         """Return the mean projector of all ranks, of which `nearest` finds the flag."""
         leading = [point[..., :count] for count in self.counts]
         return torch.stack([columns @ columns.mT for columns in leading]).mean(dim=0)
+
+
+class OrthonormalFlags(Flags, Orthonormal):
+    """Flags X (groups, p, c): down = up = X."""
+
+    def starting_loss(self, count: int) -> float:
+        return self.quadratic(self.problem.initial(self.rank).down.double()[..., :count])[0]
+
+    def model(self, point: Tensor) -> tuple[float, Tensor]:
+        total, gradient = 0.0, torch.zeros_like(point)
+        for count, scale in zip(self.counts, self.curvatures.tolist(), strict=True):
+            loss, of_leading = self.quadratic(point[..., :count])
+            total += scale * loss
+            gradient[..., :count] += scale * of_leading
+        return total, self.manifold.egrad2rgrad(point, gradient)
+
+    def block_curvatures(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        weight, gram = (ridged(block.mT @ x @ block) for x in (self.weight, self.gram))
+        return joint_eigenvectors(weight, gram)
+
+    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+        return orthonormal_basis(frame.to(self.problem.activations.dtype), self.problem.grouping)
+
+
+class ObliqueFlags(Flags, Oblique):
+    """Pairs of flags (2, groups, p, c): of ranges, and of complements of kernels."""
+
+    def starting_loss(self, count: int) -> float:
+        gains = torch.linalg.svdvals(self.gram_root @ self.weight_root)
+        return float(gains[..., count:].square().sum())
+
+    def block_curvatures(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        white = self.gram_root @ self.weight_root
+        energy = torch.stack([white @ white.mT, white.mT @ white])
+        values, vectors = torch.linalg.eigh(ridged(block.mT @ energy @ block))
+        return values, vectors
+
+    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+        """Biorthogonalise block by block; latents between two ranks are uncorrelated, falling."""
+        down, up = self.gram_inverse @ frame[0], self.weight_inverse @ frame[1]
+        for first, last in pairwise([0, *edges]):
+            if first == last:
+                continue
+            before, block = (..., slice(0, first)), (..., slice(first, last))
+            towards = down[block] - down[before] @ (up[before].mT @ down[block])
+            against = up[block] - up[before] @ (down[before].mT @ up[block])
+            left, gains, right = torch.linalg.svd(against.mT @ towards)
+            down[block] = towards @ (right.mT / gains.unsqueeze(-2)).flip(-1)
+            up[block] = against @ left.flip(-1)
+        down, up = same_size(down, up)
+        dtype = self.problem.activations.dtype
+        return Basis(down.to(dtype), up.to(dtype), self.problem.grouping)
 
 
 @register_solver("flag")
@@ -135,6 +207,7 @@ class Flag(RiemannianLBFGS):
 
     steps: int = 128
 
+    flags: ClassVar[type[Flags]] = OrthonormalFlags
     joint: ClassVar[bool] = True
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
@@ -148,9 +221,21 @@ class Flag(RiemannianLBFGS):
         for rank in ranks:
             check_rank(rank, problem.activations.head_dim)
         smaller = [rank for rank in ranks if rank < problem.activations.head_dim]
-        point, history, status = self.descend(Flags(problem, smaller or ranks), seed)
-        frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
-        frame = frame.to(problem.activations.dtype)
-        for rank in ranks:
-            columns = frame[..., : rank * problem.grouping.width].contiguous()
-            yield rank, Solution(orthonormal_basis(columns, problem.grouping), history, status)
+        flags = self.flags(problem, smaller or ranks)
+        point, history, status = self.descend(flags, seed)
+        for rank, basis in flags.bases(point, ranks):
+            yield rank, Solution(basis, history, status)
+
+
+@register_solver("oblique-flag")
+@dataclass(frozen=True)
+class ObliqueFlag(Flag):
+    """Nested oblique bases of all ranks by one solve.
+
+    The leading columns of down and up are the basis of any smaller rank. The start is the closed
+    form of KQ-SVD, whose bases are nested.
+    """
+
+    steps: int = 64
+
+    flags: ClassVar[type[Flags]] = ObliqueFlags

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
 from manifoldkv.ranks import Optimal, Uniform
-from manifoldkv.solvers import Flag, ObliqueLBFGS
+from manifoldkv.solvers import RiemannianLBFGS
 from methods.base import register_method
 from methods.plans import PlanMethod
 
@@ -67,9 +67,16 @@ class Paper(RankMethod):
 
 @register_method("fast")
 class Fast(RankMethod):
-    """The recipe fast: the paper's objective, Riemannian L-BFGS."""
+    """The recipe fast: the paper's objective, nested oblique bases."""
 
     recipe = RANKED["fast"]
+
+
+@register_method("layer-output")
+class OrthonormalLayerOutput(RankMethod):
+    """The paper's objective and orthonormal bases, the same ranks in every layer."""
+
+    recipe = replace(Fast.recipe, solver=RiemannianLBFGS(), ranks=Uniform())
 
 
 @register_method("fast-uniform")
@@ -77,20 +84,6 @@ class FastUniform(RankMethod):
     """Fast with the same ranks in every layer."""
 
     recipe = replace(Fast.recipe, ranks=Uniform())
-
-
-@register_method("fast-nested")
-class FastNested(RankMethod):
-    """Fast with nested bases, all ranks by one solve."""
-
-    recipe = replace(Fast.recipe, solver=Flag())
-
-
-@register_method("oblique")
-class Oblique(RankMethod):
-    """Fast-uniform with oblique bases."""
-
-    recipe = replace(FastUniform.recipe, solver=ObliqueLBFGS())
 
 
 @register_method("low-rank")
@@ -131,16 +124,9 @@ class Grouped4Bit(RankMethod):
 
 @register_method("grouped-layer-output")
 class GroupedLayerOutput(RankMethod):
-    """Fast-uniform (layer-output, orthonormal) with all heads in one basis."""
+    """Fast-uniform (layer-output, oblique) with all heads in one basis."""
 
     recipe = replace(FastUniform.recipe, key_grouping="all", value_grouping="all")
-
-
-@register_method("grouped-oblique")
-class GroupedOblique(RankMethod):
-    """Oblique (layer-output) with all heads in one basis."""
-
-    recipe = replace(Oblique.recipe, key_grouping="all", value_grouping="all")
 
 
 @register_method("fast-optimal-tuned")

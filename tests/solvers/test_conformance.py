@@ -3,7 +3,7 @@
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.solvers.closed_form import ClosedForm
-from manifoldkv.solvers.flag import Flag
+from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
@@ -74,4 +74,14 @@ class TestFlag(SolverConformance):
 
 class TestFlagOnLayerOutput(SolverConformance):
     solver = Flag(steps=8)
+    objective = LayerOutput()
+
+
+class TestObliqueFlag(SolverConformance):
+    solver = ObliqueFlag()
+    objective = KQSVD()
+
+
+class TestObliqueFlagOnLayerOutput(SolverConformance):
+    solver = ObliqueFlag(steps=8)
     objective = LayerOutput()

@@ -102,7 +102,7 @@ def test_the_summary_has_the_tables(done: Done) -> None:
         "8 calibration sequences of 128 tokens",
         "| riemannian-l-bfgs |",
         " of 2 |",  # problems in which a solver reaches a tolerance
-        "Nested bases of ranks 16, 24 by one solve (flag)",
+        "Nested bases of ranks 16, 24 by one solve",
     ):
         assert text in done.text()
 
@@ -117,4 +117,4 @@ def test_both_tables_are_drawn_again(done: Done) -> None:
 def test_the_committed_figure_is_of_all_layers(model: str) -> None:
     results = pd.read_csv(common.FIGURES / "compare_objectives" / model / "efficiency.csv")
     assert set(results["layer"]) == set(range(6))
-    assert set(results["solver"]) == {*efficiency.SIZES, "flag"}
+    assert set(results["solver"]) == {*efficiency.SIZES, *efficiency.NESTED}

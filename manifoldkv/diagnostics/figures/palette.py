@@ -58,8 +58,6 @@ METHODS = {
     "fast": Mark(GREEN, "v"),
     "fast-uniform": Mark(GREEN, "<"),
     "fast-optimal-tuned": Mark(GREEN, ">"),
-    "fast-nested": Mark(GREEN, "*"),
-    "grouped-oblique": Mark(INDIGO, "P"),
     "grouped-layer-output": Mark(GREEN, "P"),
     "low-rank": Mark(TEAL, "o"),
     "best": Mark(BLUE, "o"),
@@ -90,6 +88,7 @@ SOLVERS = {
     "trust-region": Mark(ORANGE, "d"),
     "oblique": Mark(PURPLE, "P"),
     "flag": Mark(GREEN, "*"),
+    "oblique-flag": Mark(ROSE, "*"),
 }
 RULES = {
     "sequential": Mark(GREEN, "s"),
