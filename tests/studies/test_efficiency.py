@@ -13,7 +13,6 @@ from tests.studies.running import Done, finished
 
 SIZES = {
     "predictor": ("epochs", (2, 3)),
-    "riemannian-adam": ("steps", (5, 20)),
     "riemannian-l-bfgs": ("steps", (4, 8)),
 }
 
@@ -36,11 +35,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 def test_every_run_is_counted(done: Done) -> None:
     results = done.table("efficiency")
-    assert len(results) == 2 * (3 * 2 + 3 * 2)  # sites, runs of growing size, ranks of three
+    assert len(results) == 2 * (2 * 2 + 2 * 2)  # sites, runs of growing size, ranks of two
     counted = results.set_index(["site", "solver", "size", "rank"])["layer_tokens"]
     for site in ("key", "value"):
         assert counted[site, "predictor", 3, 16] == 3 * 8 * 128
-        assert counted[site, "riemannian-adam", 20, 16] == 20 * 4 * 64
+        assert counted[site, "riemannian-l-bfgs", 8, 16] >= (1 + 8) * 256  # descent, stream
         assert counted[site, "flag", 0, 16] == counted[site, "flag", 0, 24]
     assert (results["held_out_error"] > 0).all()
 
