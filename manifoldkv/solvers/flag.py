@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -169,14 +170,17 @@ class OrthonormalFlags(Flags, Orthonormal):
 class ObliqueFlags(Flags, Oblique):
     """Pairs of flags (2, groups, p, c): of ranges, and of complements of kernels."""
 
+    @cached_property
+    def _energies(self) -> Tensor:
+        """Return the energies of both subspaces' directions, (2, groups, p, p)."""
+        white = self.gram_root @ self.weight_root
+        return torch.stack([white @ white.mT, white.mT @ white])
+
     def starting_loss(self, count: int) -> float:
-        gains = torch.linalg.svdvals(self.gram_root @ self.weight_root)
-        return float(gains[..., count:].square().sum())
+        return float(torch.linalg.eigvalsh(self._energies[0]).flip(-1)[..., count:].sum())
 
     def block_curvatures(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        white = self.gram_root @ self.weight_root
-        energy = torch.stack([white @ white.mT, white.mT @ white])
-        values, vectors = torch.linalg.eigh(ridged(block.mT @ energy @ block))
+        values, vectors = torch.linalg.eigh(ridged(block.mT @ self._energies @ block))
         return values, vectors
 
     def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
