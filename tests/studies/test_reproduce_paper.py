@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reproduce_paper
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from manifoldkv.diagnostics import LayerErrors
 from manifoldkv.evaluation import Perplexity
 from manifoldkv.runs import checkpoints
-from manifoldkv.solvers import Predictor, RiemannianAdam
+from manifoldkv.solvers import SOLVERS, ObliqueFlag, Predictor
 from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import Done, finished, run_here
 
@@ -47,7 +48,7 @@ def write_tasks(folder: Path) -> None:
 def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, set[str]]:
     """The protocol for real models, made small, and the data types it measured in."""
     small = {"sequences": 4, "length": 96, "window": 128, "epochs": 1, "windows": 3}
-    small |= {"second_windows": 3, "items": 4, "mmlu_items": 2, "adam": RiemannianAdam(steps=3)}
+    small |= {"second_windows": 3, "items": 4, "mmlu_items": 2, "descent": ObliqueFlag(steps=3)}
     small |= {"ratios": (0.8, 0.5), "candidates": (0.25, 0.5, 1.0), "error_budgets": (0.05, 0.3)}
     protocol = replace(reproduce_paper.PROTOCOLS["real"], **small)
     folder, dtypes = tmp_path_factory.mktemp("real"), set()
@@ -75,13 +76,13 @@ def test_the_protocol_for_real_models_compares_the_predictor_with_another_solver
     errors = done.table("solvers_qwen")
     by_problem = errors.groupby(["layer", "site"])["solver"].apply(set)
     assert len(by_problem) == 3 * 2
-    assert all(x == {"EigenAttention", "Riemannian Adam", "predictor"} for x in by_problem)
+    assert all(x == {"EigenAttention", "oblique-flag", "predictor"} for x in by_problem)
     assert (errors["layer_output_error"] > 0).all()
     seconds = errors[errors["solver"] == "predictor"]["seconds"].mean()
     layers = 1 + errors["layer"].max()
     text = done.text("captions.md")
     assert f"{seconds * 2 * layers * 2 / 3600:.2f} hours" in text.split("predictor 0.")[1]
-    assert "3 steps of 4 × 64 query rows" in text
+    assert "tolerance 0.1, steps 3, step_size 0.8" in text
 
 
 def test_real_models_are_measured_in_sixteen_bits(real: tuple[Done, set[str]]) -> None:
@@ -198,6 +199,24 @@ def test_accuracy_is_measured_before_anything_long(
     done = run_here("reproduce_paper", "--quick", "--out", tmp_path)
     assert done.code == 2
     assert "the harness does not work" in done.last_line
+
+
+@pytest.mark.parametrize("name", ["oblique-flag", "riemannian-adam", "predictor"])
+def test_the_solver_of_the_papers_bases_is_taken_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def study(*parts: Any) -> None:
+        seen.append(parts[3])
+        raise reproduce_paper.ManifoldKVError("seen")
+
+    monkeypatch.setattr(reproduce_paper, "Study", study)
+    run_here("reproduce_paper", "--quick", "--solver", name, "--out", tmp_path)
+    assert SOLVERS.describe(seen[0].solver)["name"] == name
+    said = seen[0].caption(96, [4, 4])
+    assert (f"the paper's bases by {name} in" in said) == (name != "predictor")
+    assert "steps " in said or "capped at 1 epochs" in said
 
 
 def test_another_model_than_the_papers_is_reported() -> None:
