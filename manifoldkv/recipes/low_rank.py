@@ -172,11 +172,13 @@ class RankRecipe(Recipe):
         for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
             grouping = HeadGrouping(self.grouping(site), activations.kv_heads)
             problem = self.objective.problem(activations, site, grouping, run.config.rotary)
-            solved = [r for ranks in ranks_of for r in ranks if r < activations.head_dim]
-            if solved:  # full rank is the identity
-                middle = sorted(solved)[len(solved) // 2]
-                seconds, _ = timed(partial(solver.solve, problem, middle))
-                total += len(solved) * factor * seconds
+            solved = sorted(r for ranks in ranks_of for r in ranks if r < activations.head_dim)
+            if not solved:  # full rank is the identity
+                continue
+            middle = [solved[len(solved) // 2]]
+            ranks, runs = (set(solved), len(ranks_of)) if solver.joint else (middle, len(solved))
+            seconds, _ = timed(partial(dict, solver.solve_ranks(problem, list(ranks))))
+            total += runs * factor * seconds
         return total
 
     def _bytes_per_token(self, activations: LayerActivations) -> int:
