@@ -106,8 +106,8 @@ def error_against_seconds(results: pd.DataFrame) -> Figure:
             band = (100 * low["error"], 100 * high["error"])
             axes.fill_between(mean["seconds"], *band, color=mark.colour, alpha=0.1, linewidth=0)
         reference(axes, 0, "the predictor's lowest")
-        y = "held-out error above the predictor's lowest, %" if site == SITES[0] else ""
-        label_axes(axes, "seconds per layer", y, f"{site}s")
+        y = "held-out error above the predictor's lowest, %\n(linear to 1, logarithmic beyond)"
+        label_axes(axes, "seconds per layer", y if site == SITES[0] else "", f"{site}s")
         axes.margins(y=0.12)
     for axes in figure.axes:
         logarithmic(axes, x=True)
