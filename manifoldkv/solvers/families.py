@@ -214,10 +214,11 @@ def orthogonal_complement(columns: Tensor) -> Tensor:
 
 
 def ridged(matrix: Tensor) -> Tensor:
-    """Return positive semidefinite matrices with a multiple of the identity added."""
+    """Return positive semidefinite matrices of about 1 with a multiple of the identity added."""
     if not matrix.numel():
         return matrix
-    return matrix + RIDGE * _mean_diagonal(matrix) * torch.eye(matrix.shape[-1]).to(matrix)
+    scale = _mean_diagonal(matrix).clamp(min=FLOOR)  # some directions may have no variance
+    return matrix + RIDGE * scale * torch.eye(matrix.shape[-1]).to(matrix)
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:

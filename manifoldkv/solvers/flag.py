@@ -31,6 +31,8 @@ from manifoldkv.solvers.riemannian_lbfgs import RiemannianLBFGS
 
 NEGLIGIBLE = 1e-6
 """Smallest KQ-SVD loss of a rank, relative to the largest, that weighs the rank."""
+LEAST_LOSS = 1e-12
+"""Smallest KQ-SVD loss that is not rounding; matrices of the site have mean diagonal 1."""
 
 
 class Flags(Family):
@@ -55,7 +57,7 @@ class Flags(Family):
         super().__init__(problem, ranks[-1])
         self.counts = [rank * problem.grouping.width for rank in ranks]
         squares = torch.tensor([self.starting_loss(count) for count in self.counts]).double()
-        squares = squares.clamp(min=NEGLIGIBLE * float(squares.max()) or 1.0)  # 0 at full rank
+        squares = squares.clamp(min=max(NEGLIGIBLE * float(squares.max()), LEAST_LOSS))
         self.curvatures = 1 / squares
         # A quadratic loss grows as KQ-SVD's, any other as its root.
         cheap = problem.objective.full_batch_is_cheap

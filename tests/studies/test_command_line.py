@@ -16,7 +16,7 @@ from tests.studies.running import STUDIES, run_apart, run_here
 NAMES = sorted(
     path.stem
     for path in STUDIES.glob("*.py")
-    if path.stem not in ("benchmark", "common", "train_reference_models")
+    if path.stem not in ("benchmark", "common", "efficiency", "train_reference_models")
 )
 LOSS, RECALL, STORAGE, SPEED = [
     ("benchmark", kind) for kind in ("loss", "recall", "storage", "speed")

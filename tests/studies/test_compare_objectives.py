@@ -86,7 +86,7 @@ def test_the_summary_has_tables_and_skipped_pairs(short: Done) -> None:
 
 @pytest.mark.parametrize(
     ("name", "panels"),
-    [("errors_per_layer", 6), ("error_against_rank", 3), ("error_against_seconds", 2)],
+    [("errors_per_layer", 6), ("error_against_rank", 3)],
 )
 def test_figures_are_drawn(name: str, panels: int, short: Done) -> None:
     """Their lines are tested in `tests/diagnostics/test_figures.py`."""
