@@ -24,6 +24,10 @@ class CacheError(ManifoldKVError, ValueError):
     """A cache, in memory or stored, is damaged, foreign, or asked for an impossible operation."""
 
 
+class CodecError(CacheError):
+    """A stored cache is damaged, foreign, or of another format."""
+
+
 class RunError(ManifoldKVError, RuntimeError):
     """A run cannot go on: a result cannot be written, a loss is not finite, a task is lost."""
 

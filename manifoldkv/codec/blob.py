@@ -38,10 +38,10 @@ from pathlib import Path
 import torch
 
 from manifoldkv.coding.entropy import BLOCK_BYTES, BLOCK_TOKENS, HEADER_BYTES
-from manifoldkv.errors import CacheError
+from manifoldkv.errors import CodecError
 
 MAGIC = b"mkvcache"
-VERSION = 2
+VERSION = 3
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGEST_EXPANSION = 1024
 """Largest ratio of the bytes of a cache to those of its blob."""
@@ -89,15 +89,15 @@ def read_blob(path: str | Path) -> bytes:
 
     Raises
     ------
-    CacheError
+    CodecError
         If it cannot be read.
     """
     if not str(path):
-        raise CacheError(EMPTY_NAME)
+        raise CodecError(EMPTY_NAME)
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise CacheError(f"cannot read {path}: {error.strerror}") from error
+        raise CodecError(f"cannot read {path}: {error.strerror}") from error
 
 
 def write_blob(header: Header, blocks: list[Block]) -> bytes:
@@ -129,22 +129,22 @@ def read_header(blob: bytes) -> Header:
 
     Raises
     ------
-    CacheError
+    CodecError
         If the bytes are not a stored cache of this version, or are damaged.
     """
     if len(blob) < HEADER_BYTES or blob[: len(MAGIC)] != MAGIC:
-        raise CacheError("not a stored cache (bad magic)")
+        raise CodecError("not a stored cache (bad magic)")
     fixed = blob[: _HEADER.size]
     _, version, dtype, sequences, tokens, plan, model = _HEADER.unpack(fixed)
     if version != VERSION:
-        raise CacheError(
+        raise CodecError(
             f"the stored cache is of version {version}, and this manifoldkv reads {VERSION}: "
             "encode the cache again"
         )
     if blob[_HEADER.size : HEADER_BYTES] != _check(fixed, _CHECK_BYTES):
-        raise CacheError("the header of the stored cache is damaged")
+        raise CodecError("the header of the stored cache is damaged")
     if dtype >= len(DTYPES) or not sequences or not tokens:
-        raise CacheError("the header of the stored cache is damaged")
+        raise CodecError("the header of the stored cache is damaged")
     return Header(DTYPES[dtype], sequences, tokens, plan, model)
 
 
@@ -164,34 +164,34 @@ def read_blocks(blob: bytes, header: Header, token_bytes: int, stop: int) -> Ite
 
     Raises
     ------
-    CacheError
+    CodecError
         If the length of the blob is not that of its blocks, or a block is damaged.
     """
     view, blocks, offset, start = memoryview(blob), [], HEADER_BYTES, 0
     while start < header.tokens:
         if len(blob) - offset < BLOCK_BYTES:
-            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
+            raise CodecError(f"the stored cache ends after {start} of {header.tokens} tokens")
         size, count, check = _BLOCK.unpack_from(blob, offset)
         offset += BLOCK_BYTES
         if len(blob) - offset < size:
-            raise CacheError(f"the stored cache ends after {start} of {header.tokens} tokens")
+            raise CodecError(f"the stored cache ends after {start} of {header.tokens} tokens")
         if not 0 < count <= min(BLOCK_TOKENS, header.tokens - start):
-            raise CacheError(f"the block at token {start} of the stored cache is damaged")
+            raise CodecError(f"the block at token {start} of the stored cache is damaged")
         if size < least_payload(header.sequences * count * token_bytes):
-            raise CacheError(
+            raise CodecError(
                 f"the block at token {start} of the stored cache requests too much memory"
             )
         blocks.append((start, count, offset, size, check))
         offset, start = offset + size, start + count
     if offset != len(blob):
-        raise CacheError(f"{len(blob) - offset} bytes follow the stored cache")
+        raise CodecError(f"{len(blob) - offset} bytes follow the stored cache")
     before = _FIRST
     for start, count, offset, size, check in blocks:
         if start >= stop:
             return
         block = Block(start, start + count, view[offset : offset + size])
         if check != _block_check(header, block, before):
-            raise CacheError(
+            raise CodecError(
                 f"the block at token {start} of the stored cache is damaged, or of another one"
             )
         before = check

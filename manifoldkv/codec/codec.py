@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from manifoldkv.basis import SITES
 from manifoldkv.codec.blob import (
     EMPTY_NAME,
     Block,
@@ -23,29 +24,29 @@ from manifoldkv.codec.blob import (
     read_header,
     write_blob,
 )
-from manifoldkv.codec.payload import LENGTHS, PayloadReader, exact_bytes
-from manifoldkv.codec.symbols import SiteCodec
+from manifoldkv.codec.blocks import BlockCodec
+from manifoldkv.codec.payload import PayloadReader
 from manifoldkv.coding.entropy import BLOCK_TOKENS
-from manifoldkv.errors import CacheError, PlanError, RunError
+from manifoldkv.errors import CacheError, CodecError, PlanError, RunError
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock
 from manifoldkv.runs.files import write_whole
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Codec:
     """Turns the stock cache of a model into bytes, a *blob*, and a blob into a stock cache.
 
-    Keys are rotated back by their positions, 0, 1, … in every sequence; the
-    plan's prediction from lower layers is subtracted from keys and values, the residual transformed
-    and rounded, and the symbols are entropy-coded with the tables of the plan. A decoded cache is
-    a `DynamicCache` with the errors of the rounding, ready for any attention; the plan's sink
-    tokens are exact. Tokens lie in blocks of at most 256, each with a checksum.
-    Sites are coded on as many threads as torch has; the entropy coder itself runs on one of them at
-    a time.
+    Keys are rotated back by their positions, 0, 1, … in every sequence; the plan's prediction from
+    lower layers is subtracted from keys and values, the residual transformed and rounded, and the
+    symbols are entropy-coded with the tables of the plan. A decoded cache is a `DynamicCache` with
+    the errors of the rounding, ready for any attention; the plan's sink tokens are exact. Tokens
+    lie in blocks of at most 256, each with a checksum, which are coded on as many threads as torch
+    has. Caches in 16 bits are coded with products in bfloat16 where the CPU has instructions for
+    them, all others in float32, several times slower.
 
     Parameters
     ----------
@@ -60,8 +61,6 @@ class Codec:
         If the attention of the model cannot be handled.
     PlanError
         If the plan is of another recipe, or was made for another model.
-    CacheError
-        If constriction is not installed (``pip install -c constraints.txt -e ".[codec]"``).
     """
 
     def __init__(self, model: PreTrainedModel, plan: CompressionPlan) -> None:
@@ -72,7 +71,7 @@ class Codec:
                 "the plan holds no tables of symbols: make one with compress(…, recipe='stored')"
             )
         self._decoder, self._plan = decoder, plan
-        self._coders = [(SiteCodec(layer.key), SiteCodec(layer.value)) for layer in plan.layers]
+        self._block_codec = BlockCodec(decoder, plan)
 
     def encode(self, cache: DynamicCache, input_ids: Tensor | None = None) -> bytes:
         """Return the blob of a cache.
@@ -150,30 +149,32 @@ class Codec:
 
         Raises
         ------
+        CodecError
+            If the blob is damaged, or of another plan, model or format.
         CacheError
-            If the blob is damaged, is of another plan, model or format, or holds fewer tokens.
+            If it holds fewer tokens.
         """
         header = self._header(blob)
         stop = self._stop(header, tokens)
         blocks = self._blocks(blob, header, stop)  # all checked before memory is taken
+        shape, dtype = self._shape(header, stop), self._decoder.dtype
+        made = [torch.empty(shape, dtype=dtype) for _ in self._plan.layers for _ in SITES]
+
+        def decode(block: Block) -> None:
+            self._block_codec.decode(self._reader(block, header), header.dtype, made)
+
+        _on_threads(decode, blocks)
         cache = DynamicCache(config=self._decoder.config)
-        made = [
-            [torch.empty(self._shape(header, stop), dtype=self._decoder.dtype) for _ in range(2)]
-            for _ in self._coders
-        ]
-        for block in blocks:
-            read = self._reader(block, header)
-            kept = slice(block.start, min(block.stop, stop))
-            for own, given in zip(made, self._decoded(read, header), strict=True):
-                for whole, part in zip(own, given, strict=True):
-                    whole[:, :, kept] = part[:, :, : kept.stop - kept.start]
-        for index, (keys, values) in enumerate(made):
-            device = self._decoder.devices[index]
-            cache.update(keys.to(device), values.to(device), index)
+        for layer, device, keys, values in zip(
+            cache.layers, self._decoder.devices, made[::2], made[1::2], strict=True
+        ):
+            # `update` would copy all of it once more.
+            layer.lazy_initialization(keys.to(device), values.to(device))
+            layer.keys, layer.values = keys.to(device), values.to(device)
         return cache
 
     def tokens(self, blob: bytes) -> int:
-        """Return how many tokens of each sequence a blob holds. Raises `CacheError` as `decode`."""
+        """Return how many tokens of each sequence a blob holds. Raises `CodecError` as `decode`."""
         return self._header(blob).tokens
 
     def input_ids(self, blob: bytes) -> Tensor | None:
@@ -218,17 +219,19 @@ class Codec:
         """Return the header of a blob of this plan and model."""
         header = read_header(blob)
         if header.model != self._plan.model_digest():
-            raise CacheError("the stored cache is that of another model")
+            raise CodecError("the stored cache is that of another model")
         if header.plan != bytes.fromhex(self._plan.digest()):
-            raise CacheError("the stored cache was made with another plan for this model")
+            raise CodecError("the stored cache was made with another plan for this model")
         return header
 
     def _blocks(self, blob: bytes, header: Header, stop: int) -> Sequence[Block]:
-        return list(read_blocks(blob, header, self._token_bytes(header.dtype), stop))
+        token_bytes = self._block_codec.stock_bytes(1, 1, header.dtype)
+        return list(read_blocks(blob, header, token_bytes, stop))
 
     def _reader(self, block: Block, header: Header) -> PayloadReader:
-        stock = header.sequences * (block.stop - block.start) * self._token_bytes(header.dtype)
-        exact = self._exact(block.start, block.stop)
+        count = block.stop - block.start
+        stock = self._block_codec.stock_bytes(header.sequences, count, header.dtype)
+        exact = self._block_codec.exact(block.start, block.stop)
         return PayloadReader(block, header.sequences, exact, least_payload(stock))
 
     def _stop(self, header: Header, tokens: int | None) -> int:
@@ -255,29 +258,6 @@ class Codec:
         keys = self._plan.layers[0].key
         return header.sequences, keys.grouping.heads, tokens, keys.head_dim
 
-    def _token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token of a sequence in a stock cache."""
-        return 2 * len(self._plan.layers) * self._plan.layers[0].key.features * dtype.itemsize
-
-    def _exact(self, start: int, stop: int) -> int:
-        """Return how many of some tokens are stored uncompressed."""
-        return max(0, min(self._plan.sinks, stop) - start)
-
-    def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:
-        """Return by layer the rotation of keys at some positions, or the one back."""
-        decoder = self._decoder
-        if self._plan.rotary == "post":
-            return [None] * len(decoder.layers)
-        like = torch.zeros((), device=decoder.devices[0])
-        positions = torch.arange(start, stop, device=like.device).unsqueeze(0)
-        rotations: list[Angles | None] = []
-        for index, layer in enumerate(decoder.layers):
-            cos, sin = decoder.angles(index, positions, like)
-            angles = Angles(cos.cpu(), sin.cpu(), rotation_of_keys(layer, cos.shape[-1]))
-            rotations.append(angles.inverse() if back else angles)
-        return rotations
-
-    @torch.no_grad()
     def _encoded(
         self, header: Header, cache: DynamicCache, input_ids: Tensor | None, first: int
     ) -> list[Block]:
@@ -289,87 +269,23 @@ class Codec:
             or not 0 <= int(input_ids.min()) <= int(input_ids.max()) < 1 << 31
         ):
             raise CacheError(f"token ids are {tuple(input_ids.shape)}, of {shape} tokens")
-        blocks = []
-        for start in range(first, header.tokens, BLOCK_TOKENS):
+
+        def block(start: int) -> Block:
             stop = min(start + BLOCK_TOKENS, header.tokens)
             ids = None if input_ids is None else input_ids[:, start:stop]
-            payload = self._payload(header, cache, ids, start, stop)
-            blocks.append(Block(start, stop, payload))
-        return blocks
+            return Block(start, stop, self._block_codec.encode(cache, ids, start, stop))
 
-    def _payload(
-        self, header: Header, cache: DynamicCache, ids: Tensor | None, start: int, stop: int
-    ) -> bytes:
-        """Return token ids, exact tokens and symbols of some tokens."""
-        exact = self._exact(start, stop)
-        angles = self._angles(start + exact, stop, back=True)
-        kept: list[bytes] = []
-        symbols: list[tuple[SiteCodec, Tensor]] = []
-        context, predicted = self._plan.predictor_context(), self._plan.predictor_depth is not None
-        for index, (layer, coders) in enumerate(zip(cache.layers, self._coders, strict=True)):
-            context.begin(index)
-            for x, coder, rotation in zip(
-                (layer.keys, layer.values), coders, (angles[index], None), strict=True
-            ):
-                x = x[:, :, start:stop].cpu()
-                kept.append(exact_bytes(x[:, :, :exact]))
-                rest = x[:, :, exact:].float()
-                if rotation is not None:
-                    rest = rotation.tile(rest, 0, rest.shape[2])
-                expected = coder.expected(context)
-                of_site = coder.symbols(rest.transpose(1, 2).flatten(2).flatten(0, 1), expected)
-                symbols.append((coder, of_site))
-                if predicted:
-                    context.add(coder.reconstruct(of_site, expected))
-
-        def encoded(index: int) -> bytes:
-            coder, of_site = symbols[index]
-            return coder.encode(of_site)
-
-        parts = [LENGTHS.pack(ids is not None, 0)]
-        if ids is not None:
-            parts.append(ids.cpu().numpy().astype("<u4").tobytes())
-        parts += kept + _on_threads(encoded, len(symbols))
-        payload = b"".join(parts)
-        stock = header.sequences * (stop - start) * self._token_bytes(header.dtype)
-        return payload.ljust(least_payload(stock), b"\0")
-
-    @torch.no_grad()
-    def _decoded(self, read: PayloadReader, header: Header) -> list[tuple[Tensor, ...]]:
-        """Return keys and values of all layers, (B, H_kv, m, d), in the dtype of the model."""
-        angles = self._angles(read.start + read.exact, read.stop, back=False)
-        shape = self._shape(header, read.exact)
-        sites = [coder for pair in self._coders for coder in pair]
-        kept = [read.raw(shape, header.dtype) for _ in sites]
-        # Where each stream begins is known first, so that sites can be decoded side by side.
-        streams = [read.stream() for _ in sites]
-        read.end()
-        size = read.stop - read.start - read.exact
-
-        def decoded(index: int) -> Tensor:
-            return sites[index].decode(*streams[index], header.sequences * size)
-
-        symbols = _on_threads(decoded, len(sites))
-        context, rebuilt = self._plan.predictor_context(), []
-        for index, coder in enumerate(sites):
-            if index % 2 == 0:
-                context.begin(index // 2)
-            flat = coder.reconstruct(symbols[index], coder.expected(context))
-            context.add(flat)
-            x = flat.unflatten(1, (shape[1], -1)).unflatten(0, (header.sequences, size))
-            x = x.transpose(1, 2)
-            rotation = None if index % 2 else angles[index // 2]
-            if rotation is not None:
-                x = rotation.tile(x, 0, size)
-            x = torch.cat([kept[index], x.to(header.dtype)], dim=2)
-            rebuilt.append(x.to(self._decoder.dtype))
-        return list(zip(rebuilt[::2], rebuilt[1::2], strict=True))
+        return _on_threads(block, range(first, header.tokens, BLOCK_TOKENS))
 
 
-def _on_threads(work: Callable[[int], T], count: int) -> list[T]:
-    """Return what some work makes of 0, …, count - 1, done on as many threads as torch has."""
+def _on_threads(work: Callable[[S], T], items: Sequence[S]) -> list[T]:
+    """Return the results of some work for each item, on as many threads as torch has."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        return [work(index) for index in range(count)]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, range(count)))
+    if min(threads, len(items)) == 1:
+        return [work(item) for item in items]
+    try:
+        # An operation of torch in one of these threads starts no threads of its own.
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, items))
+    finally:
+        torch.set_num_threads(threads)

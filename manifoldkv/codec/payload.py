@@ -1,20 +1,21 @@
-"""Payload of a block of a stored cache: token ids, uncompressed tokens, and symbols by layer."""
+"""Payload of a block of a stored cache: token ids, uncompressed tokens, and coded symbols."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from manifoldkv.codec.blob import Block
-from manifoldkv.errors import CacheError
+from manifoldkv.errors import CacheError, CodecError
+from manifoldkv.kernels.views import Array
 
 LENGTHS = struct.Struct("<II")
-"""Two numbers: a flag for token ids and 0, or the numbers of words and of overflows of symbols."""
+"""Two numbers: a flag for token ids and 0, or the numbers of words and of distances of symbols."""
 
 
 def exact_bytes(x: Tensor) -> bytes:
@@ -28,6 +29,17 @@ def exact_bytes(x: Tensor) -> bytes:
     if not bool(x.isfinite().all()):
         raise CacheError("the first tokens of the cache hold keys or values that are not finite")
     return x.contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def write_payload(ids: Tensor | None, exact: Sequence[bytes], coded: Sequence[Array]) -> bytes:
+    """Return the payload of token ids, sink tokens by site, and coded symbols."""
+    parts = [LENGTHS.pack(ids is not None, 0)]
+    if ids is not None:
+        parts.append(ids.cpu().numpy().astype("<u4").tobytes())
+    states, words, past = coded
+    lengths = LENGTHS.pack(len(words), len(past))
+    numbers = states.astype("<u4"), words.astype("<u2"), past.astype("<u4")
+    return b"".join([*parts, *exact, lengths, *(part.tobytes() for part in numbers)])
 
 
 class PayloadReader:
@@ -46,7 +58,7 @@ class PayloadReader:
 
     Raises
     ------
-    CacheError
+    CodecError
         If the payload ends too early, here and in all methods.
     """
 
@@ -65,7 +77,7 @@ class PayloadReader:
         """Token ids (B, m), int64, if the block has them."""
         if with_ids:
             shape = (sequences, block.stop - block.start)
-            ids = np.frombuffer(self._take(4 * prod(shape)), dtype="<u4").astype(np.int64)
+            ids = self._numbers(prod(shape), "<u4").astype(np.int64)
             self.ids = torch.from_numpy(ids.reshape(shape))
 
     def raw(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -75,23 +87,28 @@ class PayloadReader:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(content, dtype=dtype).view(shape)
 
-    def stream(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Return the words of a site, and distances of symbols past the ends of their tables."""
+    def coded(self, tokens: int) -> tuple[Array, Array, Array]:
+        """Return states, words and distances of the symbols of a number of tokens."""
         words, past = LENGTHS.unpack(self._take(LENGTHS.size))
-        return self._numbers(words), self._numbers(past)
+        states = self._numbers(tokens, "<u4").astype(np.uint32)
+        of_words = self._numbers(words, "<u2").astype(np.uint16)
+        return states, of_words, self._numbers(past, "<u4").astype(np.uint32)
 
     def end(self) -> None:
-        """Refuse bytes after the last stream other than padding with zeros."""
+        """Refuse bytes after the symbols other than padding with zeros."""
         rest = bytes(self._view[self._offset :])
         if rest.strip(b"\0") or (rest and len(self._view) != self._least):
-            raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
+            raise self._damaged()
 
-    def _numbers(self, count: int) -> NDArray[np.uint32]:
-        return np.frombuffer(self._take(4 * count), dtype="<u4").astype(np.uint32)
+    def _numbers(self, count: int, dtype: str) -> Array:
+        return np.frombuffer(self._take(np.dtype(dtype).itemsize * count), dtype=dtype)
 
     def _take(self, size: int) -> memoryview:
         content = self._view[self._offset : self._offset + size]
         if len(content) != size:
-            raise CacheError(f"the block at token {self.start} of the stored cache is damaged")
+            raise self._damaged()
         self._offset += size
         return content
+
+    def _damaged(self) -> CodecError:
+        return CodecError(f"the block at token {self.start} of the stored cache is damaged")

@@ -23,13 +23,16 @@ BLOCK_TOKENS = 256
 TOKEN_ID_BYTES = 4
 HEADER_BYTES = 112
 BLOCK_BYTES = 16
-STREAM_BYTES = 24
-"""Lengths of a layer's symbols in a block, and bytes of an entropy coder beside their entropy."""
+CODED_BYTES = 16
+"""Lengths of a block's parts."""
+STATE_BYTES = 3
+"""State of the entropy coder of a token, 4 bytes, less the symbols in it."""
 
 
-def frame_bytes(tokens: int, layers: int) -> int:
+def frame_bytes(tokens: int, batch: int = 1) -> int:
     """Return the bytes of a stored cache beside its symbols, uncompressed tokens and token ids."""
-    return HEADER_BYTES + ceil(tokens / BLOCK_TOKENS) * (BLOCK_BYTES + layers * STREAM_BYTES)
+    blocks = ceil(tokens / BLOCK_TOKENS)
+    return HEADER_BYTES + blocks * (BLOCK_BYTES + CODED_BYTES) + batch * tokens * STATE_BYTES
 
 
 @dataclass(frozen=True, eq=False)

@@ -227,7 +227,7 @@ class CompressionPlan(OnHub):
         layers = sum(self._layer_nbytes(layer, tokens, dtype) for layer in self.layers)
         if self.attended:
             return batch * layers
-        return batch * (layers + TOKEN_ID_BYTES * tokens) + frame_bytes(tokens, len(self.layers))
+        return batch * (layers + TOKEN_ID_BYTES * tokens) + frame_bytes(tokens, batch)
 
     def _layer_nbytes(self, layer: LayerPlan, tokens: int, dtype: torch.dtype) -> int:
         sinks = min(tokens, layer.sink_tokens(self.sinks))

@@ -102,9 +102,9 @@ class StoredRecipe(CodedRecipe[float]):
         layers, features = len(decoder.layers), decoder.features
         full = 2 * 2 * features * layers * context
         sinks = min(self.sinks, context)
-        around = frame_bytes(context, layers) + TOKEN_ID_BYTES * context
+        around = frame_bytes(context) + TOKEN_ID_BYTES * context
         around += 2 * features * layers * sinks * decoder.dtype.itemsize
-        around += 2 * layers  # the symbols of a site fill whole bytes
+        around += 2 * layers  # sizes of sites are rounded up to whole bytes
         remaining = ratio * full - around
         if remaining <= 0:
             raise ArgumentError(

@@ -173,7 +173,6 @@ def test_a_diagnosis_is_that_of_passes_whose_layers_read_the_cache(
 
 def test_stored_caches_are_diagnosed_as_a_codec_decodes_them() -> None:
     """A forward pass whose attention, the stock one, gets decoded keys and values."""
-    pytest.importorskip("constriction")
     model, tokens = stored_model(), some_tokens(2, 40)
     plan, codec = stored_plan(), Codec(model, stored_plan())
     stock = recorded(model, tokens)

@@ -1,0 +1,151 @@
+"""Blocks of tokens of a stored cache: keys and values as payloads, and back."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from manifoldkv.basis import SITES
+from manifoldkv.codec.blob import least_payload
+from manifoldkv.codec.payload import PayloadReader, exact_bytes, write_payload
+from manifoldkv.codec.sites import SiteCodec, product_dtype
+from manifoldkv.coding.entropy import EntropyCoded
+from manifoldkv.kernels import entropy
+from manifoldkv.kernels.entropy import EntropyTables, SymbolReader
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.interface import Rotate
+from manifoldkv.models.rotary import Angles, rotation_of_keys
+from manifoldkv.plan.plan import CompressionPlan
+
+
+class BlockCodec:
+    """Encoder and decoder of blocks, which depend on no other block.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        View of the model that fills the caches.
+    plan : CompressionPlan
+        Of recipe ``"stored"``, for this model.
+    """
+
+    def __init__(self, decoder: Decoder, plan: CompressionPlan) -> None:
+        planned = [site for layer in plan.layers for _, site in layer.sites]
+        dtype = product_dtype(decoder.dtype)
+        self._decoder, self._plan, self._dtype = decoder, plan, dtype
+        self._sites = [SiteCodec(site, index, dtype) for index, site in enumerate(planned)]
+        quantizers = [site.quantizer for site in planned]
+        self._tables = EntropyTables.of(q for q in quantizers if isinstance(q, EntropyCoded))
+        self._rows = list(accumulate((site.latents for site in self._sites), initial=0))
+        self._features = planned[0].features
+        self._rotations: dict[str, Rotate] = {}
+        """Rotations of keys by kind of layer."""
+
+    @property
+    def features(self) -> int:
+        """Return the features of the keys of a token in a layer, D."""
+        return self._features
+
+    def exact(self, start: int, stop: int) -> int:
+        """Return how many tokens of a block are stored uncompressed."""
+        return max(0, min(self._plan.sinks, stop) - start)
+
+    def stock_bytes(self, sequences: int, tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes of tokens in a stock cache."""
+        return sequences * tokens * len(self._sites) * self._features * dtype.itemsize
+
+    @torch.no_grad()
+    def encode(self, cache: DynamicCache, ids: Tensor | None, start: int, stop: int) -> bytes:
+        """Return the payload of the tokens of a cache from `start` to `stop`.
+
+        Raises
+        ------
+        CacheError
+            If an element is not finite, or too large.
+        """
+        exact = self.exact(start, stop)
+        angles = self._angles(start + exact, stop, back=True)
+        sequences = cache.layers[0].keys.shape[0]
+        rows = sequences * (stop - start - exact)
+        reconstructed = torch.empty(rows, len(self._sites) * self._features, dtype=self._dtype)
+        symbols = torch.empty(self._rows[-1], rows, dtype=torch.int32)
+        kept: list[bytes] = []
+        for index, site in enumerate(self._sites):
+            layer = cache.layers[index // len(SITES)]
+            x = (layer.values if index % len(SITES) else layer.keys)[:, :, start:stop].cpu()
+            kept.append(exact_bytes(x[:, :, :exact]))
+            if not rows:
+                continue
+            x, rotation = x[:, :, exact:].float(), angles[index]
+            if rotation is not None:
+                x = rotation.tile(x, 0, x.shape[2])
+            expected = site.expected(reconstructed)
+            of_site = site.symbols(x.transpose(1, 2).flatten(2).flatten(0, 1), expected)
+            symbols[self._rows[index] : self._rows[index + 1]] = of_site
+            site.reconstruct(of_site, reconstructed, expected)
+        payload = write_payload(ids, kept, entropy.encode(symbols, self._tables))
+        stock = self.stock_bytes(sequences, stop - start, cache.layers[0].keys.dtype)
+        return payload.ljust(least_payload(stock), b"\0")
+
+    @torch.no_grad()
+    def decode(self, read: PayloadReader, dtype: torch.dtype, out: list[Tensor]) -> None:
+        """Write keys and values of a block.
+
+        Parameters
+        ----------
+        read : PayloadReader
+            Payload of the block.
+        dtype : torch.dtype
+            Of its uncompressed tokens.
+        out : list of Tensor
+            Keys and values of all layers, (B, H_kv, n, d), of tokens 0 to n. Tokens of the block
+            beyond them are decoded and dropped.
+
+        Raises
+        ------
+        CodecError
+            If the payload is damaged.
+        """
+        sequences, heads, tokens, head_dim = out[0].shape
+        first = read.start + read.exact
+        shape = (sequences, heads, read.exact, head_dim)
+        for x in out:
+            x[:, :, read.start : first] = read.raw(shape, dtype)[:, :, : tokens - read.start]
+        size, held = read.stop - first, min(read.stop, tokens) - first
+        coded = SymbolReader(self._tables, *read.coded(sequences * size))
+        read.end()
+        angles = self._angles(first, read.stop, back=False)
+        reconstructed = torch.empty(sequences * size, len(out) * self._features, dtype=self._dtype)
+        for index, site in enumerate(self._sites):
+            symbols = coded.read(site.latents)
+            if not size:
+                continue
+            flat = site.reconstruct(symbols, reconstructed)
+            x = flat.view(sequences, size, heads, head_dim).transpose(1, 2)
+            rotation = angles[index]
+            if rotation is not None:
+                x = rotation.tile(x.float(), 0, size)
+            if held > 0:
+                out[index][:, :, first : first + held] = x[:, :, :held]
+        coded.end()
+
+    def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:
+        """Return by site the rotation of keys at some positions, or the one back."""
+        if self._plan.rotary == "post":
+            return [None] * len(self._sites)
+        decoder = self._decoder
+        like = torch.zeros((), device=decoder.devices[0])
+        positions = torch.arange(start, stop, device=like.device).unsqueeze(0)
+        by_kind: dict[str, Angles] = {}
+        for index, kind in enumerate(decoder.kinds):
+            if kind not in by_kind:
+                cos, sin = (part.cpu() for part in decoder.angles(index, positions, like))
+                if kind not in self._rotations:
+                    rotate = rotation_of_keys(decoder.layers[index], cos.shape[-1])
+                    self._rotations[kind] = rotate
+                angles = Angles(cos, sin, self._rotations[kind])
+                by_kind[kind] = angles.inverse() if back else angles
+        return [angles for kind in decoder.kinds for angles in (by_kind[kind], None)]
