@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of plan loading; needs atheris, which the test suite does not.
 
     pip install atheris
-    python tests/fuzz_plan.py -max_total_time=60
+    python -m tests.fuzz_plan -max_total_time=60
 
 The bytes are a description, a zero byte, and tensors; the checksums of both are made right.
 Anything but our own error ends the run with the input that caused it.

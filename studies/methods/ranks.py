@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
 from manifoldkv.ranks import Optimal, Uniform
-from manifoldkv.solvers import RiemannianLBFGS
+from manifoldkv.solvers import Oblique, RiemannianLBFGS
 from methods.base import register_method
 from methods.plans import PlanMethod
 
@@ -70,6 +70,13 @@ class Fast(RankMethod):
     """The recipe fast: the paper's objective, nested oblique bases."""
 
     recipe = RANKED["fast"]
+
+
+@register_method("fast-separate")
+class FastSeparate(RankMethod):
+    """Fast with oblique bases solved separately for every rank."""
+
+    recipe = replace(Fast.recipe, solver=Oblique())
 
 
 @register_method("layer-output")
