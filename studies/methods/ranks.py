@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
 from manifoldkv.ranks import Optimal, Uniform
-from manifoldkv.solvers import Oblique, RiemannianLBFGS
+from manifoldkv.solvers import ObliqueLBFGS, RiemannianLBFGS
 from methods.base import register_method
 from methods.plans import PlanMethod
 
@@ -76,7 +76,7 @@ class Fast(RankMethod):
 class FastSeparate(RankMethod):
     """Fast with oblique bases solved separately for every rank."""
 
-    recipe = replace(Fast.recipe, solver=Oblique())
+    recipe = replace(Fast.recipe, solver=ObliqueLBFGS())
 
 
 @register_method("layer-output")

@@ -56,6 +56,7 @@ METHODS = {
     "layer-output": Mark(GREEN, "^"),
     "paper": Mark(GREEN, "^"),
     "fast": Mark(GREEN, "v"),
+    "fast-separate": Mark(GREEN, "D"),
     "fast-uniform": Mark(GREEN, "<"),
     "fast-optimal-tuned": Mark(GREEN, ">"),
     "grouped-layer-output": Mark(GREEN, "P"),
