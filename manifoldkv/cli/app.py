@@ -210,8 +210,9 @@ class Evaluate(TextOptions, ModelOptions):
         typer.Option(
             metavar="NAME,…",
             show_default="none, perplexity is measured",
-            help="Tasks that look back in the text, instead of perplexity: passkey, copying, "
-            'key-value, and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
+            help="Tasks that look back in the text, instead of perplexity: passkey, long-passkey, "
+            "uuid, four-passkeys, copying, number-list, key-value, mapping, "
+            'and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
             "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
             "that of a prompt (1024, or half of what the model takes).",
         ),

@@ -1,12 +1,14 @@
-"""Questions whose answers stand far back in a prompt: passkeys, copying, key-value recall."""
+"""Questions whose answers stand far back in a prompt: passkeys, copies, pairs, mappings."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +19,16 @@ from manifoldkv.text.tokens import sample_tokens
 
 CUE, COPIED = 16, 8
 """Tokens of a passage that are repeated, and that are to follow."""
+LONG, LISTED = 64, 4
+"""Digits of a long passkey, and numbers of a list that are to follow."""
+KINDS = (
+    "apple pear plum cherry grape lemon peach melon",
+    "dog cat horse cow sheep goat pig wolf",
+    "red blue green black white brown pink grey",
+    "spoon fork knife cup plate bowl pan pot",
+)
+"""Words by kind."""
+Secret = Callable[[random.Random], str]
 
 
 @dataclass(frozen=True)
@@ -102,9 +114,12 @@ def questions(
     ----------
     task : str
         ``"passkey"`` (Mohtashami and Jaggi, 2023): five digits hidden in a text, at evenly spread
-        depths. ``"copying"``: 16 tokens of a text are repeated, and the 8 after them are asked for.
-        ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers. Or one of `RULER`
-        (Hsieh et al., 2024), tasks of the LM Evaluation Harness that need no download.
+        depths; ``"long-passkey"``: 64 digits; ``"uuid"``: a UUID; ``"four-passkeys"``: five digits
+        each, all asked for at once. ``"copying"``: 16 tokens of a text are repeated, and the 8
+        after them are asked for; ``"number-list"``: the same of a list of random numbers.
+        ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers. ``"mapping"``:
+        words with the labels of their kinds, and a word that is new. Or one of `RULER` (Hsieh et
+        al., 2024), tasks of the LM Evaluation Harness that need no download.
     tokenizer : PreTrainedTokenizerBase
         The model's.
     text : TextSource
@@ -129,19 +144,64 @@ def questions(
     return _SYNTHETIC[task](request, random.Random(f"{task} {length} {seed}"))
 
 
-def _passkey(request: _Request, numbers: random.Random) -> list[Question]:
+def _passkey(
+    request: _Request, numbers: random.Random, task: str = "passkey", secret: Secret | None = None
+) -> list[Question]:
     start = request.start("Somewhere in the following text a pass key is hidden. Remember it.\n\n")
     end = request.ids("\n\nWhat is the pass key? The pass key is")
     result = []
     for item, filler in enumerate(request.filler(request.room(start, end))):
-        digits = str(numbers.randrange(10_000, 100_000))
-        needle = request.ids(f"\n\nThe pass key is {digits}. Remember it: {digits}.\n\n")
+        key = (secret or _five_digits)(numbers)
+        needle = request.ids(f"\n\nThe pass key is {key}. Remember it: {key}.\n\n")
         room = request.room(start, needle, end)
         depth = (item + 0.5) / request.items
         cut = round(depth * room)
         prompt = [*start, *filler[:cut], *needle, *filler[cut:room], *end]
-        answer = request.ids(f" {digits}")
-        result.append(_recall("passkey", prompt, digits, answer, depth))
+        result.append(_recall(task, prompt, key, request.ids(f" {key}"), depth))
+    return result
+
+
+def _five_digits(numbers: random.Random) -> str:
+    return str(numbers.randrange(10_000, 100_000))
+
+
+def _long_passkey(request: _Request, numbers: random.Random) -> list[Question]:
+    def digits(numbers: random.Random) -> str:
+        return "".join(numbers.choices("0123456789", k=LONG))
+
+    return _passkey(request, numbers, "long-passkey", digits)
+
+
+def _uuid(request: _Request, numbers: random.Random) -> list[Question]:
+    def identifier(numbers: random.Random) -> str:
+        return str(uuid.UUID(int=numbers.getrandbits(128), version=4))
+
+    return _passkey(request, numbers, "uuid", identifier)
+
+
+def _four_passkeys(request: _Request, numbers: random.Random) -> list[Question]:
+    names = ("red", "blue", "green", "black")
+    start = request.start("Four pass keys are hidden in the following text. Remember them.\n\n")
+    end = request.ids(
+        f"\n\nWhat are the pass keys {', '.join(names[:-1])} and {names[-1]}? They are"
+    )
+    result = []
+    for filler in request.filler(request.room(start, end)):
+        keys = [_five_digits(numbers) for _ in names]
+        needles = [
+            request.ids(f"\n\nThe pass key {name} is {key}. Remember it: {key}.\n\n")
+            for name, key in zip(names, keys, strict=True)
+        ]
+        room = request.room(start, end, *needles)
+        edges = [part * room // len(names) for part in range(len(names) + 1)]
+        prompt = [*start]
+        for low, high, needle in zip(edges, edges[1:], numbers.sample(needles, 4), strict=False):
+            cut = numbers.randint(low, high)
+            prompt += [*filler[low:cut], *needle, *filler[cut:high]]
+        answer = request.ids(f" {', '.join(keys[:-1])} and {keys[-1]}")
+        prompt += end
+        known = tuple(prompt), tuple(keys), tuple(answer)
+        result.append(Question("four-passkeys", *known, new_tokens=len(answer)))
     return result
 
 
@@ -158,6 +218,56 @@ def _copying(request: _Request, numbers: random.Random) -> list[Question]:
         text = request.tokenizer.decode(copied)
         prompt = [*start, *filler, *gap, *cue]
         result.append(_recall("copying", prompt, text, copied, position / len(prompt)))
+    return result
+
+
+def _number_list(request: _Request, numbers: random.Random) -> list[Question]:
+    start, again = request.start("A list of numbers:"), request.ids("\n\nThe same list again:")
+    result = []
+    for _ in range(request.items):
+        listed = numbers.sample(range(1000, 10_000), 9000)
+        tokens = [request.ids(f" {number},") for number in listed[: request.length]]
+        copied, left = LISTED, request.room(start, again)
+        count = sum(size <= left // 2 for size in accumulate(map(len, tokens)))
+        if count <= copied:
+            raise ArgumentError(f"a prompt of {request.length} tokens is too short for a list")
+        asked = numbers.randrange(1, count - copied + 1)
+        whole = chain.from_iterable(tokens[:count])
+        prompt = [*start, *whole, *again, *chain.from_iterable(tokens[:asked])]
+        rest = tuple(chain.from_iterable(tokens[asked : asked + copied]))
+        answers = tuple(map(str, listed[asked : asked + copied]))
+        result.append(
+            Question("number-list", tuple(prompt), answers, rest, len(rest), asked / count / 2)
+        )
+    return result
+
+
+def _mapping(request: _Request, numbers: random.Random) -> list[Question]:
+    start = request.start("Every word has a label.\n")
+    result = []
+    for _ in range(request.items):
+        labels = numbers.sample("ABCDEFGH", len(KINDS))
+        words = [
+            (word, label)
+            for kind, label in zip(KINDS, labels, strict=True)
+            for word in kind.split()
+        ]
+        asked, label = numbers.choice(words)
+        shown = [(word, given) for word, given in words if word != asked]
+        query = request.ids(f"\n{asked}:")
+        once = numbers.sample(shown, len(shown))
+        left, lines = request.room(start, query), list[int]()
+        for count in itertools.count():
+            word, given = once[count] if count < len(once) else numbers.choice(shown)
+            line = request.ids(f"\n{word}: {given}")
+            if len(lines) + len(line) > left:
+                break
+            lines += line
+        if count < len(once):
+            raise ArgumentError(f"a prompt of {request.length} tokens has no room for all words")
+        answer = request.ids(f" {label}")
+        prompt = (*start, *lines, *query)
+        result.append(Question("mapping", prompt, (label,), tuple(answer), len(answer)))
     return result
 
 
@@ -197,8 +307,13 @@ def _recall(
 
 _SYNTHETIC: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
     "passkey": _passkey,
+    "long-passkey": _long_passkey,
+    "uuid": _uuid,
+    "four-passkeys": _four_passkeys,
     "copying": _copying,
+    "number-list": _number_list,
     "key-value": _key_value,
+    "mapping": _mapping,
 }
 TASKS = (*_SYNTHETIC, *RULER)
 

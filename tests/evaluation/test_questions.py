@@ -1,6 +1,7 @@
 """Questions: what is asked for stands in the prompt, once, where it should, at the length."""
 
 import random
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -9,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from manifoldkv import open_text
 from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.questions import CUE, TASKS, Question, questions
+from manifoldkv.evaluation.questions import CUE, KINDS, TASKS, Question, questions
 from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.tokens import read_tokenizer
 
 Ask = Callable[..., list[Question]]
+UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,53 @@ def test_a_passkey_stands_at_its_depth_and_prompts_are_as_long_as_asked(
         assert len(question.answers[0]) == 5
 
 
+@pytest.mark.parametrize(("task", "form"), [("long-passkey", r"\d{64}"), ("uuid", UUID)])
+def test_long_secrets_are_hidden_as_passkeys_are(
+    task: str, form: str, ask: Ask, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = ask(task, length=600, items=4)
+    assert [q.depth for q in found] == [0.125, 0.375, 0.625, 0.875]
+    for question in found:
+        (secret,) = question.answers
+        assert re.fullmatch(form, secret)
+        assert len(question.prompt) == 600
+        assert tokenizer.decode(question.prompt).count(secret) == 2
+
+
+def test_four_passkeys_stand_in_a_quarter_each(
+    ask: Ask, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for question in ask("four-passkeys", length=700):
+        text, names = tokenizer.decode(question.prompt), ("red", "blue", "green", "black")
+        assert len(question.prompt) == 700
+        for name, key in zip(names, question.answers, strict=True):
+            assert text.count(f"The pass key {name} is {key}. Remember it: {key}.") == 1
+        places = sorted(text.index(key) / len(text) for key in question.answers)
+        assert all(0.2 * i - 0.1 < place < 0.3 * i + 0.4 for i, place in enumerate(places))
+
+
+def test_a_list_goes_on_as_it_did_before(ask: Ask, tokenizer: PreTrainedTokenizerBase) -> None:
+    for question in ask("number-list", length=300):
+        first, again = tokenizer.decode(question.prompt).split("\n\nThe same list again:")
+        copy = f"{again} {', '.join(question.answers)},"
+        assert first.partition("numbers:")[2].startswith(copy)
+        numbers = re.findall(r"\d+", first)
+        assert len(set(numbers)) == len(numbers) > 10
+
+
+def test_a_mapping_is_that_of_kinds_and_the_asked_word_is_new(
+    ask: Ask, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for question in ask("mapping", length=400):
+        *lines, asked = tokenizer.decode(question.prompt).splitlines()[1:]
+        kind = next(kind.split() for kind in KINDS if asked[:-1] in kind.split())
+        known = dict(line.split(": ") for line in lines if line)
+        assert asked[:-1] not in known
+        assert {known[word] for word in kind if word in known} == set(question.answers)
+        assert len(set(known.values())) == len(KINDS)
+        assert len(known) == 8 * len(KINDS) - 1
+
+
 def test_a_passage_is_copied_from_its_depth(ask: Ask) -> None:
     for question in ask("copying", length=200):
         prompt, place = question.prompt, round(question.depth * len(question.prompt))
@@ -93,7 +142,7 @@ def test_every_key_has_one_value(ask: Ask, tokenizer: PreTrainedTokenizerBase) -
 def test_what_cannot_be_asked(ask: Ask) -> None:
     with pytest.raises(ArgumentError, match="unknown task 'nothing'; known: passkey"):
         ask("nothing")
-    for task in ("passkey", "copying", "key-value"):
+    for task in set(TASKS) - set(RULER):
         with pytest.raises(ArgumentError, match="a prompt of 16 tokens"):
             ask(task, length=16)
     with pytest.raises(ArgumentError, match="niah_single_1 needs prompts of at least 1024 tokens"):
