@@ -3,7 +3,7 @@
 A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
-from methods import bits, dropping, integers, ranks, rounding
+from methods import bits, dropping, higgs, integers, ranks, rounding
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
 
@@ -14,6 +14,7 @@ __all__ = [
     "Setting",
     "bits",
     "dropping",
+    "higgs",
     "integers",
     "ranks",
     "register_method",

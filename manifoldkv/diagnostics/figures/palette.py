@@ -76,6 +76,7 @@ METHODS = {
     "kivi": Mark(WINE, ">", "--"),
     "fp8": Mark(OLIVE, "h", "--"),
     "transformers-hqq": Mark(ROSE, "8", "--"),
+    "higgs": Mark(YELLOW, "D", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
 }
