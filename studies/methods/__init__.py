@@ -3,7 +3,7 @@
 A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
-from methods import bits, dropping, higgs, integers, ranks, rounding
+from methods import bits, dropping, higgs, integers, ranks, rounding, turboquant
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
 
@@ -19,4 +19,5 @@ __all__ = [
     "ranks",
     "register_method",
     "rounding",
+    "turboquant",
 ]

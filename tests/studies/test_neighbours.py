@@ -1,16 +1,21 @@
 """Neighbouring methods: the law that makes each the method of its paper, and counted bytes."""
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from methods import METHODS, Method, Setting
 from methods.grids import lloyd_max, nearest_word, plane_codebook, randomized_hadamard
 from methods.higgs import Higgs
+from methods.turboquant import TurboQuant, reconstructed
+from scipy.linalg import hadamard
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.errors import ModelError
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24
@@ -87,7 +92,38 @@ def test_higgs_counts_the_bytes_of_packed_codes_and_scales(bits: int) -> None:
     assert method.nbytes(7) == 3 * 2 * 7 * Higgs(16, bits, 0).nbytes
 
 
-@pytest.mark.parametrize("name", ["higgs"])
+def test_turboquant_keeps_norms_and_is_vllms_arithmetic() -> None:
+    """One key after the other in NumPy, as vLLM's kernels store and read it."""
+    keys = gaussian(20, 8) * torch.logspace(-2, 2, 20).unsqueeze(1)
+    held = reconstructed(keys, 3)
+    turn = hadamard(8) / 8**0.5
+    words = lloyd_max(3).numpy() / 8**0.5
+    for key, of_key in zip(keys.numpy(), held.numpy(), strict=True):
+        norm = np.linalg.norm(key)
+        codes = [np.abs(words - y).argmin() for y in key / norm @ turn]
+        direction = words[codes] / np.linalg.norm(words[codes])
+        assert of_key == pytest.approx(np.float16(norm) * (direction @ turn.T), rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(held.norm(dim=1), keys.norm(dim=1), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_turboquant_holds_its_first_and_last_layers_in_16_bits(bits: int) -> None:
+    """The middle one of three: d 8 in whole bytes, a norm, and scale and zero of a value."""
+    method = method_of("turboquant", bits / 16)
+    assert isinstance(method, TurboQuant)
+    assert method.nbytes(10) == 10 * 2 * (2 * 2 * 8 * 2 + (bits + 2) + (bits + 4))
+    cache, x = method.new_cache(), gaussian(2, 2, 5, 8)
+    exact = [all(map(partial(torch.equal, x), cache.update(x, x, layer))) for layer in range(3)]
+    assert exact == [True, False, True]
+
+
+def test_turboquant_refuses_heads_that_no_hadamard_matrix_fits() -> None:
+    model = tiny_model("llama", head_dim=12)
+    with pytest.raises(ModelError, match="have 12 features"):
+        method_of("turboquant", 0.25, model)
+
+
+@pytest.mark.parametrize("name", ["higgs", "turboquant"])
 def test_most_bits_lose_little_and_fewest_more(name: str) -> None:
     model, tokens = model_of(), tiny_tokens(4, LENGTH)
     exact = method_of("sinks-recent", 1.0, model).perplexity(tokens)
