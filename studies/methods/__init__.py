@@ -3,7 +3,7 @@
 A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
-from methods import bits, dropping, higgs, integers, ranks, rounding, turboquant
+from methods import aqua, bits, dropping, higgs, integers, ranks, rounding, turboquant
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
 
@@ -12,6 +12,7 @@ __all__ = [
     "Method",
     "PlanMethod",
     "Setting",
+    "aqua",
     "bits",
     "dropping",
     "higgs",

@@ -1,5 +1,6 @@
 """Neighbouring methods: the law that makes each the method of its paper, and counted bytes."""
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -7,28 +8,36 @@ import numpy as np
 import pytest
 import torch
 from methods import METHODS, Method, Setting
+from methods.aqua import AquaKV
 from methods.grids import lloyd_max, nearest_word, plane_codebook, randomized_hadamard
 from methods.higgs import Higgs
 from methods.turboquant import TurboQuant, reconstructed
+from methods.windows import WindowMethod
 from scipy.linalg import hadamard
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.errors import ModelError
+from manifoldkv.errors import ArgumentError, ModelError
+from manifoldkv.evaluation import perplexity
+from manifoldkv.evaluation.retrieval import Prompts
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24
+WINDOWED = ("aqua-kv",)
 
 
 def model_of(family: str = "llama") -> PreTrainedModel:
     return tiny_model(family, dtype=torch.float32)
 
 
+def setting_of(model: PreTrainedModel) -> Setting:
+    return Setting(model, tiny_tokens(8, LENGTH), LENGTH, "pre", 0, Path())
+
+
 def method_of(name: str, ratio: float, model: PreTrainedModel | None = None) -> Method:
-    calibration = tiny_tokens(8, LENGTH)
-    setting = Setting(model or model_of(), calibration, LENGTH, "pre", 0, Path())
-    return METHODS.get(name)(setting, ratio)
+    return METHODS.get(name)(setting_of(model or model_of()), ratio)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -123,7 +132,115 @@ def test_turboquant_refuses_heads_that_no_hadamard_matrix_fits() -> None:
         method_of("turboquant", 0.25, model)
 
 
-@pytest.mark.parametrize("name", ["higgs", "turboquant"])
+class Halved(WindowMethod):
+    """Codes that lose half of everything, so that an oracle needs neither codes nor rotations."""
+
+    sinks, recent = 2, 6
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys / 2, values / 2
+
+    def coded_bytes(self, tokens: int) -> int:
+        return tokens
+
+
+class Whole(Halved):
+    """Codes that lose nothing."""
+
+    def reconstruct(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+@torch.no_grad()
+def token_by_token(model: PreTrainedModel, text: Tensor, sinks: int, recent: int) -> Tensor:
+    """Logits of a text (1, n), each token read alone from a cache with halved tokens."""
+    exact, logits = DynamicCache(config=model.config), []
+    for token, ids in enumerate(text.split(1, dim=1)):
+        cache = copy.deepcopy(exact)
+        for layer in cache.layers if token else []:
+            layer.keys[..., sinks : max(sinks, token - recent + 1), :] /= 2
+            layer.values[..., sinks : max(sinks, token - recent + 1), :] /= 2
+        logits.append(model(input_ids=ids, past_key_values=cache).logits)
+        for index, layer in enumerate(cache.layers):
+            exact.update(layer.keys[..., -1:, :], layer.values[..., -1:, :], index)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "phi3-partial"])
+def test_a_text_is_read_as_token_by_token(family: str) -> None:
+    """First and newest tokens uncompressed for every query, and rotation undone and redone."""
+    model, tokens = tiny_model(family), tiny_tokens(2, LENGTH)
+    halved = Halved(setting_of(model), 0.5)
+    measured, whole = halved.perplexity(tokens), Whole(setting_of(model), 0.5).perplexity(tokens)
+    assert whole.by_sequence == pytest.approx(perplexity(model, tokens).by_sequence, rel=1e-6)
+    for text, mine in zip(tokens.split(1), measured.by_sequence, strict=True):
+        logits = token_by_token(model, text, Halved.sinks, Halved.recent)
+        assert mine == pytest.approx(float(cross_entropy(logits[0, :-1], text[0, 1:])), rel=1e-6)
+    assert measured.nll != pytest.approx(whole.nll, rel=1e-3)
+
+
+def test_a_prompt_is_held_with_first_and_newest_tokens_uncompressed() -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(2, LENGTH)
+    stock = DynamicCache(config=model.config)
+    model(input_ids=ids[:, :-1], past_key_values=stock)
+    with Halved(setting_of(model), 0.5).holder(model, Prompts(ids, stock)) as new_cache:
+        held = new_cache()
+    assert held.get_seq_length() == LENGTH - 1
+    factors = torch.full((LENGTH - 1, 1), 0.5, dtype=torch.float64)
+    factors[: Halved.sinks] = factors[-Halved.recent :] = 1
+    for mine, exact in zip(held.layers, stock.layers, strict=True):
+        torch.testing.assert_close(mine.keys, factors * exact.keys)
+        torch.testing.assert_close(mine.values, factors * exact.values)
+
+
+def test_uncompressed_tokens_are_counted_and_may_leave_nothing_of_a_ratio() -> None:
+    halved = Halved(setting_of(model_of()), 0.5)
+    of_token = 3 * 2 * 16 * 2  # layers, K and V, features, bytes
+    assert [halved.nbytes(tokens) for tokens in (3, 8, 11)] == [3 * of_token, 8 * of_token, 1539]
+    assert halved.facts()["exact_bytes"] == 8 * of_token
+    assert halved.budget() == (LENGTH - 8, 4 * of_token)
+    with pytest.raises(ArgumentError, match="8 of 24 tokens in 16 bits leave nothing"):
+        Halved(setting_of(model_of()), 0.3).budget()
+
+
+@pytest.fixture
+def few_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes most tokens of short texts."""
+    for name in WINDOWED:
+        monkeypatch.setattr(METHODS.get(name), "recent", 6)
+
+
+def test_aqua_kv_codes_what_the_reconstructed_layer_below_does_not_predict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers that are linear in the one below: errors neither add up nor are those of HIGGS."""
+    keys, values = [gaussian(4, 512, 16)], [gaussian(4, 512, 16, seed=1)]
+    for layer in (1, 2):
+        keys.append(keys[-1] @ gaussian(16, 16, seed=layer + 1) / 4 + layer)
+        values.append((values[-1] + keys[-1]) @ gaussian(16, 16, seed=layer + 3) / 4)
+    known = torch.stack(keys), torch.stack(values)
+    monkeypatch.setattr("methods.aqua.calibration_of", lambda setting: known)
+    method = method_of("aqua-kv", 2 / 16)
+    assert isinstance(method, AquaKV)
+    for held, exact in zip(method.reconstruct(*known), known, strict=True):
+        errors = (held - exact).square().mean(dim=(1, 2, 3)) / exact.var(dim=(1, 2, 3))
+        alone = (method.others.reconstruct(exact) - exact).square().mean() / exact.var()
+        assert errors[0] == pytest.approx(0.009, rel=0.2)  # four bits
+        assert float(errors[1:].max()) < 0.1 * alone
+    elements = 2 * (16 * 16 + 16) + 2 * (32 * 16 + 16)
+    assert method.facts()["basis_bytes"] == 2 * elements
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_aqua_kv_counts_a_first_layer_of_four_bits(bits: int) -> None:
+    of_width = {bits: 16 * bits // 8 + 2 for bits in (4, 2)}
+    coded = 10 * 2 * (of_width[4] + 2 * of_width[bits])
+    method = method_of("aqua-kv", bits / 16)
+    assert method.nbytes(132 + 10) == method.setting.stock_bytes(132) + coded
+
+
+@pytest.mark.usefixtures("few_exact")
+@pytest.mark.parametrize("name", ["higgs", "turboquant", "aqua-kv"])
 def test_most_bits_lose_little_and_fewest_more(name: str) -> None:
     model, tokens = model_of(), tiny_tokens(4, LENGTH)
     exact = method_of("sinks-recent", 1.0, model).perplexity(tokens)

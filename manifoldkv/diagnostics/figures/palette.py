@@ -77,6 +77,7 @@ METHODS = {
     "fp8": Mark(OLIVE, "h", "--"),
     "transformers-hqq": Mark(ROSE, "8", "--"),
     "higgs": Mark(YELLOW, "D", "--"),
+    "aqua-kv": Mark(TEAL, "P", "--"),
     "turboquant": Mark(OLIVE, "s", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
