@@ -3,7 +3,17 @@
 A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
-from methods import aqua, bits, dropping, higgs, integers, ranks, rounding, turboquant
+from methods import (
+    aqua,
+    bits,
+    dropping,
+    higgs,
+    integers,
+    kvtc,
+    ranks,
+    rounding,
+    turboquant,
+)
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
 
@@ -17,6 +27,7 @@ __all__ = [
     "dropping",
     "higgs",
     "integers",
+    "kvtc",
     "ranks",
     "register_method",
     "rounding",

@@ -168,7 +168,7 @@ def stacked(model: PreTrainedModel, cache: Cache, start: int) -> tuple[Tensor, T
         torch.stack([getattr(layer, site)[..., start:, :] for layer in cache.layers])
         for site in ("keys", "values")
     )
-    angles = _angles(model, start, keys).inverse()
+    angles = angles_of(model, start, keys).inverse()
     unrotated = angles.tile(keys.flatten(0, 1), 0, keys.shape[-2]).view_as(keys)
     return unrotated.transpose(2, 3).flatten(3), values.transpose(2, 3).flatten(3)
 
@@ -179,11 +179,11 @@ def heads(
     """Return rotated keys and values (layers, B, H_kv, n, d) from those of `stacked`."""
     size = Decoder.of(model).head_dim
     keys, values = (x.unflatten(3, (-1, size)).transpose(2, 3) for x in (keys, values))
-    angles = _angles(model, start, keys)
+    angles = angles_of(model, start, keys)
     return angles.tile(keys.flatten(0, 1), 0, keys.shape[-2]).view_as(keys), values
 
 
-def _angles(model: PreTrainedModel, start: int, keys: Tensor) -> Angles:
+def angles_of(model: PreTrainedModel, start: int, keys: Tensor) -> Angles:
     """Return the angles of the tokens of keys (..., n, d) from a slot on; layers have the same."""
     decoder = Decoder.of(model)
     positions = torch.arange(start, start + keys.shape[-2], device=keys.device).unsqueeze(0)

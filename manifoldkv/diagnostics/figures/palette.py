@@ -78,6 +78,7 @@ METHODS = {
     "transformers-hqq": Mark(ROSE, "8", "--"),
     "higgs": Mark(YELLOW, "D", "--"),
     "aqua-kv": Mark(TEAL, "P", "--"),
+    "kvtc": Mark(INDIGO, "^", "--"),
     "turboquant": Mark(OLIVE, "s", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
