@@ -13,6 +13,7 @@ from methods import (
     ranks,
     rounding,
     turboquant,
+    xkv,
 )
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
@@ -32,4 +33,5 @@ __all__ = [
     "register_method",
     "rounding",
     "turboquant",
+    "xkv",
 ]

@@ -17,6 +17,7 @@ from methods.higgs import Higgs
 from methods.kvtc import KVTC, Group, allocated, codes_of, decoded, principal_of, stored
 from methods.turboquant import TurboQuant, reconstructed
 from methods.windows import WindowMethod
+from methods.xkv import axes_of, projected
 from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -30,7 +31,7 @@ from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24
-WINDOWED = ("aqua-kv", "kvtc")
+WINDOWED = ("aqua-kv", "kvtc", "xkv")
 
 
 def model_of(family: str = "llama") -> PreTrainedModel:
@@ -304,6 +305,30 @@ def test_kvtc_counts_deflate_and_that_is_enough_to_decode(kvtc: KVTC) -> None:
             assert held == pytest.approx(expected, abs=1e-5)
             blob = blob[4 * tokens + size :]
     assert not blob
+
+
+def test_xkv_has_the_least_error_of_its_rank_in_layers_side_by_side() -> None:
+    """Eckart and Young; three layers in the subspace of one lose nothing at the rank of one."""
+    x = gaussian(6, 2, 30, 8)  # layers, texts, tokens, features
+    held = projected(x, axes_of(x, [5, 5]))
+    for layers in (slice(0, 4), slice(4, 6)):
+        for text in range(2):
+            joined = torch.cat(list(x[layers, text]), dim=1)
+            lost = (torch.cat(list(held[layers, text]), dim=1) - joined).square().sum()
+            tail = torch.linalg.svdvals(joined)[5:].square().sum()
+            torch.testing.assert_close(lost, tail, rtol=1e-4, atol=0)
+    keys = linked()[0] - torch.tensor([0, 1, 0]).view(3, 1, 1, 1)
+    torch.testing.assert_close(projected(keys, axes_of(keys, [16])), keys, rtol=0, atol=1e-4)
+
+
+def test_xkv_counts_both_factors_of_every_text() -> None:
+    method = method_of("xkv", 0.9)
+    method.recent = 6  # type: ignore[attr-defined]
+    (keys,), (values,) = method.ranks  # type: ignore[attr-defined]
+    assert values > keys > 0
+    exact, coded = 6, LENGTH - 6
+    factors = (keys + values) * (coded + 3 * 16)
+    assert method.nbytes(LENGTH) == 2 * (exact * 3 * 2 * 16 + factors)
 
 
 @pytest.mark.usefixtures("few_exact")

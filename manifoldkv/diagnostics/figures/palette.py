@@ -79,6 +79,7 @@ METHODS = {
     "higgs": Mark(YELLOW, "D", "--"),
     "aqua-kv": Mark(TEAL, "P", "--"),
     "kvtc": Mark(INDIGO, "^", "--"),
+    "xkv": Mark(ORANGE, "X", "--"),
     "turboquant": Mark(OLIVE, "s", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
