@@ -4,6 +4,7 @@ A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
 from methods import (
+    aatc,
     aqua,
     bits,
     dropping,
@@ -23,6 +24,7 @@ __all__ = [
     "Method",
     "PlanMethod",
     "Setting",
+    "aatc",
     "aqua",
     "bits",
     "dropping",

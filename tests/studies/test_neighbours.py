@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from methods import METHODS, Method, Setting
+from methods.aatc import Channels, outputs_of, queries_of, rounded, water_filled
 from methods.aqua import AquaKV
 from methods.grids import lloyd_max, nearest_word, plane_codebook, randomized_hadamard
 from methods.higgs import Higgs
@@ -31,7 +32,7 @@ from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24
-WINDOWED = ("aqua-kv", "kvtc", "xkv")
+WINDOWED = ("aqua-kv", "kvtc", "xkv", "aatc")
 
 
 def model_of(family: str = "llama") -> PreTrainedModel:
@@ -329,6 +330,48 @@ def test_xkv_counts_both_factors_of_every_text() -> None:
     exact, coded = 6, LENGTH - 6
     factors = (keys + values) * (coded + 3 * 16)
     assert method.nbytes(LENGTH) == 2 * (exact * 3 * 2 * 16 + factors)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 7, 20])
+def test_aatc_fills_with_water_as_an_exhaustive_search_does(bits: int) -> None:
+    scores = torch.tensor([5.0, 0.3, 90.0, 1.0])
+    found = water_filled(scores, bits)
+    every = [torch.tensor(x) for x in product(range(9), repeat=4) if sum(x) <= bits]
+    best = min(float((scores * 0.25**x).sum()) for x in every)
+    assert int(found.sum()) == bits
+    assert float((scores * 0.25**found).sum()) == pytest.approx(best)
+
+
+def test_aatc_loses_nothing_but_by_rounding() -> None:
+    """Axes at full rank: of 16 bits, errors are those of the scale in float16."""
+    x = gaussian(2, 3, 200, 16) * torch.logspace(-2, 2, 16)
+    channels = Channels.of(x.flatten(1, 2), torch.eye(16).expand(2, 16, 16), normalized=False)
+    for bits, error in ((16, 1e-3), (8, 2e-2)):
+        widths = torch.full((2, 16), bits)
+        coordinates = (rounded(x, channels, widths) - x) @ channels.axes.unsqueeze(1)
+        assert float((coordinates / channels.units[:, None, None]).abs().max()) < error
+    cut = torch.full((2, 16), 16)
+    cut[:, :8] = 0  # channels of least power
+    lost = (rounded(x, channels, cut) - x).square().sum() / x.square().sum()
+    assert 0 < lost < 1e-3
+
+
+def test_aatc_weighs_keys_by_queries_and_values_by_the_output_projection() -> None:
+    model = model_of()
+    setting, seen = setting_of(model), []
+    attention = attention_of(decoder_layers(model)[1])
+    hook = attention.q_proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(input_ids=setting.calibration)
+    hook.remove()
+    queries = seen[0].flatten(0, 1).unflatten(1, (4, 8))
+    error = gaussian(16)
+    by_head = error.view(2, 8).repeat_interleave(2, dim=0)  # two query heads of a KV head
+    scores = (queries * by_head).sum(dim=2)
+    cost = error @ queries_of(setting)[1] @ error
+    torch.testing.assert_close(cost, scores.square().sum(dim=1).mean(), rtol=1e-4, atol=0)
+    outputs = [attention.o_proj.weight[:, 8 * h : 8 * h + 8] @ by_head[h] for h in range(4)]
+    cost = error @ outputs_of(setting)[1] @ error
+    torch.testing.assert_close(cost, torch.stack(outputs).square().sum(), rtol=1e-4, atol=0)
 
 
 @pytest.mark.usefixtures("few_exact")

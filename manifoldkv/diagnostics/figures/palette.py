@@ -80,6 +80,7 @@ METHODS = {
     "aqua-kv": Mark(TEAL, "P", "--"),
     "kvtc": Mark(INDIGO, "^", "--"),
     "xkv": Mark(ORANGE, "X", "--"),
+    "aatc": Mark(ROSE, "D", "--"),
     "turboquant": Mark(OLIVE, "s", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
