@@ -9,7 +9,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-SAMPLES, STEPS = 1 << 14, 40
+SAMPLES, STEPS = 1 << 15, 60
 """Points and steps of Lloyd's algorithm in the plane."""
 AT_ONCE = 1 << 16
 """Points whose distances from all codewords are in memory at once."""

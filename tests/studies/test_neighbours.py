@@ -14,8 +14,9 @@ from methods import METHODS, Method, Setting
 from methods.aatc import Channels, outputs_of, queries_of, rounded, water_filled
 from methods.aqua import AquaKV
 from methods.grids import lloyd_max, nearest_word, plane_codebook, randomized_hadamard
+from methods.groups import Group, allocated, codes_of, decoded, stored
 from methods.higgs import Higgs
-from methods.kvtc import KVTC, Group, allocated, codes_of, decoded, principal_of, stored
+from methods.kvtc import KVTC, principal_of
 from methods.turboquant import TurboQuant, reconstructed
 from methods.windows import WindowMethod
 from methods.xkv import axes_of, projected
@@ -78,10 +79,8 @@ def test_higgs_has_one_error_whatever_the_features_are(bits: int) -> None:
     torch.testing.assert_close(rotation @ rotation.mT, torch.eye(64))
     spread = gaussian(512, 192)
     heavy = spread.sign() * spread.abs() ** 6
-    errors = [
-        float((form.reconstruct(x) - x).square().sum() / x.square().sum())
-        for x in (spread, heavy, 1000 * spread, spread * torch.logspace(-1, 1, 192))
-    ]
+    every = (spread, heavy, 1000 * spread, spread * torch.logspace(-1, 1, 192))
+    errors = [float((form.reconstruct(x) - x).square().sum() / x.square().sum()) for x in every]
     best = float(
         (
             plane_codebook(bits)[nearest_word(spread.view(-1, 2), plane_codebook(bits))].view_as(

@@ -81,7 +81,7 @@ METHODS = {
     "kvtc": Mark(INDIGO, "^", "--"),
     "xkv": Mark(ORANGE, "X", "--"),
     "aatc": Mark(ROSE, "D", "--"),
-    "turboquant": Mark(OLIVE, "s", "--"),
+    "turboquant": Mark(OLIVE, "<", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
 }
