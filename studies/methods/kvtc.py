@@ -61,8 +61,8 @@ class KVTC(WindowMethod):
     grouping of least squared error within a budget is found by dynamic programming on calibration
     coordinates. Bytes are those of DEFLATE (zlib, level 9) on the packed codes and ranges of as
     many calibration tokens, and widths are chosen so that these meet the ratio. Differs from the
-    paper: eight bits are integers, not float8; groups of more than one coordinate begin at multiples of 16; the
-    basis is found by an eigendecomposition instead of a randomized SVD.
+    paper: eight bits are integers, not float8; groups of more than one coordinate begin at
+    multiples of 16; the basis is found by an eigendecomposition instead of a randomized SVD.
     """
 
     def coded_bytes(self, tokens: int) -> int:
