@@ -224,10 +224,10 @@ def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
 
 def _without_exact(row: Any) -> str:
     """Return how many times smaller the tokens are that a method does not hold uncompressed."""
-    if np.isnan(row["exact_bytes"]):
-        return "-"
     nbytes = row["bytes_per_token"] * row["window"]
     stock = nbytes / row["ratio"]
+    if not row["exact_bytes"] < nbytes:  # or not a number
+        return "-"
     return f"{(stock - row['exact_bytes']) / (nbytes - row['exact_bytes']):.2f}"
 
 
