@@ -219,7 +219,7 @@ class MethodBenchmark(Benchmark):
     def _facts(self, method: Method) -> pd.DataFrame:
         window = self.setting.window
         start = time.perf_counter()
-        nbytes = method.nbytes(window)
+        nbytes, own = method.nbytes(window), method.facts()
         seconds = time.perf_counter() - start
         facts = {
             "ratio": nbytes / self.setting.stock_bytes(window),
@@ -227,7 +227,7 @@ class MethodBenchmark(Benchmark):
             "seconds": seconds,
             "threads": self.given.threads,
         }
-        return pd.DataFrame([facts | method.facts()])
+        return pd.DataFrame([facts | own])
 
     def stock_answers(self, posed: list[Question]) -> pd.DataFrame:
         """Return the answers of the uncompressed model."""

@@ -3,7 +3,19 @@
 A file has one family. Importing the package registers all of them in `METHODS`.
 """
 
-from methods import bits, dropping, integers, ranks, rounding
+from methods import (
+    aatc,
+    aqua,
+    bits,
+    dropping,
+    higgs,
+    integers,
+    kvtc,
+    ranks,
+    rounding,
+    turboquant,
+    xkv,
+)
 from methods.base import METHODS, Method, Setting, register_method
 from methods.plans import PlanMethod
 
@@ -12,10 +24,16 @@ __all__ = [
     "Method",
     "PlanMethod",
     "Setting",
+    "aatc",
+    "aqua",
     "bits",
     "dropping",
+    "higgs",
     "integers",
+    "kvtc",
     "ranks",
     "register_method",
     "rounding",
+    "turboquant",
+    "xkv",
 ]

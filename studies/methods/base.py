@@ -56,12 +56,25 @@ class Setting:
     seed: int
     folder: Path
 
+    @property
+    def layers(self) -> int:
+        """Return the number of decoder layers."""
+        return len(decoder_layers(self.model))
+
+    @property
+    def head_dim(self) -> int:
+        """Return the number of features of a head, d."""
+        return int(attention_of(decoder_layers(self.model)[0]).head_dim)
+
+    @property
+    def features(self) -> int:
+        """Return the number of features of the keys of a token in a layer, H_kv · d."""
+        return int(self.model.config.get_text_config().num_key_value_heads * self.head_dim)
+
     def stock_bytes(self, tokens: int) -> int:
         """Return the bytes of the uncompressed cache of one sequence, in 16-bit numbers."""
-        attention = attention_of(decoder_layers(self.model)[0])
-        elements = self.model.config.get_text_config().num_key_value_heads * attention.head_dim
         windows = sliding_windows(self.model.config)
-        return 2 * elements * 2 * sum(cached_tokens(tokens, window) for window in windows)
+        return 2 * self.features * 2 * sum(cached_tokens(tokens, window) for window in windows)
 
 
 class Method(ABC):

@@ -30,6 +30,9 @@ class RoundingMethod(Baseline):
     def new_cache(self) -> Cache:
         """Return an empty cache."""
 
+    def perplexity(self, tokens: Tensor) -> Perplexity | None:
+        return losses(self.setting.model, tokens, lambda: {"past_key_values": self.new_cache()})
+
     @contextmanager
     def holder(self, model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
         def filled() -> Cache:
@@ -39,6 +42,27 @@ class RoundingMethod(Baseline):
             return cache
 
         yield filled
+
+
+class RoundedLayer(DynamicLayer):
+    """Keys and values that are rounded when they are appended, held as reconstructions.
+
+    Parameters
+    ----------
+    of_keys, of_values : callable
+        Reconstruction of keys and of values, (B, H_kv, n, d).
+    """
+
+    def __init__(
+        self, of_keys: Callable[[Tensor], Tensor], of_values: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self._of_keys, self._of_values = of_keys, of_values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return super().update(self._of_keys(key_states), self._of_values(value_states))
 
 
 @register_method("fp8")
@@ -52,12 +76,8 @@ class Float8(RoundingMethod):
     def nbytes(self, tokens: int) -> int:
         return self.setting.stock_bytes(tokens) // 2
 
-    def perplexity(self, tokens: Tensor) -> Perplexity:
-        return losses(self.setting.model, tokens, lambda: {"past_key_values": self.new_cache()})
-
     def new_cache(self) -> Cache:
-        count = self.setting.model.config.get_text_config().num_hidden_layers
-        return Cache(layers=[Float8Layer() for _ in range(count)])
+        return Cache(layers=[Float8Layer() for _ in range(self.setting.layers)])
 
 
 class Float8Layer(DynamicLayer):

@@ -201,10 +201,12 @@ def _decode_times(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
-    rows = []
+    rows, windowed = [], "exact_bytes" in part and bool(part["exact_bytes"].notna().any())
     for method, line in part.groupby("composition", sort=False):
         for _, row in line.sort_values("ratio", ascending=False).iterrows():
             cells = [f"`{method}`", f"{1 / row['ratio']:.2f}", f"{row['bytes_per_token']:.0f}"]
+            if windowed:
+                cells.append(_without_exact(row))
             if kind == "task":
                 cells.append(common.with_error(row["score"], row["score_error"], 2))
             cells.append(common.with_error(row["added_nll"], row["nll_error"], 4))
@@ -215,8 +217,18 @@ def _table(part: pd.DataFrame, kind: str, times: pd.DataFrame) -> list[str]:
             rows.append(cells)
     score = ["found"] if kind == "task" else []
     steps = [f"step after {tokens:,}" for tokens in times.columns]
-    titles = ["method", "times smaller", "bytes per token", *score, "added", *steps]
+    beside = ["times smaller without exact tokens"] if windowed else []
+    titles = ["method", "times smaller", "bytes per token", *beside, *score, "added", *steps]
     return common.table(titles, rows)
+
+
+def _without_exact(row: Any) -> str:
+    """Return how many times smaller the tokens are that a method does not hold uncompressed."""
+    nbytes = row["bytes_per_token"] * row["window"]
+    stock = nbytes / row["ratio"]
+    if not row["exact_bytes"] < nbytes:  # or not a number
+        return "-"
+    return f"{(stock - row['exact_bytes']) / (nbytes - row['exact_bytes']):.2f}"
 
 
 def _cost(results: pd.DataFrame) -> list[str]:

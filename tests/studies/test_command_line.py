@@ -65,7 +65,7 @@ IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
         (("--ratios", 0.5, 2), "argument --ratios: a ratio must be in (0, 1], got 2"),
         (("--ratios", "1/0"), "argument --ratios: not a number or a fraction: 1/0"),
         (("--held-out", 0), "sequences must be >= 1, got 0"),
-        (("--methods", "nothing"), "unknown method 'nothing'; known: best, bits"),
+        (("--methods", "nothing"), "unknown method 'nothing'; known: aatc"),
         (
             ("--ratios", 0.001, "--methods", "eigen-attention", *FEW),
             "no method reaches a requested ratio on this model",

@@ -74,6 +74,19 @@ def test_more_bits_lose_less_and_snapkv_has_no_loss_on_a_text(results: pd.DataFr
     assert losses.drop(("snapkv", "text")).notna().all()
 
 
+def test_the_summary_has_sizes_without_tokens_that_are_held_uncompressed(tmp_path: Path) -> None:
+    texts = (*TEXTS[:-1], 160)  # 132 of them uncompressed
+    done = finished(*texts, "--tasks", "--out", tmp_path, "--methods", "aqua-kv", "fp8")
+    lines = [line for line in done.text().splitlines() if line.startswith(("| method", "| `"))]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:5]]
+    assert cells[0][3] == "times smaller without exact tokens"
+    expected = []
+    for bits in (4, 3, 2):
+        layers = [64 * width // 8 + 2 for width in (4, *[bits] * 5)]  # one block of 64 features
+        expected.append(f"{6 * 64 * 2 / sum(layers):.2f}")
+    assert [row[3] for row in cells[1:]] == [*expected, "-"]
+
+
 def test_a_repeated_run_measures_nothing_again(done: Done, tmp_path: Path) -> None:
     names = ("snapkv", "fp8", "grouped")
     before = done.table()

@@ -77,6 +77,12 @@ METHODS = {
     "kivi": Mark(WINE, ">", "--"),
     "fp8": Mark(OLIVE, "h", "--"),
     "transformers-hqq": Mark(ROSE, "8", "--"),
+    "higgs": Mark(YELLOW, "D", "--"),
+    "aqua-kv": Mark(TEAL, "P", "--"),
+    "kvtc": Mark(INDIGO, "^", "--"),
+    "xkv": Mark(ORANGE, "X", "--"),
+    "aatc": Mark(ROSE, "D", "--"),
+    "turboquant": Mark(OLIVE, "<", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
 }

@@ -1,0 +1,67 @@
+"""Quantizers of Gaussian coordinates, and rotations that make coordinates Gaussian."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+from torch.special import ndtr, ndtri
+
+SAMPLES, STEPS = 1 << 15, 60
+"""Points and steps of Lloyd's algorithm in the plane."""
+AT_ONCE = 1 << 16
+"""Points whose distances from all codewords are in memory at once."""
+
+
+@cache
+def lloyd_max(bits: int) -> Tensor:
+    """Return the scalar codebook of least mean squared error for N(0, 1), (2^bits,), ascending.
+
+    Lloyd and Max: borders are midpoints of codewords, codewords are means between borders.
+    """
+    count = 1 << bits
+    words = ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    while True:
+        borders = torch.cat([words.new_tensor([-9]), (words[1:] + words[:-1]) / 2])
+        borders = torch.cat([borders, words.new_tensor([9])])
+        density = torch.exp(-borders.square() / 2) / (2 * torch.pi) ** 0.5
+        means = -density.diff() / ndtr(borders).diff()
+        if bool((means - words).abs().max() < 1e-10):
+            return means.float()
+        words = means
+
+
+@cache
+def plane_codebook(bits: int) -> Tensor:
+    """Return a codebook of bits per coordinate for pairs of N(0, 1), (4^bits, 2), float32.
+
+    Lloyd's algorithm on `SAMPLES` points, from points among them.
+    """
+    points = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(0))
+    words = points[: 1 << 2 * bits].clone()
+    for _ in range(STEPS):
+        nearest = nearest_word(points, words)
+        sums = torch.zeros_like(words).index_add_(0, nearest, points)
+        counts = nearest.bincount(minlength=len(words)).unsqueeze(1)
+        words = torch.where(counts > 0, sums / counts.clamp(min=1), words)
+    return words
+
+
+def nearest_word(points: Tensor, words: Tensor) -> Tensor:
+    """Return the index of the nearest of words (W, k) for points (n, k), (n,), int64."""
+    half = words.square().sum(dim=1) / 2
+    parts = [(part @ words.mT - half).argmax(dim=1) for part in points.split(AT_ONCE)]
+    return torch.cat(parts)
+
+
+@cache
+def randomized_hadamard(size: int, seed: int) -> Tensor:
+    """Return an orthonormal Hadamard matrix behind random signs, (size, size), float32.
+
+    The size is a power of two.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    signs = 2.0 * torch.randint(2, (size, 1), generator=generator) - 1
+    return signs * torch.from_numpy(hadamard(size)).float() / size**0.5
