@@ -20,6 +20,7 @@ from manifoldkv.codec import blob as blobs
 from manifoldkv.errors import CodecError
 from tests.stored import TOKENS, filled, stored_model, stored_plan
 
+
 def corpus(codec: Codec) -> list[tuple[blobs.Header, bytes]]:
     """Headers and payloads of blocks: with ids and without, outliers, sequences, few tokens."""
     found, plan = [], stored_plan()
