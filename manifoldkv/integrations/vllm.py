@@ -15,7 +15,7 @@ attention layers that define the order of their elements, and may not fail to lo
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ TRIED = ("0.32.0",)
 OPTIONS = ("plan", "folder", "bytes")
 LEAST_GAIN = 4
 """Stored chunks are decoded from the first token on if one in this number is not cached by vLLM."""
+IDLE_SECONDS = 0.01
+"""How long a step without tokens waits for a load or a save to end."""
 COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 HELD_FOR_SAVES = 4
 """One in this number of vLLM's blocks may wait to be encoded."""
@@ -98,6 +100,7 @@ class CodecConnector(KVConnectorBase_V1):
             self._loads: dict[str, Future[list[int]]] = {}
             self._saves: dict[str, Future[None]] = {}
             self._failed: set[int] = set()
+            self._idle = False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -169,12 +172,15 @@ class CodecConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         found = self._get_connector_metadata()
         assert isinstance(found, Transfers)
+        self._idle = forward_context.attn_metadata is None
         for load in found.loads:
             self._loads[load.request] = self._loader.submit(self._load, load)
         for save in found.saves:
             self._saves[save.request] = self._saver.submit(self._save, save)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        if self._idle:  # vLLM would take the next empty step at once, and the processor with it
+            wait([*self._loads.values(), *self._saves.values()], IDLE_SECONDS, FIRST_COMPLETED)
         sent = {name for name, future in self._saves.items() if future.done()}
         received = {name for name, future in self._loads.items() if future.done()}
         for name in sent:
