@@ -25,6 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = (
     *("activations", "basis.py", "cache", "cli", "codec", "coding", "commuting.py", "diagnostics"),
     *(
+        "integrations",
         "models",
         "objectives",
         "plan",

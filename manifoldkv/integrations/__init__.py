@@ -1,0 +1,1 @@
+"""Stored caches where engines look for them."""
