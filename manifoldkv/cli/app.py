@@ -19,6 +19,7 @@ from manifoldkv.cli.options import (
     ModelOptions,
     OtherWeights,
     Plan,
+    SlotOptions,
     TextOptions,
     Windows,
 )
@@ -315,6 +316,31 @@ class Report(TextOptions, ModelOptions):
             help="Embed plotly in the report (one file of 2 MB), or write plotly.min.js beside it.",
         ),
     ] = True
+
+
+@command(app, "packing.pack")
+class Pack(SlotOptions):
+    """Make a saved slot of llama.cpp smaller.
+
+    A slot of llama-server (/slots/0?action=save) or a prompt cache of llama-completion
+    (--prompt-cache): one sequence from position 0 on, keys and values in f16 or q8_0. The plan is
+    one of recipe stored.
+    """
+
+    slot: Annotated[
+        Path, typer.Argument(**FILE | {"metavar": "SLOT"}, help="File that llama.cpp saved.")
+    ]
+    out: Annotated[Path, typer.Option(**FILE, help="Packed file to write.")]
+
+
+@command(app, "packing.unpack")
+class Unpack(SlotOptions):
+    """Write a packed slot as a file of llama.cpp."""
+
+    packed: Annotated[
+        Path, typer.Argument(**FILE | {"metavar": "PACKED"}, help="File that pack wrote.")
+    ]
+    out: Annotated[Path, typer.Option(**FILE, help="File of llama.cpp to write.")]
 
 
 @command(app, "listing.listed")

@@ -38,8 +38,8 @@ def default(command: str, name: str) -> Any:
 def test_every_command_is_named() -> None:
     out = lines("--help")
     assert lines("-h") == out
-    commands = "compress generate evaluate export compare inspect bench diagnose report list"
-    assert list(COMMANDS) == commands.split()
+    commands = "compress generate evaluate export compare inspect bench diagnose report pack unpack"
+    assert list(COMMANDS) == [*commands.split(), "list"]
     assert all(f"  {command} " in out for command in COMMANDS)
     assert "Exit codes: 0" in out
     assert "..." not in out.replace("[ARGS]...", "")  # every line of a command is whole
