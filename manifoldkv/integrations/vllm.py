@@ -180,7 +180,8 @@ class CodecConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         if self._idle:  # vLLM would take the next empty step at once, and the processor with it
-            wait([*self._loads.values(), *self._saves.values()], IDLE_SECONDS, FIRST_COMPLETED)
+            running: list[Future[Any]] = [*self._loads.values(), *self._saves.values()]
+            wait(running, IDLE_SECONDS, FIRST_COMPLETED)
         sent = {name for name, future in self._saves.items() if future.done()}
         received = {name for name, future in self._loads.items() if future.done()}
         for name in sent:

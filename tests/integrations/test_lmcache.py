@@ -14,7 +14,7 @@ import torch
 
 from manifoldkv.errors import ArgumentError
 from tests.cli.running import MODEL
-from tests.integrations.test_chunks import CHUNK, chunks, codec, error, stored_plan
+from tests.integrations.test_lmcache_chunks import CHUNK, chunks, codec, error, stored_plan
 
 pytest.importorskip("lmcache")
 
