@@ -139,7 +139,7 @@ def test_the_restored_slot_continues_as_the_decoded_cache(
     program.read(ids)
     content = program.save(ids, path, whole)
     packed = pack_slot(content, model, plan)
-    assert len(packed) < len(content) / 5
+    assert len(packed) < 0.4 * len(content)  # of a plan made in seconds
     unpacked = unpack_slot(packed, model, plan)
     program.restore(unpacked, ids, path, whole)
     assert program.save(ids, path, whole) == unpacked  # llama.cpp holds the numbers of the file
