@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from manifoldkv.basis import SITES
 from manifoldkv.coding.entropy import EntropyCoded
@@ -61,7 +62,7 @@ class SiteCodec:
             if plan.predictor.expansion is not None:
                 weights = weights @ plan.predictor.expansion
             weights = weights[order]
-        self._weights = torch.cat([weights, up]).to(dtype).contiguous()  # (inputs + F, D)
+        self._weights = torch.cat([weights, up]).to(dtype).mT.contiguous()  # (D, inputs + F)
 
     @property
     def latents(self) -> int:
@@ -79,7 +80,7 @@ class SiteCodec:
         count = len(self._inputs)
         if not count:
             return self._mean
-        return torch.addmm(self._mean, self._read(reconstructed, 0), self._weights[:count])
+        return linear(self._read(reconstructed, 0), self._weights[:, :count], self._mean)
 
     def symbols(self, x: Tensor, expected: Tensor) -> Tensor:
         """Return the symbols of keys or values (tokens, D), float32, as (F, tokens), int32.
@@ -105,10 +106,10 @@ class SiteCodec:
         first = self._columns.start
         latents = symbols.to(reconstructed.dtype).mT
         if expected is not None:
-            x = torch.addmm(expected, latents, self._weights[len(self._inputs) :])
+            x = torch.addmm(expected, latents, self._weights[:, len(self._inputs) :].mT)
         else:
             reconstructed[:, first : first + self.latents] = latents.contiguous()
-            x = torch.addmm(self._mean, self._read(reconstructed, self.latents), self._weights)
+            x = linear(self._read(reconstructed, self.latents), self._weights, self._mean)
         reconstructed[:, self._columns] = x
         return x
 
