@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -229,8 +230,11 @@ class Server:
     def _post(self, path: str, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url + path, content, headers, method="POST")
-        with urllib.request.urlopen(request) as answer:
-            return bytes(answer.read())
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            raise RunError(f"vLLM answers {path} with status {error.code}") from error
 
     def _processor_seconds(self) -> float:
         every = [self._process, *self._process.children(recursive=True)]
@@ -249,13 +253,15 @@ def served(way: str, folder: Path, given: argparse.Namespace) -> Iterator[Server
     command += ["--served-model-name", "it"]
     command += ["--dtype", given.dtype, "--generation-config", "vllm", "--enforce-eager"]
     command += ["--enable-prompt-tokens-details"]
+    # Prompts are computed in one step: ExampleConnector stores no others.
+    command += ["--max-num-batched-tokens", str(max(given.tokens) + SUFFIX)]
     if way != COMPUTED:
         command += ["--kv-transfer-config", json.dumps(connector(way, folder))]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
         "OMP_NUM_THREADS": str(given.threads),
     }
     with (folder / f"{way}.log").open("wb") as log:
