@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
-from manifoldkv.kernels.views import Packed
+from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
@@ -120,9 +120,11 @@ class CompiledSites(ComposedSites):
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None
         begun = layer.tokens_seen > 0 and (not layer.sinks.size or layer.sinks.are_first)
-        if not (plain and begun and len(self._sources) <= most_sources()):
-            return False
-        return self._tables_of(angles) is not None
+        return plain and begun and self.attends(angles)
+
+    def attends(self, angles: Angles) -> bool:
+        """Return whether `attend` takes a rotation, and the number of the layer's sources."""
+        return len(self._sources) <= most_sources() and self._tables_of(angles) is not None
 
     def decode(
         self,
@@ -146,12 +148,38 @@ class CompiledSites(ComposedSites):
             sink_keys, sink_values = layer.sinks.seen()
             sinks = sink_keys.float().contiguous(), sink_values.float().contiguous()
             angles = angles.of_tokens(skipped, tokens)
-        packed = [_packed(layers, one, seen) for one in self._sources]
-        own = _packed(layers, (0, "key"), seen)
+
+        def packed(one: Input) -> Packed:
+            return _packed(layers, one, seen)
+
+        output = self.attend(by_head, packed, angles, sinks)
+        return output.to(queries.dtype).view(batch, -1, 1, head_dim)
+
+    def attend(
+        self,
+        queries: Tensor,
+        packed: Callable[[Input], Packed],
+        angles: Angles,
+        sinks: tuple[Tensor, Tensor],
+        tiles: Array | None = None,
+    ) -> Tensor:
+        """Return the attention output of a token of every text, (B, H_kv, R, d), float32.
+
+        Parameters
+        ----------
+        queries : Tensor
+            Scaled and rotated queries, (B, H_kv, R, d), float32, contiguous.
+        packed : callable
+            Returns the latents of a site of the layer or of one below.
+        angles : Angles
+            Of the tokens.
+        sinks, tiles
+            As in `manifoldkv.kernels.step.attend`.
+        """
+        sources = [packed(one) for one in self._sources]
         cos, sin = angles.cos.float(), angles.sin.float()
         tables = self._step_tables(angles)
-        output = attend(by_head, own, packed, tables, cos, sin, sinks)
-        return output.to(queries.dtype).view(batch, -1, 1, head_dim)
+        return attend(queries, packed((0, "key")), sources, tables, cos, sin, sinks, tiles)
 
     def _step_tables(self, angles: Angles) -> StepTables:
         """Return the tables of `attend`."""

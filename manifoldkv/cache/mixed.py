@@ -92,6 +92,16 @@ class MixedWidthStore(Store):
         self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
         return self._codes.flat(first), half_bits(self._scales.flat(first))
 
+    def append_packed(self, codes: Tensor, scales: Tensor) -> None:
+        """Append packed tokens, codes (B, 1, bytes, m) and scales (B, 1, 1, m)."""
+        self._codes.append(codes)
+        self._scales.append(scales)
+
+    def newest_packed(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the newest tokens, codes (B, 1, bytes, count) and scales (B, 1, 1, count)."""
+        first = len(self) - count
+        return self._codes.view[..., first:], self._scales.view[..., first:]
+
     def packed(self, start: int, stop: int) -> Packed:
         """Return some tokens as kernels take them; memory is shared."""
         scales = half_bits(self._scales.flat(start))

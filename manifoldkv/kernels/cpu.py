@@ -29,7 +29,7 @@ from manifoldkv.kernels.cpu_tiles import (
 )
 from manifoldkv.kernels.views import Array, View
 
-CHECKSUM_OF_TILES = "60e3c1b83d169a24"
+CHECKSUM_OF_TILES = "51cfc478d4e199fa"
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
@@ -82,7 +82,7 @@ def scores(
         for start in range(first, stop, TILE):
             tile = batch, start, min(TILE, stop - start)
             target = out[0], batch * out[1] + start, out[2]
-            given, angles = (predicted, tile), (cos, sin)
+            given, angles = (predicted, tile), (cos, sin, tile)
             score_tile(
                 ordered, shape, packed, tables, given, angles, numbers, of_tile, tile, target
             )
@@ -199,7 +199,7 @@ _PARTIAL = float32[:, :, ::1]
 
 
 @_kernel(
-    *(_ROWS, _PACKED, _KEYS, _SOURCES, _USES, _VIEW, _VIEW, _COUNT, _SCRATCH),
+    *(_ROWS, _PACKED, _KEYS, _SOURCES, _USES, _VIEW, _VIEW, _COUNT, _TABLE, _SCRATCH),
     *(_PARTIAL, float32[:, ::1]),
 )
 def attend(
@@ -211,49 +211,54 @@ def attend(
     cos: View,
     sin: View,
     numbers: Array,
+    tiles: Array,
     scratch: tuple[Array, Array],
     out: Array,
     largest: Array,
     first: int,
     stop: int,
 ) -> None:
-    """Add the sums of weights and the mixtures of tokens first to stop, in one pass over them.
+    """Add the sums of weights and the mixtures of tiles first to stop, in one pass over them.
 
-    Rows of `out` (B, heads · rows, 1 + r) are relative to the exponential of `largest`, the largest
+    Columns of `tiles` are the text, the index of the batch of latents, the first token there, the
+    number of tokens, and the first token among the angles; tiles of a text are neighbours. Rows of
+    `out` (B, heads · rows, 1 + r) are relative to the exponential of `largest`, the largest
     score of tokens before, (B, heads · rows). A row of the first table of `uses` is of a source:
     its first latent and their number, and the first element of its matrix and the first column of
     its mixtures, -1 for none. Scratch is room for queries, rows for scores and for predictions,
     those of `score_tile`, `mix_tile` and `_project_tile`, and a row of integers.
     """
-    batches, heads, rows, head_dim = queries.shape
+    _, heads, rows, head_dim = queries.shape
     table, fields, centres, matrices = uses
     p, count, shape = tables[7].shape[1], heads * rows, (heads, rows, head_dim)
     ordered, weights = scratch[0][: count * head_dim], scratch[0][count * head_dim :]
     predicted = weights[count * TILE :]
     work = predicted[p * TILE :], scratch[1]
-    for batch in range(batches):
-        order_queries(queries[batch], tables[-1], ordered)
-        for start in range(first, stop, TILE):
-            tokens = min(TILE, stop - start)
-            tile, here = (batch, start, tokens), (0, 0, tokens)
-            weights[: (count + p) * TILE] = 0
-            for s in range(len(table)):
-                latent, r, matrix, _ = table[s]
-                if matrix >= 0:
-                    of = fields[latent : latent + r], centres[latent : latent + r]
-                    part = sources[s][0], sources[s][1], of[0], of[1]
-                    by_row, target = (matrices, matrix, r), (predicted, 0, TILE)
-                    _project_tile(part, by_row, numbers[:p], work, tile, target)
-            given, angles = ((predicted, 0, TILE), here), (cos, sin)
-            target = weights, 0, TILE
-            score_tile(ordered, shape, packed, tables, given, angles, numbers, work, tile, target)
-            _softmax_tile(weights, tokens, work[0], out[batch], largest[batch])
-            for s in range(len(table)):
-                latent, r, _, column = table[s]
-                if column >= 0:
-                    of = fields[latent : latent + r], centres[latent : latent + r]
-                    part = sources[s][0], sources[s][1], of[0], of[1]
-                    mix_tile((weights, 0, TILE), part, work, tile, here, out[batch], column)
+    ordered_text = -1
+    for i in range(first, stop):
+        text, batch, start, tokens, place = tiles[i]
+        if text != ordered_text:
+            order_queries(queries[text], tables[-1], ordered)
+            ordered_text = text
+        tile, here = (batch, start, tokens), (0, 0, tokens)
+        weights[: (count + p) * TILE] = 0
+        for s in range(len(table)):
+            latent, r, matrix, _ = table[s]
+            if matrix >= 0:
+                of = fields[latent : latent + r], centres[latent : latent + r]
+                part = sources[s][0], sources[s][1], of[0], of[1]
+                by_row, target = (matrices, matrix, r), (predicted, 0, TILE)
+                _project_tile(part, by_row, numbers[:p], work, tile, target)
+        given, angles = ((predicted, 0, TILE), here), (cos, sin, (text, place, tokens))
+        target = weights, 0, TILE
+        score_tile(ordered, shape, packed, tables, given, angles, numbers, work, tile, target)
+        _softmax_tile(weights, tokens, work[0], out[text], largest[text])
+        for s in range(len(table)):
+            latent, r, _, column = table[s]
+            if column >= 0:
+                of = fields[latent : latent + r], centres[latent : latent + r]
+                part = sources[s][0], sources[s][1], of[0], of[1]
+                mix_tile((weights, 0, TILE), part, work, tile, here, out[text], column)
 
 
 @numba.njit(**OPTIONS)

@@ -194,7 +194,7 @@ def score_tile(
     packed: Packed,
     tables: tuple[Array, ...],
     predicted: tuple[View, Tile],
-    angles: tuple[View, View],
+    angles: tuple[View, View, Tile],
     numbers: Array,
     scratch: tuple[Array, Array],
     tile: Tile,
@@ -202,8 +202,9 @@ def score_tile(
 ) -> None:
     """Add the scores of a tile to rows of `out`: its array, first element and stride of rows.
 
-    The shape is heads, query rows of a head and d. Scratch is rows for D keys, for the scales and
-    for the latents, predictions or a rotated row, and a row of integers.
+    Predictions and angles have tiles of their own. The shape is heads, query rows of a head and d.
+    Scratch is rows for D keys, for the scales and for the latents, predictions or a rotated row,
+    and a row of integers.
     """
     groups, blocks, slots, weights, segments, pairs, mean, predictor, _ = tables
     _, rows, head_dim = shape
@@ -227,7 +228,7 @@ def score_tile(
             used = numbers[: next_feature - feature]
             matrix = predictor.reshape(-1), feature * p, p
             add_product((keys, 0, TILE), used, latents, matrix, p, tokens)
-        _rotate(keys, pairs[pair:next_pair], angles[0], angles[1], tile, latents)
+        _rotate(keys, pairs[pair:next_pair], angles[0], angles[1], angles[2], latents)
         for i in range(segment, next_segment):
             head, feature, slot, count = segments[i]
             row = head * rows

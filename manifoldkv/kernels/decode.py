@@ -90,7 +90,7 @@ def scores(
     def add(first: int, stop: int) -> None:
         kernel(*arguments, new_scratch(tables.scratch_rows, size), views[2], first, stop)
 
-    in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add, packed.tokens)
 
 
 def mix(
@@ -125,7 +125,7 @@ def mix(
         if first:
             parts.append(part)
 
-    in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add, packed.tokens)
     for part in parts:
         out += part
 
@@ -153,7 +153,7 @@ def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -
             *arguments, new_scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop
         )
 
-    in_parts(packed.tokens, add)
+    in_parts(packed.tokens, add, packed.tokens)
 
 
 def _check_tokens_last(out: Tensor) -> None:
@@ -167,13 +167,13 @@ def new_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
     return np.empty(rows * tile + more, np.float32), np.empty(tile, np.uint8)
 
 
-def in_parts(tokens: int, kernel: Callable[[int, int], None]) -> None:
-    """Run a kernel over all tokens, in parts on torch's number of threads."""
+def in_parts(count: int, kernel: Callable[[int, int], None], tokens: int) -> None:
+    """Run a kernel over tokens, or tiles of some tokens, in parts on torch's number of threads."""
     threads = max(1, min(torch.get_num_threads(), tokens // TOKENS_PER_THREAD))
     if threads == 1:
-        kernel(0, tokens)
+        kernel(0, count)
         return
-    bounds = [tokens * part // threads for part in range(threads + 1)]
+    bounds = [count * part // threads for part in range(threads + 1)]
     others = [
         _pool(threads - 1).submit(kernel, first, stop) for first, stop in pairwise(bounds[1:])
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -102,6 +102,20 @@ def most_sources() -> int:
     return int(kernels().SOURCES)
 
 
+@lru_cache(maxsize=8)
+def _tiles_of(batch: int, tokens: int) -> Array:
+    """Return the tiles of texts in a batch of latents."""
+    size = kernels().TILE
+    return np.array(
+        [
+            (text, text, start, min(size, tokens - start), start)
+            for text in range(batch)
+            for start in range(0, tokens, size)
+        ],
+        np.int64,
+    ).reshape(-1, 5)
+
+
 def attend(
     queries: Tensor,
     packed: Packed,
@@ -110,6 +124,7 @@ def attend(
     cos: Tensor,
     sin: Tensor,
     sinks: tuple[Tensor, Tensor],
+    tiles: Array | None = None,
 ) -> Tensor:
     """Return the attention output, (B, H_kv, R, d), float32.
 
@@ -127,6 +142,9 @@ def attend(
         Angles of the tokens, (1 or B, n, rotary dimension), float32.
     sinks : tuple of Tensor
         Rotated keys and values of further tokens, (B, H_kv, s, d) each, float32, contiguous.
+    tiles : ndarray, optional
+        Tokens of every text, as in `cpu.attend`; all those of `packed`, whose batch is that of
+        the queries, if omitted.
     """
     batch, heads, rows, head_dim = queries.shape
     count, keys = heads * rows, tables.keys
@@ -142,6 +160,7 @@ def attend(
         flat_view(cos.mT),
         flat_view(sin.mT),
         np.arange(max(len(keys.mean), count)),
+        tiles := _tiles_of(batch, packed.tokens) if tiles is None else tiles,
     )
     scratch_rows = 2 * count + 5 + tables.scratch_rows
     parts: list[tuple[Array, Array]] = []
@@ -153,7 +172,7 @@ def attend(
         kernels().attend(*arguments, scratch, mixed, largest, first, stop)
         parts.append((mixed, largest))
 
-    in_parts(packed.tokens, add)
+    in_parts(len(tiles), add, int(tiles[:, 3].sum()))
     out = torch.empty_like(queries)
     mixed, largest = (np.stack(x) for x in zip(*parts, strict=True))
     kernels().finish(

@@ -383,10 +383,11 @@ def test_kernels_multiply_no_more_than_tables_say(
         p,
         p,
         numbers,
+        np.array([[0, 0, 0, tokens, 0]]),
         scratch,
         counted(1, HEADS * rows, 1 + 2 * latents),
         counted(1, HEADS * rows),
         0,
-        tokens,
+        1,
     )
     assert found == step.multiplications(rows)

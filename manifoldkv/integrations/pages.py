@@ -1,0 +1,186 @@
+"""Packed latents in the pages of a serving engine: layout, reads and writes.
+
+A page holds some tokens of one layer. Its bytes are rows over these tokens: the rows of the keys'
+integers, the float16 scales of the keys, and the same of the values. A token's bytes depend on
+itself and on the tokens before it alone, so that texts with the same beginning share pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manifoldkv.basis import SITES, Site
+from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.errors import CacheError, PlanError
+from manifoldkv.kernels.views import Packed
+from manifoldkv.plan.layer import LayerPlan
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Layout of a page of one layer.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens of a page, even.
+    rows : tuple of int
+        Bytes of the integers of a token's key and value.
+    """
+
+    tokens: int
+    rows: tuple[int, int]
+
+    @classmethod
+    def of(cls, layer: LayerPlan, tokens: int) -> PageLayout:
+        """Return the layout of pages of some tokens.
+
+        Raises
+        ------
+        PlanError
+            If latents are stored in another format than mixed widths.
+        """
+        rows = []
+        for _, planned in layer.sites:
+            if not isinstance(planned.quantizer, MixedWidths):
+                raise PlanError(
+                    f"pages hold latents in mixed widths, and the plan has {planned.quantizer.name}"
+                    ": make a plan with recipe bits"
+                )
+            token_bytes = planned.quantizer.nbytes(1, planned.quantizer.stored, 1)
+            rows.append(token_bytes - SCALE_BYTES)
+        return cls(tokens, (rows[0], rows[1]))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the bytes of a token."""
+        return sum(self.rows) + 2 * SCALE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of a page."""
+        return self.tokens * self.bytes_per_token
+
+
+class LayerPages:
+    """The pages of one layer, in memory of an engine.
+
+    Parameters
+    ----------
+    layout : PageLayout
+        Of the layer.
+    memory : Tensor
+        (pages, bytes of a page), uint8, contiguous; shared, not copied.
+    """
+
+    def __init__(self, layout: PageLayout, memory: Tensor) -> None:
+        self._tokens = layout.tokens
+        self._sites: dict[Site, tuple[Tensor, Tensor]] = {}
+        start = 0
+        for site, rows in zip(SITES, layout.rows, strict=True):
+            codes = memory[:, start : start + rows * layout.tokens].unflatten(1, (rows, -1))
+            start += rows * layout.tokens
+            scales = memory[:, start : start + SCALE_BYTES * layout.tokens].view(torch.float16)
+            start += SCALE_BYTES * layout.tokens
+            self._sites[site] = codes, scales  # (pages, rows, tokens) and (pages, tokens)
+        self._packed = {site: Packed.of(*views) for site, views in self._sites.items()}
+
+    def packed(self, site: Site) -> Packed:
+        """Return the latents of a site as kernels take them, pages being a batch."""
+        return self._packed[site]
+
+    def read(self, site: Site, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the first tokens of a text, codes (1, 1, bytes, n) and scales (1, 1, 1, n).
+
+        Parameters
+        ----------
+        site : {"key", "value"}
+            Site of the latents.
+        pages : Tensor
+            Pages of the text, int64.
+        tokens : int
+            Number of tokens, n.
+        """
+        codes, scales = (x[pages] for x in self._sites[site])
+        rows = codes.transpose(0, 1).flatten(1)[:, :tokens]
+        return rows[None, None], scales.flatten()[None, None, None, :tokens]
+
+    def write(self, site: Site, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Write tokens, codes (1, 1, bytes, m) and scales (1, 1, 1, m).
+
+        Parameters
+        ----------
+        site : {"key", "value"}
+            Site of the latents.
+        slots : Tensor
+            Page times tokens of a page, plus the place in it, (m,), int64.
+        codes, scales : Tensor
+            Packed latents.
+        """
+        pages, places = slots // self._tokens, slots % self._tokens
+        of_codes, of_scales = self._sites[site]
+        of_codes[pages, :, places] = codes[0, 0].mT
+        of_scales[pages, places] = scales[0, 0, 0]
+
+
+class SinkPages:
+    """Uncompressed sink tokens of texts, by the first page of the text.
+
+    They are held beside the pages: the rotated keys and the values of as many first tokens, for
+    every first page that the engine holds. A page that becomes another one loses them.
+
+    Parameters
+    ----------
+    layers : int
+        Layers of the model.
+    shape : tuple of int
+        KV heads, sink tokens and features of a head.
+    dtype : torch.dtype
+        Of keys and values.
+    """
+
+    def __init__(self, layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        self.size = shape[1]
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._shape = shape
+        self.memory = torch.empty(layers, 2, 0, *shape, dtype=dtype)  # (L, 2, slots, H_kv, s, d)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the allocated bytes."""
+        return self.memory.nbytes
+
+    def begin_text(self, page: int) -> int:
+        """Return the slot of a first page, a new one if there is none."""
+        if page not in self._slots:
+            if not self._free:
+                self._grow()
+            self._slots[page] = self._free.pop()
+        return self._slots[page]
+
+    def slot_of(self, page: int) -> int:
+        """Return the slot of a first page that holds sink tokens."""
+        if page not in self._slots:
+            raise CacheError(f"page {page} begins a text whose first tokens are not held")
+        return self._slots[page]
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Release the slots of pages that hold other tokens from now on."""
+        for page in pages:
+            slot = self._slots.pop(page, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def _grow(self) -> None:
+        layers, _, held = self.memory.shape[:3]
+        more = max(16, held // 4)
+        new = self.memory.new_zeros(layers, 2, held + more, *self._shape)
+        new[:, :, :held] = self.memory
+        self.memory = new
+        self._free += range(held, held + more)
