@@ -157,7 +157,7 @@ class SinkPages:
         return self.memory.nbytes
 
     def begin_text(self, page: int) -> int:
-        """Return the slot of a first page, a new one if there is none."""
+        """Return the slot of a first page, or a new one."""
         if page not in self._slots:
             if not self._free:
                 self._grow()

@@ -39,7 +39,7 @@ OPTION = "manifoldkv_plan"
 TRIED = ("0.32.0",)
 """Versions of vLLM that the backend has run with."""
 PAGE_MULTIPLE, PAGE_TOKENS = 32, 256
-"""What the tokens of a page are a multiple of, and their number unless ``--block-size`` is given.
+"""Divisor of the tokens of a page, and their number unless ``--block-size`` is given.
 
 The kernel takes a page at a time, and is slower on short ones.
 """
@@ -50,9 +50,9 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 def register() -> None:
     """Make the backend known to vLLM.
 
-    vLLM's CPU platform returns its own backend whatever is asked for (`get_attn_backend_cls` in
-    vllm/platforms/cpu.py); that method is replaced by one that returns this backend if it is asked
-    for, and the check of the configuration by one that also checks the plan.
+    vLLM's CPU platform always returns its own backend (`get_attn_backend_cls` in
+    vllm/platforms/cpu.py). That method is replaced by one that returns this backend if it is named,
+    and the check of the configuration by one that also checks the plan.
     """
     register_backend(CUSTOM, f"{__name__}.PagesBackend")
     if hasattr(CpuPlatform, OPTION):
