@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.moments import LayerMoments, SiteMoments
-from manifoldkv.basis import SITES, Basis, HeadGrouping, Site
+from manifoldkv.basis import SITES, Basis, HeadGrouping
 from manifoldkv.coding.allocation import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
-from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
+from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.tables import entropy_coded, find_step
 from manifoldkv.coding.transform import SAMPLES as TRANSFORM_SAMPLES
@@ -50,9 +50,8 @@ class StoredRecipe(CodedRecipe[float]):
     sinks
         As in `CodedRecipe`.
     below : int or None
-        Number of layers below that predict keys and values, without the keys of the lowest if there
-        are several; with 0 only values are predicted, from the keys of their own layer, and with
-        None nothing is.
+        Number of layers below that predict keys and values; with 0 only values are predicted, from
+        the keys of their own layer, and with None nothing is.
 
     Raises
     ------
@@ -84,7 +83,7 @@ class StoredRecipe(CodedRecipe[float]):
             return Designs([SiteDesign() for _ in moments for _ in SITES], 1)
         layers = range(len(moments))
         depths = [min(self.below, layers_below(run.windows, index)) for index in layers]
-        inputs = [_inputs(site, depth) for depth in depths for site in SITES]
+        inputs = [all_inputs(site, depth) for depth in depths for site in SITES]
         return Designs([SiteDesign(one) for one in inputs], ROUNDS)
 
     def prompt(self, length: int) -> int:
@@ -153,13 +152,3 @@ class StoredRecipe(CodedRecipe[float]):
     def fitting_seconds(self, features: int) -> float:
         seconds, _ = timed(partial(entropy_coded, torch.randn(TRANSFORM_SAMPLES, features)))
         return STEPS_TRIED * seconds
-
-
-def _inputs(site: Site, depth: int) -> tuple[Input, ...]:
-    """Return the inputs of the prediction of a site from a number of layers below.
-
-    Of two layers or more, the keys of the lowest are left out: they save less than 2 % of the bits,
-    for a fifth of the multiplications of a codec.
-    """
-    every = all_inputs(site, depth)
-    return every if depth < 2 else tuple(one for one in every if one != (depth, "key"))

@@ -59,9 +59,10 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
         hook.remove()
     found = Codec(model, plan).decode(Codec(model, plan).encode(stock))
     assert isinstance(found, DynamicCache)
-    rebuilt: dict[tuple[int, str], np.ndarray] = {}
+    layers_below: list[np.ndarray] = []
     for index, (own, given_) in enumerate(zip(found.layers, stock.layers, strict=True)):
         cos, sin = (x.double().numpy()[:, None] for x in caught[index])
+        own_sites: list[np.ndarray] = []
         for site, before, after in (
             ("key", given_.keys, own.keys),
             ("value", given_.values, own.values),
@@ -75,15 +76,14 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
             down, up = basis.down[0].double().numpy(), basis.up[0].double().numpy()
             mean, gain = planned.mean.double().numpy(), planned.quantizer.gain.double().numpy()
             if planned.predictor is not None:
-                weights, used = planned.predictor.weights.double().numpy(), planned.predictor.inputs
-                lowest = min(below or 0, index)
-                expected = {(0, "key")} if site == "value" else set()
-                expected |= {(b, s) for b in range(1, lowest + 1) for s in ("key", "value")}
-                assert set(used) == (expected - {(lowest, "key")} if lowest > 1 else expected)
-                inputs = [rebuilt[index - below_, of_input] for below_, of_input in used]
-                mean = mean + np.concatenate(inputs, axis=-1) @ weights
+                weights = planned.predictor.weights.double().numpy()
+                inputs = np.concatenate([*own_sites, *layers_below], axis=-1)
+                assert len(weights) == flat.shape[-1] * min(
+                    len(own_sites) + 2 * index, len(own_sites) + 2 * (below or 0)
+                )
+                mean = mean + inputs[..., : len(weights)] @ weights
             flat = np.round((flat - mean) @ down) * gain @ up.T + mean
-            rebuilt[index, site] = flat
+            own_sites.append(flat)
             x = np.stack(np.split(flat, x.shape[1], axis=-1), axis=1)
             if site == "key":
                 x = rotated(x, cos, sin, interleaved=family == "glm4")
@@ -93,6 +93,7 @@ def test_errors_are_those_of_rounding_in_the_plans_coordinates(
             # that may be the one of a token that comes often.
             assert np.quantile(error, 0.95) < 1e-4 * np.abs(x).max()
             assert not np.allclose(before.numpy(), after.numpy(), atol=1e-4)
+        layers_below = [*own_sites, *layers_below]
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: bool) -> np.ndarray:
