@@ -315,7 +315,6 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     label_axes(axes, "tokens of the prefix", "seconds to the first token")
     logarithmic(axes, x=True)
     logarithmic(axes)
-    axes.legend()
     longest = found[found["tokens"] == found["tokens"].max()].set_index("way")["seconds"]
     title = (
         f"{results['model'].iloc[0]}: after {found['tokens'].max():,} tokens the first token takes "

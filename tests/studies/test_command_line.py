@@ -200,6 +200,7 @@ DRAWN = [
     (STORAGE, "storage/smollm2"),
     (COMPARE, "compare_objectives/reference-llama"),
     (COMPARE, "compare_objectives/reference-qwen3"),
+    (("serving",), "serving/smollm2"),
 ]
 
 
