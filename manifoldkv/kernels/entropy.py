@@ -17,7 +17,7 @@ from manifoldkv.kernels.views import Array
 
 FARTHEST_PAST = 1 << 30
 """Largest distance of a symbol past the end of its table."""
-WIDEST = 64
+WIDEST = 256
 """Largest deviation of a symbol in buckets, and so of the table that a decoder looks it up in."""
 
 

@@ -132,9 +132,8 @@ def test_a_model_goes_on_from_what_comes_back(codec: Codec, blob: bytes) -> None
     assert not torch.equal(found, expected)
 
 
-def test_the_bytes_are_those_that_the_plan_expects() -> None:
-    model, plan = stored_model(), stored_plan(ratio=0.25)
-    codec = Codec(model, plan)
+def test_the_bytes_are_those_that_the_plan_expects(codec: Codec) -> None:
+    model, plan = stored_model(), stored_plan()
     tokens = some_tokens(3, CONTEXT, seed=5)
     found = codec.encode(filled(model, tokens), tokens)
     assert len(found) == pytest.approx(plan.nbytes(CONTEXT, batch=3, dtype=model.dtype), rel=0.03)
@@ -195,7 +194,9 @@ def test_ids_are_given_back_or_none(codec: Codec, stock: DynamicCache, blob: byt
             codec.encode(stock, wrong)
 
 
-def test_a_blob_of_another_dtype_comes_back_in_the_models(codec: Codec, blob: bytes) -> None:
+def test_a_blob_of_another_dtype_comes_back_in_the_models(
+    codec: Codec, blob: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("llama", torch.float32, max_position_embeddings=1024).bfloat16()
     other = Codec(model, stored_plan())
     for found, given_ in zip(tensors(other.decode(blob)), tensors(codec.decode(blob)), strict=True):
@@ -203,6 +204,8 @@ def test_a_blob_of_another_dtype_comes_back_in_the_models(codec: Codec, blob: by
         # This model has rounded the frequencies of its angles too.
         assert (found - given_).norm() < 0.1 * given_.norm()
     assert (found - given_).norm() < 0.02 * given_.norm()  # values: only products are rounded
+    monkeypatch.setattr("manifoldkv.codec.blocks.product_dtype", lambda dtype: torch.float32)
+    assert torch.equal(tensors(Codec(model, stored_plan()).decode(blob))[-1], given_.bfloat16())
     with pytest.raises(CacheError, match=r"is in torch\.float32, not in torch\.bfloat16"):
         other.append(blob, filled(model, some_tokens(2, 301)), some_tokens(2, 301))
     own = filled(model, TOKENS)
