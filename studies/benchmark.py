@@ -2,6 +2,7 @@
 
     python studies/benchmark.py loss       loss and answers against the bytes of the cache
     python studies/benchmark.py recall     answers that need a token far back
+    python studies/benchmark.py agreement  greedy texts that stay those of the uncompressed model
     python studies/benchmark.py storage    size, loss and speed of a cache on disk
     python studies/benchmark.py speed      time of decode steps and prompts
     python studies/benchmark.py loss --help
@@ -18,9 +19,15 @@ import sys
 from pathlib import Path
 
 import common
-from measurements import loss, recall, speed, storage
+from measurements import agreement, loss, recall, speed, storage
 
-MEASUREMENTS = {"loss": loss, "recall": recall, "storage": storage, "speed": speed}
+MEASUREMENTS = {
+    "loss": loss,
+    "recall": recall,
+    "agreement": agreement,
+    "storage": storage,
+    "speed": speed,
+}
 
 
 def main() -> int:

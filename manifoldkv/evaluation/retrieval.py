@@ -134,7 +134,8 @@ def retrieval_through(
     with tqdm(total=len(questions), desc="questions", disable=None, leave=False) as bar:
         for chosen in _batches(questions, batch_size):
             batch = [questions[i] for i in chosen]
-            prompts = _prefilled(model, batch)
+            ids = torch.tensor([question.prompt for question in batch], device=model.device)
+            prompts = prefilled(model, ids)
             for order, (name, hold) in enumerate(caches.items()):
                 with hold(model, prompts) as new_cache:
                     scores = _scores(model, tokenizer, batch, prompts, new_cache())
@@ -238,9 +239,8 @@ def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[in
             yield indices[start : start + batch_size]
 
 
-def _prefilled(model: PreTrainedModel, batch: Sequence[Question]) -> Prompts:
-    """Return the prompts of some questions, after a prefill by the uncompressed model."""
-    ids = torch.tensor([question.prompt for question in batch], device=model.device)
+def prefilled(model: PreTrainedModel, ids: Tensor) -> Prompts:
+    """Return prompts (B, n) after a prefill by the uncompressed model."""
     stock = DynamicCache(config=model.config)
     model(input_ids=ids[:, :-1], past_key_values=stock, logits_to_keep=1)
     return Prompts(ids, stock)
