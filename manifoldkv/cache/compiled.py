@@ -10,12 +10,13 @@ from torch import Tensor
 
 from manifoldkv.cache.composed import ComposedSites, NewTokens, offset_of, store_of
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.mixed import MixedWidthStore
+from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import Store, constant_dtype, split_tiles, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
+from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -228,7 +229,7 @@ class _CompiledTokens(NewTokens):
     def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
         if x.shape[0] * x.shape[1] > FEW_TOKENS:
             return super().store(store, x, context)
-        assert isinstance(store, MixedWidthStore)
+        assert isinstance(store, WidthStore)
         predicted = self._predicted(context)
         expected = self._mean if predicted is None else predicted + self._mean
         latents = store.append_projected(x.float(), expected, self._down)
@@ -243,7 +244,7 @@ class _CompiledTokens(NewTokens):
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Packed:
     """Return the visible latents of a site."""
     store = store_of(layers, one)
-    assert isinstance(store, MixedWidthStore)
+    assert isinstance(store, WidthStore)
     first = offset_of(layers, store, seen)
     return store.packed(first, first + seen.latents)
 
@@ -257,4 +258,6 @@ def _quantizer(layers: Sequence[LayerPlan], index: int, one: Input) -> MixedWidt
 
 def _latent_tables(quantizer: MixedWidths) -> LatentTables:
     bits = quantizer.bits[: quantizer.stored]
+    if isinstance(quantizer, TrellisCoded):
+        return LatentTables.of_trellis(bits)
     return LatentTables.of(BitPlanes(bits.tolist(), bits.device), bits)

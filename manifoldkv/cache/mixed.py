@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -18,8 +19,42 @@ from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import Packed, View, half_bits
 
 
-class MixedWidthStore(Store):
-    """Latents in mixed widths, tokens along the last dimension.
+class WidthStore(Store):
+    """Packed latents of several widths and scales of tokens, tokens along the last dimension."""
+
+    def __init__(self) -> None:
+        self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
+        self._scales = GrowingTensor(dim=3)  # (B, 1, 1, n)
+        self.parts = [self._codes, self._scales]
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    @abstractmethod
+    def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
+        """Append a few tokens, and return their reconstructed latents that are stored.
+
+        Parameters are as in `kernels.quantize.encode`.
+        """
+
+    def append_packed(self, codes: Tensor, scales: Tensor) -> None:
+        """Append packed tokens, codes (B, 1, bytes, m) and scales (B, 1, 1, m)."""
+        self._codes.append(codes)
+        self._scales.append(scales)
+
+    def newest_packed(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the newest tokens, codes (B, 1, bytes, count) and scales (B, 1, 1, count)."""
+        first = len(self) - count
+        return self._codes.view[..., first:], self._scales.view[..., first:]
+
+    def packed(self, start: int, stop: int) -> Packed:
+        """Return some tokens as kernels take them; memory is shared."""
+        scales = half_bits(self._scales.flat(start))
+        return Packed(self._codes.flat(start), scales, stop - start)
+
+
+class MixedWidthStore(WidthStore):
+    """Integers of mixed widths.
 
     Parameters
     ----------
@@ -32,6 +67,7 @@ class MixedWidthStore(Store):
     """
 
     def __init__(self, quantizer: MixedWidths, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
         self._stored = stored = quantizer.stored
         self._features = len(quantizer.bits)
         bits = quantizer.bits[:stored]
@@ -49,12 +85,6 @@ class MixedWidthStore(Store):
             self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], size)
             of_codes = torch.empty(1, 1, size, 0, dtype=torch.uint8)
             self._like = of_codes, torch.empty(1, 1, 1, 0, dtype=torch.float16)
-        self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
-        self._scales = GrowingTensor(dim=3)  # (B, 1, 1, n)
-        self.parts = [self._codes, self._scales]
-
-    def __len__(self) -> int:
-        return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
         if self._tables is not None:
@@ -78,10 +108,6 @@ class MixedWidthStore(Store):
         return found.unsqueeze(1).to(self._dtype)
 
     def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
-        """Append a few tokens, and return their reconstructed latents that are stored.
-
-        Parameters are as in `kernels.quantize.encode`.
-        """
         assert self._tables is not None
         return encode(x, expected, down, self._tables, *self._extend(*x.shape[:2]))
 
@@ -91,21 +117,6 @@ class MixedWidthStore(Store):
         self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
         self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
         return self._codes.flat(first), half_bits(self._scales.flat(first))
-
-    def append_packed(self, codes: Tensor, scales: Tensor) -> None:
-        """Append packed tokens, codes (B, 1, bytes, m) and scales (B, 1, 1, m)."""
-        self._codes.append(codes)
-        self._scales.append(scales)
-
-    def newest_packed(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the newest tokens, codes (B, 1, bytes, count) and scales (B, 1, 1, count)."""
-        first = len(self) - count
-        return self._codes.view[..., first:], self._scales.view[..., first:]
-
-    def packed(self, start: int, stop: int) -> Packed:
-        """Return some tokens as kernels take them; memory is shared."""
-        scales = half_bits(self._scales.flat(start))
-        return Packed(self._codes.flat(start), scales, stop - start)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)

@@ -7,10 +7,12 @@ import torch
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.cache.packed import RangeStore, ResidualStore, StaticRangeStore
 from manifoldkv.cache.storage import ExactStore, Store, working_dtype
+from manifoldkv.cache.trellis import TrellisStore
 from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
+from manifoldkv.coding.trellis import TrellisCoded
 
 
 def store_for(
@@ -45,6 +47,8 @@ def store_for(
     match quantizer:
         case Unquantized():
             return ExactStore()
+        case TrellisCoded():
+            return TrellisStore(quantizer, working, device)
         case MixedWidths():
             return MixedWidthStore(quantizer, working, device)
         case StaticIntegers():

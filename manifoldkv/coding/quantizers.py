@@ -12,6 +12,7 @@ from manifoldkv.coding.entropy import EntropyCoded
 from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import LARGEST_INTEGER, Quantizer
+from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.errors import PlanError
 
 
@@ -46,6 +47,7 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
         TokenIntegers,
         FeatureIntegers,
         MixedWidths,
+        TrellisCoded,
         EntropyCoded,
     )
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,11 +24,14 @@ from manifoldkv.coding.allocation import (
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
+from manifoldkv.coding.trellis import TrellisCoded
 
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""
 SAMPLES = 4096
 """Number of tokens of a site that quantizers are fitted to."""
+TRELLIS_SAMPLES = 1024
+"""Number of those that gains of a trellis code are fitted to, since each is searched."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,29 @@ class WeightedKLT:
             grouping,
         )
 
-    def costs(self, widths: tuple[int, ...]) -> NDArray[np.float64]:
+    def costs(
+        self, widths: tuple[int, ...], distortion: Sequence[float] | None = None
+    ) -> NDArray[np.float64]:
         """Return the cost of rounding in nats per token, by pack and width, (packs, widths).
 
         Latents without variance cost nothing at any width, and so get no bits.
+
+        Parameters
+        ----------
+        widths : tuple of int
+            Widths in bits.
+        distortion : sequence of float, optional
+            Mean squared errors of a Gaussian latent of variance one, of 0 to 8 bits; those of
+            uniform quantisers fitted to the latents if omitted.
         """
         varying = self.varying
-        fitted = fit_quantizers(self.latents, widths, _scales(self.latents[:, varying]))
-        costs = coherent_costs(fitted.distortion) / 2 * varying.unsqueeze(1)
+        if distortion is None:
+            scales = _scales(self.latents[:, varying])
+            errors = fit_quantizers(self.latents, widths, scales).distortion
+        else:
+            relative = torch.tensor([distortion[width] for width in widths], dtype=torch.float64)
+            errors = self.latents.square().mean(dim=0).unsqueeze(1) * relative
+        costs = coherent_costs(errors) / 2 * varying.unsqueeze(1)
         return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
 
 
@@ -243,14 +262,36 @@ def mixed_widths(
     grouping : HeadGrouping
         Single group of all heads.
     """
+    columns, chosen = _stored(site, bits, widths, grouping)
+    step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
+    return site.basis(columns, grouping), MixedWidths(chosen, step, deviation, gain)
+
+
+def trellis_coded(
+    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+) -> tuple[Basis, TrellisCoded]:
+    """Return basis and trellis code of the latents that have bits; parameters as above."""
+    columns, chosen = _stored(site, bits, widths, grouping)
+    latents = sampled(site.latents[:, columns], TRELLIS_SAMPLES)
+    stored = latents[:, chosen > 0]
+    deviation = torch.ones(len(chosen))
+    deviation[: stored.shape[1]] = floored(_deviations(stored)).float()
+    step = deviation / float(_scales(stored).square().mean().sqrt())
+    code = TrellisCoded(chosen, step, deviation, torch.ones(len(chosen)))
+    gain = best_gains(latents, code.reconstruct(latents)).float()
+    return site.basis(columns, grouping), replace(code, gain=gain)
+
+
+def _stored(
+    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+) -> tuple[Tensor, Tensor]:
+    """Return the indices of the latents that have bits, widest first, and their bits, uint8."""
     of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths)) * site.varying
     order = of_latents.argsort(descending=True, stable=True)
     stored = int((of_latents > 0).sum())
     # Every head has as many latents: some of 0 bits may be among them.
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
-    chosen = of_latents[columns].to(torch.uint8)
-    step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
-    return site.basis(columns, grouping), MixedWidths(chosen, step, deviation, gain)
+    return columns, of_latents[columns].to(torch.uint8)
 
 
 def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

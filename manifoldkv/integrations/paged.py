@@ -16,7 +16,7 @@ from manifoldkv.basis import SITES
 from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.compiled import CompiledSites
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.mixed import MixedWidthStore
+from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.errors import PlanError
 from manifoldkv.integrations.pages import LayerPages, PageLayout, SinkPages
@@ -278,7 +278,7 @@ class PagedCache:
     def _write(self, index: int, layer: CompressedLayer, slots: Tensor) -> None:
         """Copy the newest tokens of a layer to their pages."""
         for site, store in zip(SITES, (layer.key_store, layer.value_store), strict=True):
-            assert isinstance(store, MixedWidthStore)
+            assert isinstance(store, WidthStore)
             self._pages[index].write(site, slots, *store.newest_packed(len(slots)))
 
     def _new_cache(self) -> CompressedCache:

@@ -24,7 +24,7 @@ HALF_INFINITY = np.uint16(0x7C00)
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
-Packed = tuple[View, View, Array, Array]
+Packed = tuple[View, View, Array, Array, Array]
 Tile = tuple[int, int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -58,7 +58,7 @@ def _copy(out: Array, row: Array) -> None:
 @_inner
 def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
     """Write the integers of a latent."""
-    codes, _, fields, _ = packed
+    codes, _, fields, _, _ = packed
     tokens = tile[2]
     for plane in range(fields.shape[1]):
         index, right, mask, left = fields[latent, plane]
@@ -72,6 +72,35 @@ def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
         else:
             for t in range(tokens):
                 integers[t] |= ((row[t] >> right) & mask) << left
+
+
+@_inner
+def _look_up(packed: Packed, latent: int, tile: Tile, out: Array) -> None:
+    """Write the codewords of a trellis-coded latent, whose indices are cut out of three bytes."""
+    codes, _, fields, _, codebooks = packed
+    upper, middle, lower, right = fields[latent, 0]
+    mask, start = fields[latent, 1, 0], fields[latent, 1, 1]
+    first, second, third = (
+        _row(codes, tile, upper),
+        _row(codes, tile, middle),
+        _row(codes, tile, lower),
+    )
+    codebook, right, mask = codebooks[start:], np.uint32(right & 31), np.uint32(mask)
+    for t in range(tile[2]):
+        three = np.uint32(first[t]) << 16 | np.uint32(second[t]) << 8 | np.uint32(third[t])
+        out[t] = codebook[three >> right & mask]
+
+
+@_inner
+def _unpack_unscaled(packed: Packed, latent: int, tile: Tile, integers: Array, out: Array) -> None:
+    """Write a latent over the scales of its tokens."""
+    if packed[2][latent, 3, 0]:
+        _look_up(packed, latent, tile, out)
+        return
+    _unpack(packed, latent, tile, integers)
+    centre = packed[3][latent]
+    for t in range(tile[2]):
+        out[t] = np.float32(integers[t]) - centre
 
 
 @_inner
@@ -96,12 +125,11 @@ def unpack_scaled(
     integers: Array,
 ) -> None:
     """Write latents first to stop to scratch rows."""
-    centres = packed[3]
     for latent in range(first, stop):
-        _unpack(packed, latent, tile, integers)
-        row, centre = latents[(latent - first) * TILE :], centres[latent]
+        row = latents[(latent - first) * TILE :]
+        _unpack_unscaled(packed, latent, tile, integers, row)
         for t in range(tile[2]):
-            row[t] = scales[t] * (np.float32(integers[t]) - centre)
+            row[t] *= scales[t]
 
 
 @_inner
@@ -325,8 +353,5 @@ def mix_tile(
     for column in range(0, r, 4):
         count = min(4, r - column)
         for i in range(count):
-            _unpack(packed, column + i, tile, integers)
-            latent, centre = latents[i * TILE :], packed[3][column + i]
-            for t in range(tokens):
-                latent[t] = np.float32(integers[t]) - centre
+            _unpack_unscaled(packed, column + i, tile, integers, latents[i * TILE :])
         _add_dots(out, first_column + column, count, scaled, rows, latents, tokens)

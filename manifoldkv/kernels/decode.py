@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
 from types import ModuleType
 
 import numpy as np
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Array, Packed, flat_view
+from manifoldkv.runs.threads import run_in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -169,19 +168,4 @@ def new_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
 
 def in_parts(count: int, kernel: Callable[[int, int], None], tokens: int) -> None:
     """Run a kernel over tokens, or tiles of some tokens, in parts on torch's number of threads."""
-    threads = max(1, min(torch.get_num_threads(), tokens // TOKENS_PER_THREAD))
-    if threads == 1:
-        kernel(0, count)
-        return
-    bounds = [count * part // threads for part in range(threads + 1)]
-    others = [
-        _pool(threads - 1).submit(kernel, first, stop) for first, stop in pairwise(bounds[1:])
-    ]
-    kernel(0, bounds[1])
-    for other in others:
-        other.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="manifoldkv")
+    run_in_parts(count, kernel, tokens // TOKENS_PER_THREAD)

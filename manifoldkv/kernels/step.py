@@ -54,7 +54,7 @@ class StepTables:
     maps: Tensor
 
     @cached_property
-    def uses(self) -> tuple[Array, Array, Array, Array]:
+    def uses(self) -> tuple[Array, ...]:
         """Return the tables of the sources as NumPy arrays, as `cpu.attend` takes them."""
         rows: list[list[int]] = []
         matrices = [np.empty(0, np.float32)]
@@ -76,6 +76,7 @@ class StepTables:
             np.array(rows, np.int64).reshape(-1, 4),
             np.concatenate([one.fields.numpy() for one in tables]),
             np.concatenate([one.centres.numpy() for one in tables]),
+            max((one.codebooks.numpy() for one in tables), key=len),  # all have the same, or none
             np.concatenate(matrices),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -13,39 +13,57 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.coding.trellis import WINDOW, codebooks, window_fields
 from manifoldkv.kernels.views import Array
 from manifoldkv.models.rotation import Rotation
 
 GROUP_ROWS = 64
 """Features that are rebuilt and scored together, at least: loops over fewer are slow."""
+NO_CODEBOOKS = torch.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
 class LatentTables:
     """Positions and centres of the integers of a site's stored latents.
 
-    A latent is its token's scale times the difference of its integer and its centre.
+    A latent is its token's scale times the difference of its integer and its centre, or times its
+    codeword if it is trellis-coded.
 
     Parameters
     ----------
     fields : Tensor
-        `BitPlanes.fields`, (r, 4, 4), int64.
+        `BitPlanes.fields`, (r, 4, 4), int64. Of a trellis-coded latent three bytes and a shift,
+        then a mask and the first codeword (`window_fields`); the first of the last four is 1.
     centres : Tensor
         Half the range of every integer less 1/2, (r,), float32.
+    codebooks : Tensor
+        Codewords of all widths, float32; none without trellis-coded latents.
     """
 
     fields: Tensor
     centres: Tensor
+    codebooks: Tensor = NO_CODEBOOKS
 
     @classmethod
     def of(cls, planes: BitPlanes, bits: Tensor) -> LatentTables:
         """Return the tables of latents of some bits, (r,), all of which are stored."""
         return cls(planes.fields(), 2.0 ** (bits.cpu().float() - 1) - 0.5)
 
+    @classmethod
+    def of_trellis(cls, bits: Tensor) -> LatentTables:
+        """Return the tables of trellis-coded latents of some bits, (r,)."""
+        bits = bits.cpu().long()
+        windows = window_fields(bits)
+        fields = torch.zeros(len(bits), 4, 4, dtype=torch.int64)
+        fields[:, 0] = windows[:, :4]
+        fields[:, 1, 0], fields[:, 1, 1] = windows[:, 4], bits << WINDOW
+        fields[:, 3, 0] = 1
+        return cls(fields, torch.zeros(len(bits)), codebooks().flatten())
+
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """Return the tensors as NumPy arrays."""
-        return self.fields.numpy(), self.centres.numpy()
+        return self.fields.numpy(), self.centres.numpy(), self.codebooks.numpy()
 
     def multiplications(self, rows: int) -> int:
         """Return the multiplications per token of `mix` with some rows of weights."""
@@ -206,7 +224,7 @@ class _Builder:
         features, used = _integers(self._features), _integers(self._latents)
         by_head = features[(features // self._head_dim).argsort(stable=True)]
         return KeyTables(
-            latents=LatentTables(latents.fields[used], latents.centres[used]),
+            latents=replace(latents, fields=latents.fields[used], centres=latents.centres[used]),
             groups=_integers([*self._starts, self._ends()], 4),
             blocks=_integers(self._blocks, 5),
             slots=_integers(self._slots),

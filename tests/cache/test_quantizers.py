@@ -25,6 +25,7 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.coding.tables import entropy_coded
+from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.errors import PlanError
 from manifoldkv.testing import QuantizerConformance
 from manifoldkv.testing.quantizers import read
@@ -66,6 +67,16 @@ class TestFeatureIntegers(QuantizerConformance):
 class TestMixedWidths(QuantizerConformance):
     bits = (8, 7, 5, 4, 4, 3, 2, 2, 1, 1, 0, 0)
     quantizer = mixed_of([*bits], step=torch.full((12,), 0.3), gain=torch.full((12,), 1.1))
+
+
+class TestTrellisCoded(QuantizerConformance):
+    bits = TestMixedWidths.bits
+    quantizer = TrellisCoded(
+        torch.tensor(bits, dtype=torch.uint8),
+        step=torch.full((12,), 0.9),
+        deviation=torch.logspace(1, -1, 12),
+        gain=torch.full((12,), 1.1),
+    )
 
 
 class TestEntropyCoded(QuantizerConformance):

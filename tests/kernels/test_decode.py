@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.coding.trellis import WINDOW, codebooks, pack
 from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend
@@ -82,6 +83,25 @@ def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     return Site(codes, scales, latents, LatentTables.of(planes, bits))
 
 
+def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
+    """Streams of random bits."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.tensor(widths)
+    windows = torch.randint(0, 1 << WINDOW, (batch * tokens, len(widths)), generator=generator)
+    codes = pack(windows.numpy().astype(np.uint16), bits).unflatten(1, (batch, tokens))
+    scales = (torch.rand(batch, tokens, generator=generator) + 0.1).half()
+    stream = np.unpackbits(codes.numpy(), axis=0)  # (bits, batch, tokens)
+    stream = stream[: sum(widths)]
+    stream = np.concatenate([stream, np.zeros((WINDOW, batch, tokens), np.uint8)])
+    latents = []
+    for width, start in zip(widths, np.cumsum(widths) - widths, strict=True):
+        window = stream[start : start + WINDOW]
+        index = sum(bit.astype(np.int64) << (WINDOW - 1 - i) for i, bit in enumerate(window))
+        latents.append(codebooks()[width][torch.as_tensor(index)] * scales.float())
+    tables = LatentTables.of_trellis(bits)
+    return Site(codes.transpose(0, 1), scales, torch.stack(latents, dim=1), tables)
+
+
 def drawn_angles(batch: int, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
     angles = normal(batch, tokens, rotary_dim // 2).repeat(1, 1, 2)
     return angles.cos(), angles.sin()
@@ -114,9 +134,8 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(before)
 
 
-SITES = st.builds(
-    drawn_site, WIDTHS, st.sampled_from([1, 3]), st.integers(1, 300), st.integers(0, 9)
-)
+DRAWN = WIDTHS, st.sampled_from([1, 3]), st.integers(1, 300), st.integers(0, 9)
+SITES = st.builds(drawn_site, *DRAWN) | st.builds(drawn_trellis_site, *DRAWN)
 
 
 @pytest.mark.usefixtures("threads")
@@ -325,7 +344,7 @@ def test_kernels_multiply_no_more_than_tables_say(
 ) -> None:
     tokens, predicted, (rotate, rotary_dim) = 3, 5, ROTATIONS[2]
     site = drawn_site([8, 7, 6, 5, 3, 3, 2, 1, 1], 1, tokens, 0)
-    fields, _ = site.tables.arrays
+    fields, _, books = site.tables.arrays
     latents = len(fields)
     rotation = Rotation.of(rotate, HEAD_DIM, rotary_dim)
     assert rotation is not None
@@ -342,13 +361,13 @@ def test_kernels_multiply_no_more_than_tables_say(
         kernel(*arguments)
         return Counted.multiplications / tokens
 
-    packed = codes, rows_of(counted(1, 1, tokens)), fields, counted(latents)
-    used, _ = keys.latents.arrays
+    packed = codes, rows_of(counted(1, 1, tokens)), fields, counted(latents), books
+    used, _, _ = keys.latents.arrays
     tables = [counted(*x.shape) if x.dtype == np.float32 else x for x in keys.arrays]
     found = count(
         interpreted.scores,
         counted(1, HEADS, rows, HEAD_DIM),
-        (*packed[:2], used, counted(len(used))),
+        (*packed[:2], used, counted(len(used)), books),
         tables,
         rows_of(counted(1, predicted, tokens)),
         p,
@@ -376,7 +395,7 @@ def test_kernels_multiply_no_more_than_tables_say(
     found = count(
         interpreted.attend,
         counted(1, HEADS, rows, HEAD_DIM),
-        (*packed[:2], used, counted(len(used))),
+        (*packed[:2], used, counted(len(used)), books),
         tables,
         (packed[:2],) * interpreted.SOURCES,
         uses,

@@ -16,12 +16,12 @@ from tests.studies.running import STUDIES, run_apart, run_here
 NAMES = sorted(
     path.stem
     for path in STUDIES.glob("*.py")
-    if path.stem not in ("benchmark", "common", "efficiency", "train_reference_models")
+    if path.stem not in ("benchmark", "common", "efficiency") and not path.stem.startswith("train_")
 )
-LOSS, RECALL, STORAGE, SPEED = [
-    ("benchmark", kind) for kind in ("loss", "recall", "storage", "speed")
+LOSS, RECALL, AGREEMENT, STORAGE, SPEED = [
+    ("benchmark", kind) for kind in ("loss", "recall", "agreement", "storage", "speed")
 ]
-COMMANDS = [LOSS, RECALL, STORAGE, SPEED, *((name,) for name in NAMES)]
+COMMANDS = [LOSS, RECALL, AGREEMENT, STORAGE, SPEED, *((name,) for name in NAMES)]
 ROOT = STUDIES.parent
 PAGES = [
     page
@@ -73,6 +73,7 @@ IMPOSSIBLE: dict[tuple[str, ...], list[Any]] = {
         (long("--task-length"), TOO_LONG),
     ],
     RECALL: [(long("--task-lengths"), TOO_LONG)],
+    AGREEMENT: [(("--new-tokens", 1000), "are more than the 1,024 positions of the model")],
     STORAGE: [
         SEED,
         (long("--prompt"), "longer than the 1,024 positions"),
