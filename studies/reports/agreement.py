@@ -62,13 +62,13 @@ def summary(results: pd.DataFrame, name: str, described: dict[str, str]) -> list
         "",
     ]
     rows = []
-    for (method, ratio), part in results.groupby(["composition", "ratio"], sort=False):
+    for (method, _), part in results.groupby(["composition", "ratio"], sort=False):
         accepted = part["accepted"]
         error = standard_error(accepted.tolist())
         rows.append(
             [
                 f"`{method}`",
-                f"{1 / ratio:.2f}",
+                f"{1 / part['ratio'].iloc[0]:.2f}",
                 common.with_error(accepted.mean(), error, 3),
                 f"{part['same_tokens'].median():.0f}",
             ]
