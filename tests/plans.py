@@ -141,9 +141,11 @@ DESIGNS: dict[str, int | None] = {
     "keys below": 2,
     "chain": None,
     "low-rank chain": 1,
+    "trellis chain": 2,
 }
 """Frequencies per block of keys, by kind of design: of values predicted from the keys of their
-layer; from those of the layers below too; of keys and values predicted from all sites below."""
+layer; from those of the layers below too; of keys and values predicted from all sites below; the
+same in a trellis code."""
 
 
 def designs_of(kind: str, below: int) -> tuple[SiteDesign, SiteDesign]:
@@ -183,7 +185,7 @@ def designed_plan(
 ) -> CompressionPlan:
     """The plan of one of the `DESIGNS`, made on a few hundred random tokens if none are given."""
     tokens = tiny_tokens(12, 32) if tokens is None else tokens
-    recipe = DesignedRecipe(sinks, inf, kind=kind)
+    recipe = DesignedRecipe(sinks, inf, kind=kind, trellis="trellis" in kind)
     return compress(model, tokens, recipe=recipe, ratio=ratio, context=context)
 
 

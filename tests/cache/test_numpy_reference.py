@@ -18,6 +18,7 @@ from manifoldkv import CompressionPlan, compressed
 from manifoldkv.activations.capture import capture
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache import sites as cache_sites
+from manifoldkv.coding.trellis import WINDOW, TrellisCoded, codebooks
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import attention_of, decoder_layers
@@ -34,6 +35,25 @@ def mid_rise(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndar
     half = 2.0 ** (np.maximum(bits, 1) - 1)
     codes = np.clip(np.floor(latents / step), -half, half - 1)
     return np.where(bits > 0, (codes + 0.5) * step, 0)
+
+
+def of_trellis(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Latents (tokens, features) as the codewords of the stream with the least squared error."""
+    found, stored = np.zeros_like(latents), int((bits > 0).sum())
+    states, books = np.arange(1 << WINDOW), codebooks().numpy()
+    costs = np.where(states == 0, np.float32(0), np.float32(1e30)) * np.ones((len(latents), 1))
+    chosen = []
+    for i in reversed(range(stored)):
+        later = (states & ((1 << WINDOW - bits[i]) - 1)) << bits[i]  # and the bits it drops
+        options = costs[:, later[:, None] + np.arange(1 << bits[i])]
+        chosen.append(later + options.argmin(axis=2))
+        error = latents[:, [i]] - books[bits[i]] * step[i]
+        costs = options.min(axis=2) + (error / np.linalg.norm(step[:stored])) ** 2
+    state, rows = costs.argmin(axis=1), np.arange(len(latents))
+    for i, later in enumerate(reversed(chosen)):
+        found[:, i] = books[bits[i]][state] * step[i]
+        state = later[rows, state]
+    return found
 
 
 def reconstructed(
@@ -56,7 +76,8 @@ def reconstructed(
     )
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
     norm = norm.astype(HALF).astype(np.float32)
-    scaled = mid_rise(latents / np.maximum(norm, np.finfo(HALF).tiny), bits, step)
+    rounded = of_trellis if isinstance(quantizer, TrellisCoded) else mid_rise
+    scaled = rounded(latents / np.maximum(norm, np.finfo(HALF).tiny), bits, step)
     latents = scaled * gain * norm
     return expected + latents @ up.T, latents
 

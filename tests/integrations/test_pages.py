@@ -18,7 +18,7 @@ from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles, rotation_of_keys
 from tests.families import tiny_model
-from tests.plans import designed_plan, random_plan
+from tests.plans import DESIGNS, designed_plan, random_plan
 
 SIZE, PAGES, SCALING = 32, 16, 0.4
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert float(error.max()) < 0.3
 
 
-CASES = [("dense", 0), ("own keys", 4), ("keys below", 4), ("chain", 4), ("low-rank chain", 4)]
+CASES = [("dense", 0), *((kind, 4) for kind in DESIGNS if kind != "dense")]
 
 
 @pytest.mark.parametrize(("kind", "sinks"), CASES)
