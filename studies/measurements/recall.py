@@ -10,8 +10,9 @@ Every method compresses the cache to every ratio, and answers are decoded from i
 uncompressed (exact) and, of plans, also through the compressed cache (compressed). A task of which
 the uncompressed model answers less than half is marked and left out of the averages; of its answers
 only the loss is measured, except for passkeys, which have a map.
-Written into --out: results.csv (a row for each task, length and cache) and summary.md; of passkeys
-also passkeys.csv (a row for each question) and a map of the share found by depth and length.
+Written into --out: results.csv (a row for each task, length and cache), summary.md and a map of the
+nats added to answers by task and cache; of passkeys also passkeys.csv (a row for each question) and
+a map of the share found by depth and length.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import common
 import pandas as pd
 from methods import PlanMethod
-from reports.recall import STOCK, draw, summary
+from reports.recall import STOCK, draw, draw_tasks, summary
 from tqdm import tqdm
 
 from manifoldkv.cache.compressed import Prefill
@@ -55,13 +56,15 @@ def run(given: argparse.Namespace, out: Path) -> None:
     results.to_csv(out / "results.csv", index=False)
     if len(answers):
         answers.to_csv(out / PASSKEYS, index=False)
-        redraw(out)
+    redraw(out)
     described = {name: base.description(name) for name in given.methods}
     common.write_summary(out, summary(results, Path(given.model).name, described))
 
 
 def redraw(out: Path) -> None:
-    common.draw(out, draw, PASSKEYS)
+    common.draw(out, draw_tasks)
+    if (out / PASSKEYS).is_file():
+        common.draw(out, draw, PASSKEYS)
 
 
 class RecallBenchmark(MethodBenchmark):

@@ -1,4 +1,4 @@
-"""The map of passkeys and the tables of `benchmark.py recall`."""
+"""The maps and the tables of `benchmark.py recall`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from manifoldkv.diagnostics.figures.style import title_above
@@ -16,6 +17,8 @@ from manifoldkv.diagnostics.figures.style import title_above
 DEPTHS = 5
 """Rows of the map."""
 STOCK = "uncompressed"
+LEAST_ADDED, MOST_ADDED = 0.01, 3.0
+"""Ends of the colours of added nats."""
 
 
 def draw(answers: pd.DataFrame) -> dict[str, Figure]:
@@ -39,6 +42,47 @@ def draw(answers: pd.DataFrame) -> dict[str, Figure]:
     title_above(figure, f"Share of passkeys found: {scores}")
     figure.colorbar(image, ax=list(axes[: len(caches)]), shrink=0.6, label="share found")
     return {"passkeys_by_depth_and_length": figure}
+
+
+def draw_tasks(results: pd.DataFrame) -> dict[str, Figure]:
+    """Return a map of the nats added to answers, task against cache, prompts read uncompressed."""
+    stock = results[results["composition"] == STOCK]
+    caches = results[results["prefill"] == "exact"]
+    rows = list(dict.fromkeys(zip(stock["task_length"], stock["task"], strict=True)))
+    labels = [f"{name}\n{1 / ratio:.1f}" for name, ratio in _caches(caches)]
+    width, height = 0.75 * len(labels) + 3.2, 0.42 * len(rows) + 1.9
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    added, scores = (_grid(caches, rows, column) for column in ("added_nll", "score"))
+    colours = LogNorm(LEAST_ADDED, MOST_ADDED, clip=True)
+    image = axes.pcolormesh(np.maximum(added, LEAST_ADDED), norm=colours, cmap="cividis")
+    for (row, column), nats in np.ndenumerate(added):
+        if not np.isnan(nats):
+            found = scores[row, column]
+            text = f"{nats:+.2f}" + ("" if np.isnan(found) else f"\n{found:.0%}")
+            colour = "black" if nats > 0.15 else "white"
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5}
+            axes.annotate(text, (column + 0.5, row + 0.5), color=colour, **style)
+    axes.set_xticks(np.arange(len(labels)) + 0.5, labels, fontsize=7, rotation=45, ha="right")
+    of_stock = stock.set_index(["task_length", "task"])["stock_score"]
+    names = [f"{task}, {length} tokens ({of_stock[length, task]:.0%})" for length, task in rows]
+    axes.set_yticks(np.arange(len(rows)) + 0.5, names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("cache, times smaller than in 16 bits", fontsize=8)
+    figure.colorbar(image, ax=axes, label="added nats per token of the answer", extend="both")
+    title_above(figure, "Nats added to answers, and share found (uncompressed: in brackets)")
+    return {"answers_by_task": figure}
+
+
+def _caches(part: pd.DataFrame) -> list[tuple[str, float]]:
+    return list(dict.fromkeys(zip(part["composition"], part["ratio"], strict=True)))
+
+
+def _grid(caches: pd.DataFrame, rows: list[tuple[int, str]], column: str) -> Any:
+    """Return a column by task and cache, NaN where nothing was asked."""
+    table = caches.set_index(["task_length", "task", "composition", "ratio"])[column]
+    wanted = [[(*row, *cache) for cache in _caches(caches)] for row in rows]
+    return np.array([[table.get(one, np.nan) for one in line] for line in wanted], dtype=float)
 
 
 def _map(panel: Axes, part: pd.DataFrame, lengths: list[int]) -> QuadMesh:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from reports.recall import DEPTHS, summary
+from reports.recall import DEPTHS, LEAST_ADDED, summary
 
 from tests.drawings import assert_written
 from tests.studies.running import Done, finished
@@ -71,7 +71,7 @@ def test_the_map_has_a_panel_per_cache(done: Done) -> None:
     caches = list(dict.fromkeys(answers["cache"]))
     assert len(caches) == 1 + 4 + 1 + 1
     assert len(answers) == len(caches) * 2 * 3
-    (figure,) = done.figures.values()
+    figure = done.figures["passkeys_by_depth_and_length"]
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title().replace("\n", " ") for axes in panels] == caches
     for axes, cache in zip(panels, caches, strict=True):
@@ -84,6 +84,19 @@ def test_the_map_has_a_panel_per_cache(done: Done) -> None:
             score = part[depth & (part["task_length"] == (90, 128)[column])]["score"]
             assert grid[row, column] == pytest.approx(score.mean(), nan_ok=True)
     assert_written(done.folder / "passkeys_by_depth_and_length")
+
+
+def test_the_map_of_tasks_has_the_added_nats_of_every_cache(
+    done: Done, results: pd.DataFrame
+) -> None:
+    figure = done.figures["answers_by_task"]
+    grid = figure.axes[0].collections[0].get_array()
+    exact = results[results["prefill"] == "exact"]
+    assert grid.shape == (2 * 2, 4 + 1 + 1)
+    np.testing.assert_allclose(
+        np.sort(grid, axis=None), np.sort(exact["added_nll"].clip(lower=LEAST_ADDED))
+    )
+    assert_written(done.folder / "answers_by_task")
 
 
 def test_the_average_is_of_tasks_that_the_model_can_do(results: pd.DataFrame) -> None:
@@ -104,4 +117,4 @@ def test_a_repeated_run_measures_nothing_again(done: Done) -> None:
 def test_without_passkeys_there_is_neither_table_nor_map_of_them(tmp_path: Path) -> None:
     run(tmp_path, "--tasks", "copying", "--items", 1, "--methods", "sinks-recent")
     files = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert files == {"results.csv", "summary.md"}
+    assert files == {"results.csv", "summary.md", "answers_by_task.png"}
