@@ -152,7 +152,7 @@ class BitRecipe(CodedRecipe[Bits]):
         return super().describe() | structure
 
     def describe_allocation(self) -> dict[str, Any]:
-        return {"name": "bits", "widths": list(self.widths)}
+        return {"name": "bits", "widths": list(self.widths), "trellis": self.trellis}
 
     def check(
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig

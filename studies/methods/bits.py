@@ -27,6 +27,13 @@ class BitMethod(PlanMethod):
 class Best(BitMethod):
     """The recipe best: the least loss within the ratio, whatever the work."""
 
+    recipe = BitRecipe(work=inf, trellis=True)
+
+
+@register_method("best-rounded")
+class BestRounded(BitMethod):
+    """Best with uniform quantisers in place of the trellis code."""
+
     recipe = BitRecipe(work=inf)
 
 

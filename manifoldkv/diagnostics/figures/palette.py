@@ -62,6 +62,7 @@ METHODS = {
     "grouped-layer-output": Mark(GREEN, "P"),
     "low-rank": Mark(TEAL, "o"),
     "best": Mark(BLUE, "o"),
+    "best-rounded": Mark(BLUE, "s"),
     "bits": Mark(SKY, "D"),
     "work-4": Mark(SKY, "v"),
     "work-8": Mark(SKY, "s"),
