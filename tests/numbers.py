@@ -36,6 +36,8 @@ MEASURES = {
     "compressed_working_bytes": lambda v: v / 2**20,
 }
 """Columns that pages quote, and how they are printed."""
+COUNTED = ("passkey", "long-passkey", "uuid")
+"""Tasks whose answers pages count."""
 UNCOMPRESSED = (0.0, 1.0)
 """Loss, size and time of the uncompressed cache, which no file need repeat."""
 
@@ -78,7 +80,8 @@ def not_in(tables: list[pd.DataFrame], line: str, of_one_size: bool) -> list[str
 def rows_of(method: str, table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the methods that are named in backticks; without names, all rows."""
     if method.strip().startswith("uncompressed") and "stock_nll" in table:
-        return table[["measured_on", "items", "stock_nll", "stock_score"]].assign(added_nll=0.0)
+        of_stock = ["measured_on", "items", "stock_nll", "stock_score"]  # the last one of tasks
+        return table[[name for name in of_stock if name in table]].assign(added_nll=0.0)
     names = re.findall(r"`([\w-]+)`", method)
     named = table[table["composition"].isin(names)] if "composition" in table else table[:0]
     return table if named.empty else named
@@ -100,9 +103,10 @@ def missing_of(line: str, table: pd.DataFrame) -> list[str]:
 def counted(table: pd.DataFrame) -> set[tuple[int, int]]:
     """Return pairs of answers found and questions asked."""
     pairs = set()
+    task = "measured_on" if "measured_on" in table else "task"
     for score in ("score", "stock_score"):
         if {score, "items"} <= set(table.columns):
-            asked = table.loc[table["measured_on"] == "passkey", [score, "items"]].to_numpy()
+            asked = table.loc[table[task].isin(COUNTED), [score, "items"]].dropna().to_numpy()
             pairs |= {(round(share * items), int(items)) for share, items in asked}
     return pairs
 
