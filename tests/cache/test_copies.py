@@ -76,8 +76,10 @@ class TestCopiesOfACache:
             cache = new_cache()
             prefilled(model, cache, text[:, :PREFIX])
         pickled = pickle.dumps(cache)
-        assert b"Basis" not in pickled
-        assert b"Plan" not in pickled
+        # Names alone: buffers hold memory that is not initialised, and so anything.
+        names = [x for _, x, _ in pickletools.genops(pickled) if isinstance(x, str)]
+        assert "CompressedCache" in names
+        assert not [name for name in names if "Basis" in name or "Plan" in name]
         kept = pickle.loads(pickled)
         with compressed(model, CompressionPlan.load(tmp_path)):
             for again in (kept, cache):
