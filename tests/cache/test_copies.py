@@ -2,6 +2,7 @@
 
 import copy
 import pickle  # a cache of one's own is kept so; the package itself reads nothing that is pickled
+import pickletools
 from pathlib import Path
 
 import pytest
