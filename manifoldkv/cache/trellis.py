@@ -1,4 +1,4 @@
-"""Trellis-coded latents."""
+"""Store of trellis-coded latents."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class TrellisStore(WidthStore):
         """Append latents (B, m, r or more), and return their reconstructions, (B, m, r)."""
         batch, tokens = latents.shape[:2]
         x = latents[..., : self._stored].float().cpu().flatten(0, 1)
-        windows, found = self._quantizer.search(x)
+        windows, scales, found = self._quantizer.search(x)
         codes = pack(windows, self._bits)  # (bytes, B · m)
-        scales = self._quantizer.scales(x).mT
-        both = [x.unflatten(1, (batch, tokens)).transpose(0, 1) for x in (codes, scales)]
+        both = [x.unflatten(1, (batch, tokens)).transpose(0, 1) for x in (codes, scales.mT)]
         self.append_packed(*(x.unsqueeze(1).to(self._device) for x in both))
         return found.view(batch, tokens, -1)
 

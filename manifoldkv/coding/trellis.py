@@ -63,13 +63,13 @@ class TrellisCoded(MixedWidths):
 
     def reconstruct(self, latents: Tensor) -> Tensor:
         x = latents.detach()[..., : self.stored].float().cpu().flatten(0, -2)
-        _, found = self.search(x)
+        _, _, found = self.search(x)
         found = found.view(*latents.shape[:-1], -1).to(latents)
         found = torch.cat([found, torch.zeros_like(latents[..., self.stored :])], dim=-1)
         return straight_through(latents, found)
 
-    def search(self, latents: Tensor) -> tuple[NDArray[np.uint16], Tensor]:
-        """Return the windows of latents and their reconstructions.
+    def search(self, latents: Tensor) -> tuple[NDArray[np.uint16], Tensor, Tensor]:
+        """Return the windows of latents, the scales of tokens and the reconstructions.
 
         Parameters
         ----------
@@ -80,23 +80,21 @@ class TrellisCoded(MixedWidths):
         -------
         windows : ndarray
             (n, r), uint16.
+        scales : Tensor
+            (n, 1), float16.
         reconstructions : Tensor
             (n, r), float32.
         """
-        scales = self.scales(latents).float()
+        deviation = self.deviation[: self.stored]
+        scales = (latents / deviation).square().mean(dim=-1, keepdim=True).sqrt()
+        scales = scales.clamp(max=torch.finfo(torch.float16).max).half()
         tiny = torch.finfo(torch.float16).tiny
         step = self.step[: self.stored]
-        scaled = latents / scales.clamp(min=tiny) / step
+        scaled = latents / scales.float().clamp(min=tiny) / step
         bits = self.bits[: self.stored].long()
         windows = search(scaled, bits, normalize(step, dim=0).square(), codebooks())
         codewords = codebooks()[bits, torch.from_numpy(windows.astype(np.int64))]
-        return windows, codewords * step * self.gain[: self.stored] * scales
-
-    def scales(self, latents: Tensor) -> Tensor:
-        """Return the scales of tokens, (n, 1), float16, of stored latents (n, r)."""
-        whitened = latents / self.deviation[: self.stored]
-        scales = whitened.square().mean(dim=-1, keepdim=True).sqrt()
-        return scales.clamp(max=torch.finfo(torch.float16).max).half()
+        return windows, scales, codewords * step * self.gain[: self.stored] * scales.float()
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         return tokens * (SCALE_BYTES + ceil(int(self.bits.long().sum()) / 8))

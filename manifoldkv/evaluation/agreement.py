@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.retrieval import Holder, Prompts, prefilled, uncompressed
@@ -91,7 +91,7 @@ def agreement(
     return pd.DataFrame(rows)
 
 
-def _greedy(model: PreTrainedModel, prompts: Prompts, cache: Any, count: int) -> Tensor:
+def _greedy(model: PreTrainedModel, prompts: Prompts, cache: Cache, count: int) -> Tensor:
     """Return the most probable further tokens, (B, count), beyond ends of texts too."""
     chosen = []
     new = prompts.ids[:, -1:]

@@ -14,6 +14,7 @@ figure.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import common
@@ -21,7 +22,7 @@ import pandas as pd
 from reports.agreement import draw, summary
 
 from manifoldkv.evaluation.agreement import UNCOMPRESSED, agreement
-from manifoldkv.runs.checkpoints import digest_of_tokens
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from measurements import base
 from measurements.base import MethodBenchmark
 
@@ -58,29 +59,28 @@ class AgreementBenchmark(MethodBenchmark):
 
     def measure(self) -> pd.DataFrame:
         """Return a row for each prompt and cache, those of the uncompressed cache first."""
-        points, new_tokens = self.points(), self.given.new_tokens
-        steps = [
-            self.checkpoints_of(point.method)
-            .made_by(agreement)
-            .keyed(prompts=digest_of_tokens(self.prompts), new_tokens=new_tokens)
-            for point in points
-        ]
+        points = self.points()
+        prompts, new_tokens = digest_of_tokens(self.prompts), self.given.new_tokens
+
+        def step_of(checkpoints: Checkpoints) -> Checkpoints:
+            return checkpoints.made_by(agreement).keyed(prompts=prompts, new_tokens=new_tokens)
+
+        steps = {str(i): step_of(self.checkpoints_of(x.method)) for i, x in enumerate(points)}
         missing = {
-            str(index): point.method.holder
-            for index, point in enumerate(points)
-            if not steps[index].has_frame("agreement")
+            name: points[int(name)].method.holder
+            for name, step in steps.items()
+            if not step.has_frame("agreement")
         }
-        found = pd.DataFrame({"cache": []})
+        computed = {}
         if missing:
             found = agreement(self.model, self.prompts, missing, new_tokens=new_tokens)
-        stock = found[found["cache"] == UNCOMPRESSED]
-        stock = self.checkpoints.keyed(
-            prompts=digest_of_tokens(self.prompts), new_tokens=new_tokens
-        ).frame("stock-agreement", lambda: stock)
-        frames = [stock.assign(composition=UNCOMPRESSED, ratio=1.0)]
-        for index, (point, step) in enumerate(zip(points, steps, strict=True)):
-            part = found[found["cache"] == str(index)]
-            frame = step.frame("agreement", lambda part=part: part)  # type: ignore[misc]
-            frames.append(point.labelled(frame))
+            computed = {str(name): part for name, part in found.groupby("cache")}
+        steps |= {UNCOMPRESSED: step_of(self.checkpoints)}
+        read = {
+            name: step.frame("agreement", partial(computed.__getitem__, name))
+            for name, step in steps.items()
+        }
+        frames = [read[UNCOMPRESSED].assign(composition=UNCOMPRESSED, ratio=1.0)]
+        frames += [point.labelled(read[str(index)]) for index, point in enumerate(points)]
         results = pd.concat(frames, ignore_index=True).drop(columns="cache")
         return results.assign(**self.columns, new_tokens=new_tokens)

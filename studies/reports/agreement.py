@@ -7,14 +7,12 @@ from pathlib import Path
 import common
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.style import label_axes, title_above
 from manifoldkv.evaluation.agreement import UNCOMPRESSED
 from manifoldkv.evaluation.perplexity import standard_error
-
-TIMES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+from reports.axes import mark_times
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
@@ -30,14 +28,11 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
         mean, median = by_ratio["accepted"].mean(), by_ratio["same_tokens"].median()
         accepted.errorbar(1 / mean.index, mean, error, elinewidth=0.8, **style)
         same.plot(1 / median.index, median, **style)
-    x = "times smaller than in 16 bits (logarithmic)"
+    x = "times smaller than in 16 bits"
     label_axes(accepted, x, "share of greedy tokens accepted", "acceptance rate")
     label_axes(same, x, "tokens before the first difference", "same text, median")
     for panel in (accepted, same):
-        panel.set_xscale("log")
-        panel.xaxis.set_major_locator(FixedLocator(TIMES))
-        panel.xaxis.set_minor_locator(NullLocator())
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        mark_times(panel, 1 / caches["ratio"])
         panel.set_ylim(bottom=0)
     legend_below(figure)
     name = Path(results["model"].iloc[0]).name

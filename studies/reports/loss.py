@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from manifoldkv.diagnostics.figures import legend_below, mark_of
 from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
 from reports import frontier
-from reports.axes import LINEAR_BELOW, linear_near_zero
+from reports.axes import LINEAR_BELOW, linear_near_zero, mark_times
 
 AT = (0.5, 0.25, 0.125)
 """Ratios at which the summary lists the cost of plans."""
@@ -26,8 +26,6 @@ ALIASES = {
     "sinks-recent": "sinks-recent (StreamingLLM)",
 }
 """Names that methods have in the literature."""
-TIMES = (1, 4 / 3, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Of the marks on axes: no two sizes that are measured lie without one."""
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
@@ -97,20 +95,12 @@ def _line(axes: Axes, line: pd.DataFrame, method: str, measure: str, names: list
 
 def _sizes(axes: Axes, on: pd.DataFrame) -> None:
     """Mark sizes along both horizontal axes: how many times smaller, and bytes per token."""
-    axes.set_xscale("log")
-    smallest, largest = (1 / on["ratio"]).min(), (1 / on["ratio"]).max()
-    ticks = [times for times in TIMES if smallest / 1.25 <= times <= 1.25 * largest]
-    axes.set_xlim(min(smallest, ticks[0]) / 1.1, 1.1 * max(largest, ticks[-1]))
+    ticks = mark_times(axes, 1 / on["ratio"])
     full = float((on["bytes_per_token"] / on["ratio"]).mean())
     above = axes.secondary_xaxis("top", functions=(partial(_times, full), partial(_times, full)))
-    for axis, marked, form in (
-        (axes.xaxis, ticks, "{:.2g}"),
-        (above.xaxis, [full / times for times in ticks], "{:,.0f}"),
-    ):
-        axis.set_major_locator(FixedLocator(marked))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
-    axes.set_xlabel(f"{axes.get_xlabel()} (logarithmic)")
+    above.xaxis.set_major_locator(FixedLocator([full / times for times in ticks]))
+    above.xaxis.set_minor_locator(NullLocator())
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     above.set_xlabel("bytes per token", fontsize=8)
     above.tick_params(labelsize=8)
 

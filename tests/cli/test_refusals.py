@@ -52,7 +52,8 @@ BEFORE_LOADING = [
     ((*COMPRESS, "--set", f"seed=-{LARGE}"), f"seed -{LARGE} is not an integer"),
     (
         ("compress", MODEL, "--set", "ranks=uniform"),
-        "recipe bits has no field 'ranks'; known: sinks, work, widths, bands, depth, trellis, ro",
+        "recipe bits has no field 'ranks'; "
+        "known: sinks, work, widths, bands, depth, trellis, rotary",
     ),
     (("compress", MODEL, "--set", "sinks.x=1"), "sinks of recipe bits has no field 'x'"),
     (("compress", MODEL, "--set", "sinks=many"), "sinks=many must be int"),

@@ -31,7 +31,8 @@ def test_distortion_of_gaussians(bits: int) -> None:
     windows = search(x, widths, torch.ones(LATENTS), codebooks())
     found = codebooks()[bits][torch.from_numpy(windows.astype(np.int64))]
     distortion = float((x - found).square().mean())
-    assert distortion == pytest.approx(GAUSSIAN_DISTORTION[bits], rel=0.1)
+    accuracy = 0.1 if bits == 8 else 0.05  # of 8 bits the tails decide, in few samples
+    assert distortion == pytest.approx(GAUSSIAN_DISTORTION[bits], rel=accuracy)
     assert 4.0**-bits < distortion < OF_UNIFORM[bits]
 
 
@@ -78,6 +79,17 @@ def test_fields_cut_the_windows_out_of_the_streams() -> None:
     for latent, (upper, middle, lower, right, mask) in enumerate(window_fields(bits).tolist()):
         three = (codes[upper] << 16) | (codes[middle] << 8) | codes[lower]
         assert ((three >> right) & mask).tolist() == windows[:, latent].tolist()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_windows_of_any_latents_are_in_the_codebook(value: float) -> None:
+    """The kernels look them up without a check."""
+    x, bits = normal(3, 9), torch.tensor([5, 3, 3, 2, 2, 1, 1, 1, 1])
+    others = search(x, bits, torch.ones(9), codebooks())
+    x[1, 4] = value
+    windows = search(x, bits, torch.ones(9), codebooks())
+    assert windows.max() < 1 << WINDOW
+    assert (windows[[0, 2]] == others[[0, 2]]).all()
 
 
 def test_no_latents() -> None:

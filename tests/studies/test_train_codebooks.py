@@ -4,7 +4,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from manifoldkv.coding.trellis import codebooks
+from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION, codebooks
 from tests.studies.running import finished
 
 
@@ -18,5 +18,6 @@ def test_codebooks_are_written_and_those_of_the_package_are_no_worse(tmp_path: P
     lines = [line for line in done.out.splitlines() if "distortion" in line]
     distortions = [float(line.split()[-1]) for line in lines]
     assert len(distortions) == 8
-    assert distortions[0] > 0.28
+    for bits in range(1, 5):  # of more bits the few samples say too little
+        assert distortions[bits - 1] > 0.95 * GAUSSIAN_DISTORTION[bits]
     assert distortions == sorted(distortions, reverse=True)
