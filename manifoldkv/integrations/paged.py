@@ -19,7 +19,7 @@ from manifoldkv.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.errors import PlanError
-from manifoldkv.integrations.pages import LayerPages, PageLayout, SinkPages
+from manifoldkv.integrations.pages import LayerPages, PageLayout, Places, SinkPages
 from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles
@@ -57,7 +57,7 @@ class _Text:
     past: int
     length: int
     pages: Tensor
-    slots: Tensor
+    new: Places
     sinks: int
     inverse: Angles
     cache: CompressedCache
@@ -69,8 +69,8 @@ class _Tokens:
     """A new token of each of some texts, which attends by the kernel."""
 
     rows: Tensor
-    slots: Tensor
-    sinks: Tensor
+    new: Places
+    sinks: Tensor  # their keys and values in all layers, (L, 2, B, H_kv, s, d), float32
     inverse: Angles
     tiles: Array
     context: PredictorContext
@@ -190,28 +190,30 @@ class PagedCache:
         cache = self._caches[number]
         cache.reset()
         length = past + rows.stop - rows.start
-        pages = torch.from_numpy(table.astype(np.int64))
-        slots = _slots(pages, torch.arange(past, length), self._page_tokens)
+        pages, positions = table.astype(np.int64), np.arange(past, length)
+        new = Places(pages[positions // self._page_tokens], positions % self._page_tokens)
         sinks = 0
         if self.sinks.size:
             find = self.sinks.slot_of if past else self.sinks.begin_text
             sinks = find(int(table[0]))
         inverse = self._inverse.of_tokens(past, length)
         context = self._plan.predictor_context()
-        return _Text(rows, past, length, pages, slots, sinks, inverse, cache, context)
+        held = torch.from_numpy(pages)
+        return _Text(rows, past, length, held, new, sinks, inverse, cache, context)
 
     def _tokens(self, single: list[tuple[int, int, int]], batch: Batch) -> _Tokens:
         size = self._page_tokens
         texts, rows, past = (torch.tensor(x) for x in zip(*single, strict=True))
         tables = batch.tables[texts.numpy()]
-        pages = torch.from_numpy(tables.astype(np.int64))
-        slots = pages.gather(1, (past // size).unsqueeze(1))[:, 0] * size + past % size
+        positions = past.numpy()
+        pages = tables[np.arange(len(tables)), positions // size].astype(np.int64)
         held = [self.sinks.slot_of(int(row[0])) for row in tables] if self.sinks.size else []
+        sinks = self.sinks.memory[:, :, held].float()
         tiles = page_tiles(tables, (past + 1).tolist(), size, self.sinks.size)
         cos, sin = self._inverse.cos[:, past], self._inverse.sin[:, past]
         inverse = Angles(cos, sin, self._inverse.rotate)
         context = self._plan.predictor_context()
-        return _Tokens(rows, slots, torch.tensor(held), inverse, tiles, context)
+        return _Tokens(rows, Places(pages, positions % size), sinks, inverse, tiles, context)
 
     def _decode(
         self, index: int, new: _Tokens, queries: Tensor, keys: Tensor, values: Tensor
@@ -221,14 +223,13 @@ class PagedCache:
         layer, sites = self._new.layers[index], self._sites[index]
         before, values = _unrotated(keys, new.inverse), values.transpose(0, 1).unsqueeze(0)
         sites.store(layer, before, values, new.context)
-        self._write(index, layer, new.slots)
+        self._write(index, layer, new.new)
         for store in (layer.key_store, layer.value_store):
-            store.drop_last(len(new.slots))
+            store.drop_last(len(new.rows))
         by_head = queries.unflatten(1, (self._heads, -1)).float() * self._settings.scaling
-        sinks = by_head[:, :, :0], by_head[:, :, :0]
-        if self.sinks.size:
-            of_keys, of_values = self.sinks.memory[index]
-            sinks = of_keys[new.sinks].float(), of_values[new.sinks].float()
+        sinks = new.sinks[index, 0], new.sinks[index, 1]
+        if not self.sinks.size:
+            sinks = by_head[:, :, :0], by_head[:, :, :0]
 
         def packed(one: Input) -> Packed:
             return self._pages[index - one[0]].packed(one[1])
@@ -254,7 +255,7 @@ class PagedCache:
             self._angles.of_tokens(0, text.length),
             text.context,
         )
-        self._write(index, layers[0], text.slots)
+        self._write(index, layers[0], text.new)
         first = self.sinks.size - text.past
         if first > 0:
             held = self.sinks.memory[index, :, text.sinks, :, text.past :]  # (2, H_kv, t, d)
@@ -275,11 +276,11 @@ class PagedCache:
             of_keys, of_values = self.sinks.memory[index, :, text.sinks, None, :, : text.past]
             layer.sinks.take(of_keys, of_values, 0, None, None)
 
-    def _write(self, index: int, layer: CompressedLayer, slots: Tensor) -> None:
+    def _write(self, index: int, layer: CompressedLayer, new: Places) -> None:
         """Copy the newest tokens of a layer to their pages."""
         for site, store in zip(SITES, (layer.key_store, layer.value_store), strict=True):
             assert isinstance(store, WidthStore)
-            self._pages[index].write(site, slots, *store.newest_packed(len(slots)))
+            self._pages[index].write(site, new, *store.newest_packed(len(new.pages)))
 
     def _new_cache(self) -> CompressedCache:
         return CompressedCache(self._plan, self._dtype, [CPU] * len(self._plan.layers))
@@ -332,8 +333,3 @@ def _unrotated(keys: Tensor, inverse: Angles) -> Tensor:
     """Return keys (tokens, H_kv, d) as they were before rotation, (1, H_kv, tokens, d)."""
     by_head = keys.transpose(0, 1).unsqueeze(0)
     return inverse.tile(by_head.to(inverse.cos.dtype), 0, len(keys))
-
-
-def _slots(pages: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Return the slots of positions of a text, as `LayerPages.write` takes them."""
-    return pages[positions // size] * size + positions % size

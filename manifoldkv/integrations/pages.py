@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import SCALE_BYTES
 from manifoldkv.errors import CacheError, PlanError
-from manifoldkv.kernels.views import Packed
+from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.plan.layer import LayerPlan
 
 
@@ -67,6 +68,19 @@ class PageLayout:
         return self.tokens * self.bytes_per_token
 
 
+class Places(NamedTuple):
+    """Where some tokens are stored.
+
+    Parameters
+    ----------
+    pages, rows : ndarray
+        Page of every token and its row in the page, (m,), int64.
+    """
+
+    pages: Array
+    rows: Array
+
+
 class LayerPages:
     """The pages of one layer, in memory of an engine.
 
@@ -79,7 +93,6 @@ class LayerPages:
     """
 
     def __init__(self, layout: PageLayout, memory: Tensor) -> None:
-        self._tokens = layout.tokens
         self._sites: dict[Site, tuple[Tensor, Tensor]] = {}
         start = 0
         for site, rows in zip(SITES, layout.rows, strict=True):
@@ -89,6 +102,8 @@ class LayerPages:
             start += SCALE_BYTES * layout.tokens
             self._sites[site] = codes, scales  # (pages, rows, tokens) and (pages, tokens)
         self._packed = {site: Packed.of(*views) for site, views in self._sites.items()}
+        # NumPy assigns a few tokens in a fifth of torch's time.
+        self._arrays = {site: (x.numpy(), y.numpy()) for site, (x, y) in self._sites.items()}
 
     def packed(self, site: Site) -> Packed:
         """Return the latents of a site as kernels take them, pages being a batch."""
@@ -110,22 +125,21 @@ class LayerPages:
         rows = codes.transpose(0, 1).flatten(1)[:, :tokens]
         return rows[None, None], scales.flatten()[None, None, None, :tokens]
 
-    def write(self, site: Site, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def write(self, site: Site, where: Places, codes: Tensor, scales: Tensor) -> None:
         """Write tokens, codes (1, 1, bytes, m) and scales (1, 1, 1, m).
 
         Parameters
         ----------
         site : {"key", "value"}
             Site of the latents.
-        slots : Tensor
-            Page times tokens of a page, plus the place in it, (m,), int64.
+        where : Places
+            Of the tokens.
         codes, scales : Tensor
             Packed latents.
         """
-        pages, places = slots // self._tokens, slots % self._tokens
-        of_codes, of_scales = self._sites[site]
-        of_codes[pages, :, places] = codes[0, 0].mT
-        of_scales[pages, places] = scales[0, 0, 0]
+        of_codes, of_scales = self._arrays[site]
+        of_codes[where.pages, :, where.rows] = codes.numpy()[0, 0].T
+        of_scales[where.pages, where.rows] = scales.numpy()[0, 0, 0]
 
 
 class SinkPages:

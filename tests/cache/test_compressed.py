@@ -157,6 +157,7 @@ class TestManyQueries:
     def many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache_attention, "MANY_QUERIES", 2)
         monkeypatch.setattr(cache_attention, "MASKED_AT_A_TIME", LONG * 6)
+        monkeypatch.setattr(cache_attention, "QUERIES_AT_A_TIME", 4)
         monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
 
     @pytest.mark.parametrize("rotary", ROTARIES)
@@ -180,17 +181,23 @@ class TestManyQueries:
         model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
         calls = []
 
-        def counted(queries: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
-            calls.append(queries.shape[2])
-            return scaled_dot_product_attention(queries, *rest, **options)
+        def counted(
+            queries: torch.Tensor, keys: torch.Tensor, *rest: object, **options: object
+        ) -> torch.Tensor:
+            calls.append((queries.shape[2], keys.shape[2]))
+            return scaled_dot_product_attention(queries, keys, *rest, **options)
 
         monkeypatch.setattr(cache_attention, "scaled_dot_product_attention", counted)
         steps(model, random_plan(model), tokens, [LONG])
-        assert set(calls) == {LONG}  # without a mask
+        assert set(calls) == {(LONG, LONG)}  # without a mask
         calls.clear()
         steps(model, random_plan(model), tokens, [2, LONG - 2])
-        assert max(calls[1:]) == 6
-        assert sum(calls) >= LONG
+        seen = 2
+        for queries, keys in (call for call in calls if call != (2, 2)):
+            seen += queries
+            assert keys == seen  # no key that none of the queries sees
+            assert queries <= 4
+            seen = 2 if seen == LONG else seen
 
     def test_padded_rows_are_those_of_a_text_alone(self) -> None:
         model = tiny_model("llama")

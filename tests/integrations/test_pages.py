@@ -13,7 +13,7 @@ from manifoldkv.cache.layers import CompressedCache
 from manifoldkv.cache.running import running_attention
 from manifoldkv.errors import CacheError, PlanError
 from manifoldkv.integrations.paged import Batch, PagedCache, check_plan, page_tiles
-from manifoldkv.integrations.pages import LayerPages, PageLayout, SinkPages
+from manifoldkv.integrations.pages import LayerPages, PageLayout, Places, SinkPages
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles, rotation_of_keys
@@ -186,12 +186,13 @@ def test_pages_return_what_was_written() -> None:
     layout = PageLayout(SIZE, (5, 3))
     pages = LayerPages(layout, torch.zeros(4, layout.nbytes, dtype=torch.uint8))
     order = torch.tensor([2, 0])
-    slots = torch.cat([order[:1] * SIZE + torch.arange(SIZE), order[1:] * SIZE + torch.arange(9)])
+    positions = np.arange(SIZE + 9)
+    where = Places(order.numpy()[positions // SIZE], positions % SIZE)
     written = {}
     for site, rows in (("key", 5), ("value", 3)):
         codes = torch.randint(0, 255, (1, 1, rows, 41), dtype=torch.uint8)
         scales = torch.randn(1, 1, 1, 41).half()
-        pages.write(site, slots, codes, scales)
+        pages.write(site, where, codes, scales)
         written[site] = codes, scales
     for site, (codes, scales) in written.items():
         found = pages.read(site, order, 41)
