@@ -12,11 +12,11 @@ from torch.nn import functional
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.coding.scales import SMALLEST_SCALE, TOKEN_SCALE_BYTES, scale_codes, scales_of
 from manifoldkv.kernels.decode import is_available
 from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
-from manifoldkv.kernels.views import Packed, View, half_bits
+from manifoldkv.kernels.views import Packed, View
 
 
 class WidthStore(Store):
@@ -49,8 +49,7 @@ class WidthStore(Store):
 
     def packed(self, start: int, stop: int) -> Packed:
         """Return some tokens as kernels take them; memory is shared."""
-        scales = half_bits(self._scales.flat(start))
-        return Packed(self._codes.flat(start), scales, stop - start)
+        return Packed(self._codes.flat(start), self._scales.flat(start), stop - start)
 
 
 class MixedWidthStore(WidthStore):
@@ -80,21 +79,20 @@ class MixedWidthStore(WidthStore):
         self._tables: QuantizerTables | None = None
         if device.type == "cpu" and dtype == torch.float32 and is_available():
             latents = LatentTables.of(self._planes, bits)
-            size = quantizer.nbytes(1, stored, 1) - SCALE_BYTES
+            size = quantizer.nbytes(1, stored, 1) - TOKEN_SCALE_BYTES
             numbers = (quantizer.deviation[:stored], quantizer.step[:stored])
             self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], size)
             of_codes = torch.empty(1, 1, size, 0, dtype=torch.uint8)
-            self._like = of_codes, torch.empty(1, 1, 1, 0, dtype=torch.float16)
+            self._like = of_codes, torch.empty(1, 1, 1, 0, dtype=torch.uint8)
 
     def append(self, latents: Tensor) -> None:
         if self._tables is not None:
             self.append_and_read(latents)
             return
         x = latents.mT[:, :, : self._stored].float()  # (B, 1, stored, m)
-        scales = (x / self._deviation).square().mean(dim=2, keepdim=True).sqrt()
-        scales = scales.clamp(max=torch.finfo(torch.float16).max).half()
+        scales = scale_codes((x / self._deviation).square().mean(dim=2, keepdim=True).sqrt())
         self._scales.append(scales)
-        x = x / scales.float().clamp(min=torch.finfo(torch.float16).tiny)
+        x = x / scales_of(scales).clamp(min=SMALLEST_SCALE)
         codes = (x / self._step).floor() + self._half
         codes = codes.clamp(min=0).minimum(2 * self._half - 1).to(torch.uint8)
         self._codes.append(self._planes.pack(codes))
@@ -116,7 +114,7 @@ class MixedWidthStore(WidthStore):
         first = len(self)
         self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
         self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
-        return self._codes.flat(first), half_bits(self._scales.flat(first))
+        return self._codes.flat(first), self._scales.flat(first)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)
@@ -128,6 +126,6 @@ class MixedWidthStore(WidthStore):
             codes = torch.empty_like(stored, dtype=torch.uint8)
             self._planes.unpack(packed, codes)
             stored.copy_(codes).add_(middle).mul_(factor)
-            stored.mul_(self._scales.view[..., start:stop].to(self._dtype))
+            stored.mul_(scales_of(self._scales.view[..., start:stop]).to(self._dtype))
             x[:, :, self._stored :] = 0
             yield start - first, stop - first, x.mT

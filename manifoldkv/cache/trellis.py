@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.storage import Tile, split_tiles
+from manifoldkv.coding.scales import scales_of
 from manifoldkv.coding.trellis import TrellisCoded, codebooks, pack, window_fields
 
 
@@ -69,6 +70,6 @@ class TrellisStore(WidthStore):
             stream = sum(three, codes[:, :, lower.squeeze(1)])  # (B, 1, stored, n)
             windows = (stream >> right) & mask
             stored = self._codebooks[widths, windows].to(self._dtype) * self._factor
-            stored = stored * self._scales.view[..., start:stop].to(self._dtype)
+            stored = stored * scales_of(self._scales.view[..., start:stop]).to(self._dtype)
             x = functional.pad(stored, (0, 0, 0, self._features - self._stored))
             yield start - first, stop - first, x.mT

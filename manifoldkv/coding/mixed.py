@@ -11,13 +11,8 @@ from torch import Tensor
 
 from manifoldkv.basis import Basis
 from manifoldkv.coding.integers import PLANES
-from manifoldkv.coding.quantizer import (
-    SCALE_BYTES,
-    Quantizer,
-    check_coded,
-    check_numbers,
-    straight_through,
-)
+from manifoldkv.coding.quantizer import Quantizer, check_coded, check_numbers, straight_through
+from manifoldkv.coding.scales import SMALLEST_SCALE, TOKEN_SCALE_BYTES, scale_codes, scales_of
 from manifoldkv.errors import PlanError
 
 WIDEST = 8
@@ -29,7 +24,7 @@ class MixedWidths(Quantizer):
     """Bits and steps of the latents of a site, in one basis of all heads.
 
     A token's latents y are divided by its scale, the root mean square of ``y / deviation`` over the
-    stored latents, which is stored in float16. A scaled latent z of step s and b bits is stored as
+    stored latents, which is stored in 8 bits. A scaled latent z of step s and b bits is stored as
     ``floor(z / s)``, clamped to ``[-2^(b - 1), 2^(b - 1) - 1]``, and reconstructed as the middle of
     its interval (the uniform mid-rise quantiser) times its gain and the scale of the token. A
     latent of 0 bits is not stored and reconstructed as 0.
@@ -97,8 +92,8 @@ class MixedWidths(Quantizer):
         gain = self.gain[:stored].to(x)
         half = (2 ** (self.bits[:stored].long() - 1)).to(x)
         scale = (x / deviation).square().mean(dim=-1, keepdim=True).sqrt()
-        float16 = torch.finfo(torch.float16)
-        scale = scale.clamp(max=float16.max).half().to(x).clamp(min=float16.tiny)
+        scale = straight_through(scale, scales_of(scale_codes(scale)).to(x))
+        scale = scale.clamp(min=SMALLEST_SCALE)
         scaled = x / scale / step
         codes = straight_through(scaled, scaled.floor()).clamp(min=-half).minimum(half - 1)
         found = (codes + 0.5) * step * scale * gain
@@ -106,7 +101,7 @@ class MixedWidths(Quantizer):
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         planes = (ceil(int((self.bits & plane > 0).sum()) * plane / 8) for plane in PLANES)
-        return tokens * (SCALE_BYTES + sum(planes))
+        return tokens * (TOKEN_SCALE_BYTES + sum(planes))
 
     def token_bits(self, features: int) -> float:
         return float(self.bits.float().sum())

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.quantizer import SCALE_BYTES, straight_through
+from manifoldkv.coding.quantizer import straight_through
+from manifoldkv.coding.scales import SMALLEST_SCALE, TOKEN_SCALE_BYTES, scale_codes, scales_of
 from manifoldkv.runs.threads import run_in_parts
 
 WINDOW = 10
@@ -69,7 +70,7 @@ class TrellisCoded(MixedWidths):
         return straight_through(latents, found)
 
     def search(self, latents: Tensor) -> tuple[NDArray[np.uint16], Tensor, Tensor]:
-        """Return the windows of latents, the scales of tokens and the reconstructions.
+        """Return the windows of latents, the codes of scales and the reconstructions.
 
         Parameters
         ----------
@@ -81,23 +82,21 @@ class TrellisCoded(MixedWidths):
         windows : ndarray
             (n, r), uint16.
         scales : Tensor
-            (n, 1), float16.
+            `scale_codes` of the tokens, (n, 1), uint8.
         reconstructions : Tensor
             (n, r), float32.
         """
         deviation = self.deviation[: self.stored]
-        scales = (latents / deviation).square().mean(dim=-1, keepdim=True).sqrt()
-        scales = scales.clamp(max=torch.finfo(torch.float16).max).half()
-        tiny = torch.finfo(torch.float16).tiny
-        step = self.step[: self.stored]
-        scaled = latents / scales.float().clamp(min=tiny) / step
+        codes = scale_codes((latents / deviation).square().mean(dim=-1, keepdim=True).sqrt())
+        scales, step = scales_of(codes), self.step[: self.stored]
+        scaled = latents / scales.clamp(min=SMALLEST_SCALE) / step
         bits = self.bits[: self.stored].long()
         windows = search(scaled, bits, normalize(step, dim=0).square(), codebooks())
         codewords = codebooks()[bits, torch.from_numpy(windows.astype(np.int64))]
-        return windows, scales, codewords * step * self.gain[: self.stored] * scales.float()
+        return windows, codes, codewords * step * self.gain[: self.stored] * scales
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
-        return tokens * (SCALE_BYTES + ceil(int(self.bits.long().sum()) / 8))
+        return tokens * (TOKEN_SCALE_BYTES + ceil(int(self.bits.long().sum()) / 8))
 
 
 def pack(windows: NDArray[np.uint16], bits: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Packed latents in the pages of a serving engine: layout, reads and writes.
 
 A page holds some tokens of one layer. Its bytes are rows over these tokens: the rows of the keys'
-integers, the float16 scales of the keys, and the same of the values. A token's bytes depend on
+integers, the scales of the keys, and the same of the values. A token's bytes depend on
 itself and on the tokens before it alone, so that texts with the same beginning share pages.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.coding.scales import TOKEN_SCALE_BYTES
 from manifoldkv.errors import CacheError, PlanError
 from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.plan.layer import LayerPlan
@@ -54,13 +54,13 @@ class PageLayout:
                     ": make a plan with recipe bits"
                 )
             token_bytes = planned.quantizer.nbytes(1, planned.quantizer.stored, 1)
-            rows.append(token_bytes - SCALE_BYTES)
+            rows.append(token_bytes - TOKEN_SCALE_BYTES)
         return cls(tokens, (rows[0], rows[1]))
 
     @property
     def bytes_per_token(self) -> int:
         """Return the bytes of a token."""
-        return sum(self.rows) + 2 * SCALE_BYTES
+        return sum(self.rows) + 2 * TOKEN_SCALE_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +98,8 @@ class LayerPages:
         for site, rows in zip(SITES, layout.rows, strict=True):
             codes = memory[:, start : start + rows * layout.tokens].unflatten(1, (rows, -1))
             start += rows * layout.tokens
-            scales = memory[:, start : start + SCALE_BYTES * layout.tokens].view(torch.float16)
-            start += SCALE_BYTES * layout.tokens
+            scales = memory[:, start : start + TOKEN_SCALE_BYTES * layout.tokens]
+            start += TOKEN_SCALE_BYTES * layout.tokens
             self._sites[site] = codes, scales  # (pages, rows, tokens) and (pages, tokens)
         self._packed = {site: Packed.of(*views) for site, views in self._sites.items()}
         # NumPy assigns a few tokens in a fifth of torch's time.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import float32, int64, uint8, uint16, void
+from numba import float32, int64, uint8, void
 from numba.types import Tuple, UniTuple
 
 from manifoldkv.kernels.cpu_tiles import (
@@ -29,12 +29,12 @@ from manifoldkv.kernels.cpu_tiles import (
 )
 from manifoldkv.kernels.views import Array, View
 
-CHECKSUM_OF_TILES = "c163fcfc15ad6532"
+CHECKSUM_OF_TILES = "60cdca9ba086a233"
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
-_BYTES, _HALVES = Tuple((uint8[::1], int64, int64)), Tuple((uint16[::1], int64, int64))
-_PACKED = Tuple((_BYTES, _HALVES, int64[:, :, ::1], _FLOATS, _FLOATS))
+_BYTES = Tuple((uint8[::1], int64, int64))
+_PACKED = Tuple((_BYTES, _BYTES, int64[:, :, ::1], _FLOATS, _FLOATS))
 _KEYS = Tuple(
     (_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1], _TABLE)
 )
@@ -42,7 +42,7 @@ _ROWS, _SCRATCH = float32[:, :, :, ::1], Tuple((float32[::1], uint8[::1]))
 _COUNT = int64[::1]
 SOURCES = 12
 """Most sites whose latents a layer depends on; `attend` takes as many, repeated if need be."""
-_SOURCES = UniTuple(Tuple((_BYTES, _HALVES)), SOURCES)
+_SOURCES = UniTuple(Tuple((_BYTES, _BYTES)), SOURCES)
 _USES = Tuple((_TABLE, int64[:, :, ::1], _FLOATS, _FLOATS, _FLOATS))
 
 LOWEST, LOG2_E = np.float32(-87), np.float32(1.4426950408889634)

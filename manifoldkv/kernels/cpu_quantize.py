@@ -9,36 +9,35 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import float32, int64, uint8, uint16, void
+from numba import float32, int64, uint8, void
 from numba.types import Tuple
 
+from manifoldkv.coding.scales import LARGEST_SCALE, NAN_CODE, SMALLEST_SCALE
 from manifoldkv.kernels.views import Array, View
 
-HALF_MAX, HALF_TINY = np.float32(65504), np.float32(2**-14)
-"""Largest finite float16, and its smallest normal number."""
-HALF_NAN = np.uint16(0x7E00)
+LARGEST, SMALLEST = np.float32(LARGEST_SCALE), np.float32(SMALLEST_SCALE)
 _OPTIONS = {"error_model": "numpy", "nogil": True, "_nrt": False}
 _MATRIX = float32[:, ::1]
 _TABLES = Tuple((int64[:, :, ::1], _MATRIX, int64))
-_CODES, _SCALES = Tuple((uint8[::1], int64, int64)), Tuple((uint16[::1], int64, int64))
+_CODES = Tuple((uint8[::1], int64, int64))
 
 
-@numba.njit(Tuple((float32, uint16))(float32), inline="always", **_OPTIONS)
-def _as_half(x: Any) -> Any:
-    """Round to float16, ties to even, for x of 0 to `HALF_MAX` or NaN; also return its bits."""
+@numba.njit(Tuple((float32, uint8))(float32), inline="always", **_OPTIONS)
+def _rounded(x: Any) -> Any:
+    """Round a scale of 0 to `LARGEST_SCALE` or NaN as `scale_codes` does; also return its code."""
     if x != x:
-        return x, HALF_NAN
-    unit, exponent = HALF_TINY, 0
+        return x, np.uint8(NAN_CODE)
+    unit, exponent = SMALLEST, 0
     while unit * np.float32(2) <= x:
         unit *= np.float32(2)
         exponent += 1
-    # Adding a power of 2 leaves as many bits behind the point as float16 has.
-    large = unit * np.float32(2**13) * np.float32(1.5)
-    half = np.float32(np.float32(x + large) - large)
-    return half, np.uint16(1024 * exponent + int64(half / unit * np.float32(1024)))
+    # Adding a power of 2 leaves three bits behind the point.
+    large = unit * np.float32(2**20) * np.float32(1.5)
+    rounded = np.float32(np.float32(x + large) - large)
+    return rounded, np.uint8(8 * exponent + int64(rounded / unit * np.float32(8)))
 
 
-@numba.njit(void(_MATRIX, int64, _TABLES, _CODES, _SCALES, _MATRIX), cache=True, **_OPTIONS)
+@numba.njit(void(_MATRIX, int64, _TABLES, _CODES, _CODES, _MATRIX), cache=True, **_OPTIONS)
 def quantize(
     latents: Array,
     per_text: int,
@@ -50,7 +49,7 @@ def quantize(
     """Write codes (B, bytes, m), scales (B, 1, m) and reconstructions of latents (B · m, r).
 
     Tables are the positions of integers; deviation, step, half of the range and gain of every
-    latent; and the bytes of a token. Scales are bits of float16, and `out` may be `latents`.
+    latent; and the bytes of a token. Scales are codes, and `out` may be `latents`.
     """
     fields, numbers, bytes_per_token = tables
     tokens, r = latents.shape
@@ -61,20 +60,20 @@ def quantize(
             ratio = latents[token, i] / numbers[i, 0]
             total += ratio * ratio
         scale = np.sqrt(total / np.float32(r))
-        scale, bits = _as_half(HALF_MAX if scale > HALF_MAX else scale)
-        scales[0][batch * scales[1] + column] = bits
+        scale, code = _rounded(LARGEST if scale > LARGEST else scale)
+        scales[0][batch * scales[1] + column] = code
         first = batch * codes[1] + column
         for row in range(bytes_per_token):
             codes[0][first + row * codes[2]] = 0
-        divisor = HALF_TINY if scale < HALF_TINY else scale
+        divisor = SMALLEST if scale < SMALLEST else scale
         for i in range(r):
             half = numbers[i, 2]
-            code = np.floor(latents[token, i] / divisor / numbers[i, 1]) + half
-            if not code > 0:  # nor NaN
-                code = np.float32(0)
-            elif code > 2 * half - 1:
-                code = 2 * half - 1
-            integer = int64(code)
+            place = np.floor(latents[token, i] / divisor / numbers[i, 1]) + half
+            if not place > 0:  # nor NaN
+                place = np.float32(0)
+            elif place > 2 * half - 1:
+                place = 2 * half - 1
+            integer = int64(place)
             for plane in range(4):
                 row, left, mask, right = fields[i, plane]
                 if mask:
@@ -101,7 +100,7 @@ def _project(x: Array, expected: Array, down: Array, latents: Array) -> None:
 
 
 @numba.njit(
-    void(_MATRIX, _MATRIX, _MATRIX, int64, _TABLES, _CODES, _SCALES, _MATRIX),
+    void(_MATRIX, _MATRIX, _MATRIX, int64, _TABLES, _CODES, _CODES, _MATRIX),
     cache=True,
     **_OPTIONS,
 )

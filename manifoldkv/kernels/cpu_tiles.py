@@ -20,7 +20,8 @@ from manifoldkv.kernels.views import Array, View
 
 TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
-HALF_INFINITY = np.uint16(0x7C00)
+INFINITY = np.uint8(0xF8)
+"""Smallest code of a scale that is not finite."""
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
@@ -105,12 +106,12 @@ def _unpack_unscaled(packed: Packed, latent: int, tile: Tile, integers: Array, o
 
 @_inner
 def unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
-    """Write the scales of a tile, of which the bits of positive float16 are stored."""
-    bits, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
+    """Write the scales of a tile, whose codes are the first bits of float16."""
+    codes, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
     for t in range(tile[2]):
-        numbers[t] = np.uint32(bits[t]) << np.uint32(13)
+        numbers[t] = np.uint32(codes[t]) << np.uint32(20)
     for t in range(tile[2]):
-        finite = bits[t] < HALF_INFINITY
+        finite = codes[t] < INFINITY
         scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
 
 

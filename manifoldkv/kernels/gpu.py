@@ -183,7 +183,7 @@ def scores(
     queries : Tensor
         Scaled and rotated queries, (B, H_kv, R, d), float32.
     codes, scales : Tensor
-        Packed latents, (B, 1, bytes, n), uint8, and their scales, (B, 1, 1, n), float16.
+        Packed latents, (B, 1, bytes, n), uint8, and codes of their scales, (B, 1, 1, n), uint8.
     keys : Keys
         Tables of the layer.
     cos, sin : Tensor
@@ -281,6 +281,13 @@ def _unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth:
     return code.to(tl.float32) - centre[:, None]
 
 
+@triton.jit
+def _scales(address, valid):  # type: ignore[no-untyped-def]
+    """Return the scales of tokens, whose codes are the first bits of float16 behind its sign."""
+    code = tl.load(address, mask=valid, other=0)
+    return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _scores_kernel(
     queries, turned, out, n, rows, rows_per_head, head_dim,
@@ -300,7 +307,7 @@ def _scores_kernel(
     inputs += sequence * input_batch
     cos, sin = cos + sequence * cos_batch, sin + sequence * sin_batch
     query = (sequence * rows + row[:, None]) * head_dim
-    scale = tl.load(scales + sequence * scale_batch + token, mask=valid, other=0.0).to(tl.float32)
+    scale = _scales(scales + sequence * scale_batch + token, valid)
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for tile in range(split, count, splits):
         member = tile * FEATURES + tl.arange(0, FEATURES)
@@ -360,7 +367,7 @@ def _mix_kernel(
     for tile in range(tl.program_id(2) * per_split, (tl.program_id(2) + 1) * per_split):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         valid = token < n
-        scale = tl.load(scales + token, mask=valid, other=0.0).to(tl.float32)
+        scale = _scales(scales + token, valid)
         address = weights + row[:, None] * weight_stride + token[None, :]
         w = tl.load(address, mask=held & valid[None, :], other=0.0) * scale[None, :]
         z = _unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
@@ -390,7 +397,7 @@ def _project_kernel(
         address = matrix + row[:, None] * r + latent[None, :]
         q = tl.load(address, mask=held & chosen[None, :], other=0.0)
         total = tl.dot(q, z, total, input_precision=PRECISION)
-    scale = tl.load(scales + sequence * scale_batch + token, mask=valid, other=0.0).to(tl.float32)
+    scale = _scales(scales + sequence * scale_batch + token, valid)
     address = out + sequence * out_batch + row[:, None] * out_stride + token[None, :]
     mask = held & valid[None, :]
     old = tl.load(address, mask=mask, other=0.0)

@@ -67,7 +67,7 @@ def encode(
     codes : View
         Of packed integers (B, bytes, m), uint8, which are written.
     scales : View
-        Of the bits of scales (B, 1, m), uint16, which are written.
+        Of the codes of scales (B, 1, m), uint8, which are written.
     """
     batch, tokens, _ = x.shape
     out = torch.empty(batch, tokens, len(down))

@@ -27,12 +27,6 @@ def flat_view(x: Tensor) -> View:
     return x.as_strided((size,), (1,)).numpy(), batch_stride if batches > 1 else 0, row_stride
 
 
-def half_bits(view: View) -> View:
-    """Return a view of float16 as integers, the type that compiled kernels know."""
-    flat, batch_stride, row_stride = view
-    return flat.view(np.uint16), batch_stride, row_stride
-
-
 class Packed(NamedTuple):
     """Packed latents of some tokens.
 
@@ -41,7 +35,7 @@ class Packed(NamedTuple):
     codes : View
         Integers, (B, bytes, n), uint8.
     scales : View
-        Bits of the scales of tokens, (B, 1, n), uint16.
+        Codes of the scales of tokens, (B, 1, n), uint8.
     tokens : int
         Number of tokens, n.
     """
@@ -52,6 +46,5 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor) -> Packed:
-        """Return packed latents with codes (B, bytes, n), uint8, and scales (B, n), float16."""
-        scales = scales.unsqueeze(1)
-        return cls(flat_view(codes), half_bits(flat_view(scales)), codes.shape[2])
+        """Return packed latents with codes (B, bytes, n) and scales (B, n), uint8."""
+        return cls(flat_view(codes), flat_view(scales.unsqueeze(1)), codes.shape[2])

@@ -25,7 +25,8 @@ from manifoldkv.coding.allocation import (
     fit_quantizers,
     pack_size,
 )
-from manifoldkv.coding.quantizer import SCALE_BYTES, Quantizer
+from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.scales import TOKEN_SCALE_BYTES
 from manifoldkv.coding.transform import (
     SAMPLES,
     WeightedKLT,
@@ -289,7 +290,7 @@ class BitRecipe(CodedRecipe[Bits]):
         cached = [cached_tokens(context, window) for window in decoder.windows]
         sinks = min(self.sinks, context)
         of_sinks = 4 * decoder.features * sum(sinks for x in decoder.windows if x is None)
-        return of_sinks, 2 * SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
+        return of_sinks, 2 * TOKEN_SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
 
     def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
         distortion = GAUSSIAN_DISTORTION if self.trellis else None

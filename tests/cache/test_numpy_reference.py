@@ -27,7 +27,6 @@ from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.plans import DESIGNS, designed_plan
 
 LENGTH = 18
-HALF = np.float16
 
 
 def mid_rise(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndarray:
@@ -75,11 +74,17 @@ def reconstructed(
         y.numpy() for y in (quantizer.deviation, quantizer.step, quantizer.gain)
     )
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
-    norm = norm.astype(HALF).astype(np.float32)
+    norm = in_eight_bits(norm)
     rounded = of_trellis if isinstance(quantizer, TrellisCoded) else mid_rise
-    scaled = rounded(latents / np.maximum(norm, np.finfo(HALF).tiny), bits, step)
+    scaled = rounded(latents / np.maximum(norm, 2.0**-14), bits, step)
     latents = scaled * gain * norm
     return expected + latents @ up.T, latents
+
+
+def in_eight_bits(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Round to three bits behind the first one; below 2^-14, to multiples of 2^-17."""
+    unit = 2.0 ** (np.maximum(np.frexp(scales)[1] - 1, -14) - 3)
+    return np.minimum(np.round(scales / unit) * unit, 61440).astype(np.float32)
 
 
 @contextmanager
@@ -249,7 +254,7 @@ def test_any_way_into_the_cache_is_the_reference(
         for start, stop in ((7, 8), (8, 18)):
             chunk(cache, order, start, stop)
     found = torch.cat(errors) / wanted.abs().max()
-    # A token's scale next to the border of two float16 numbers may get the other one.
+    # A token's scale next to the border of two codes may get the other one.
     assert float(found.median()) < 1e-5
     assert float(found.max()) < 3e-4
 
@@ -295,5 +300,5 @@ def test_a_stock_cache_is_taken_over_as_by_hand(family: str, kind: str) -> None:
         model(tokens[:, :-1], past_key_values=held)
         filled = model(tokens[:, -1:], past_key_values=held).logits
     torch.testing.assert_close(taken, filled, atol=1e-5, rtol=1e-5)
-    # A scale next to the border of two float16 numbers may be the other one.
+    # A scale next to the border of two codes may get the other one.
     torch.testing.assert_close(taken, wanted, atol=5e-4, rtol=5e-4)

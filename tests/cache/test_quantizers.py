@@ -24,6 +24,7 @@ from manifoldkv.coding.integers import (
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
+from manifoldkv.coding.scales import LARGEST_SCALE, scale_codes, scales_of
 from manifoldkv.coding.tables import entropy_coded
 from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.errors import PlanError
@@ -195,11 +196,11 @@ def test_elements_outside_their_range_are_clamped() -> None:
     x = torch.tensor([[[[-5.0, 9.0]]]])
     found = stored(StaticIntegers(8, 64, torch.tensor([[[-1.0, 1.0]]])), x)
     assert torch.allclose(found, torch.tensor([[[[-1.0, 1.0]]]]))
-    # A scale is at most the largest number of float16, and a code the last of its width.
+    # A scale is at most the largest of 8 bits, and a code the last of its width.
     found = stored(
         mixed_of([2, 0], step=torch.full((2,), 0.5)), torch.tensor([[[[1e9, 1.0], [-1e9, 2.0]]]])
     )
-    most = 0.75 * torch.finfo(torch.float16).max
+    most = 0.75 * LARGEST_SCALE
     assert found[0, 0].tolist() == [[most, 0.0], [-most, 0.0]]
 
 
@@ -271,7 +272,7 @@ def by_latent(quantizer: MixedWidths, latents: Tensor) -> Tensor:
     """By the quantiser of a coordinate, one after the other."""
     coded = quantizer.bits > 0
     whitened = latents[..., coded] / quantizer.deviation[coded]
-    scale = whitened.square().mean(dim=-1).sqrt().half().float()
+    scale = scales_of(scale_codes(whitened.square().mean(dim=-1).sqrt()))
     columns = [
         quantized(latents[..., i] / scale, quantizer.step[i], int(bits)) * scale * quantizer.gain[i]
         if bits
@@ -308,7 +309,7 @@ def test_latents_of_all_widths_fill_their_bits(bits: int) -> None:
     store = MixedWidthStore(mixed_of([bits] * 256, deviation=deviation), torch.float32, CPU)
     store.append(latents)
     torch.testing.assert_close(read(store), latents + 0.25)
-    assert store.nbytes == 3 * (32 * bits + 2)
+    assert store.nbytes == 3 * (32 * bits + 1)
 
 
 @pytest.mark.parametrize(

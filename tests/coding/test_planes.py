@@ -33,7 +33,7 @@ def test_mixed_widths_count_the_packed_bytes(widths: list[int]) -> None:
     packed = BitPlanes(widths, CPU).pack(drawn(widths, 0))
     ones = torch.ones(len(widths) + 1)
     quantizer = MixedWidths(torch.tensor([*widths, 0], dtype=torch.uint8), ones, ones, ones)
-    scale = 2  # bytes
+    scale = 1  # byte
     assert quantizer.nbytes(5, len(ones), 2) == 5 * (scale + (packed.shape[2] if widths else 0))
 
 

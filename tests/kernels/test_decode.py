@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.coding.scales import NAN_CODE, scale_codes, scales_of
 from manifoldkv.coding.trellis import WINDOW, codebooks, pack
 from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
@@ -75,11 +76,12 @@ def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     shape = batch, len(widths), tokens + 5
     integers = torch.randint(0, 256, shape, generator=generator) % (2 ** bits.long()).view(-1, 1)
     codes = planes.pack(integers.to(torch.uint8))[..., 2 : 2 + tokens]
-    scales = (torch.rand(batch, tokens + 5, generator=generator) + 0.1).half()[:, 2 : 2 + tokens]
+    drawn = torch.rand(batch, tokens + 5, generator=generator) + 0.1
+    scales = scale_codes(drawn)[:, 2 : 2 + tokens]
     unpacked = torch.empty(batch, len(widths), tokens, dtype=torch.uint8)
     planes.unpack(codes, unpacked)
     half = 2.0 ** (bits.float() - 1).view(-1, 1)
-    latents = scales.float().unsqueeze(1) * (unpacked.float() + 0.5 - half)
+    latents = scales_of(scales).unsqueeze(1) * (unpacked.float() + 0.5 - half)
     return Site(codes, scales, latents, LatentTables.of(planes, bits))
 
 
@@ -89,7 +91,7 @@ def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) ->
     bits = torch.tensor(widths)
     windows = torch.randint(0, 1 << WINDOW, (batch * tokens, len(widths)), generator=generator)
     codes = pack(windows.numpy().astype(np.uint16), bits).unflatten(1, (batch, tokens))
-    scales = (torch.rand(batch, tokens, generator=generator) + 0.1).half()
+    scales = scale_codes(torch.rand(batch, tokens, generator=generator) + 0.1)
     stream = np.unpackbits(codes.numpy(), axis=0)  # (bits, batch, tokens)
     stream = stream[: sum(widths)]
     stream = np.concatenate([stream, np.zeros((WINDOW, batch, tokens), np.uint8)])
@@ -97,7 +99,7 @@ def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) ->
     for width, start in zip(widths, np.cumsum(widths) - widths, strict=True):
         window = stream[start : start + WINDOW]
         index = sum(bit.astype(np.int64) << (WINDOW - 1 - i) for i, bit in enumerate(window))
-        latents.append(codebooks()[width][torch.as_tensor(index)] * scales.float())
+        latents.append(codebooks()[width][torch.as_tensor(index)] * scales_of(scales))
     tables = LatentTables.of_trellis(bits)
     return Site(codes.transpose(0, 1), scales, torch.stack(latents, dim=1), tables)
 
@@ -153,7 +155,7 @@ def test_scores_are_those_of_rebuilt_rotated_keys(
     batch, latents, tokens = site.latents.shape
     matrix, mean = drawn_up(up, latents), normal(HEADS * HEAD_DIM)
     if nan and up == "dense":
-        site.scales[0, 0], site.latents[0, :, 0] = torch.nan, torch.nan
+        site.scales[0, 0], site.latents[0, :, 0] = NAN_CODE, torch.nan
     rotate, rotary_dim = rotation
     cos, sin = drawn_angles(batch if rows % 2 else 1, tokens, rotary_dim)
     found = Rotation.of(rotate, HEAD_DIM, rotary_dim)
@@ -176,7 +178,7 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
 ) -> None:
     batch, latents, tokens = site.latents.shape
     if nan:
-        site.scales[0, 0], site.latents[0, :, 0] = torch.nan, torch.nan
+        site.scales[0, 0], site.latents[0, :, 0] = NAN_CODE, torch.nan
     weights, matrix = normal(batch, rows, tokens), normal(rows, latents)
     mixed = torch.ones(batch, rows, latents + 3)
     mix(weights, site.packed, site.tables, mixed, 2)
@@ -243,7 +245,7 @@ def test_attention_is_that_to_rebuilt_keys_and_values(
 
 def test_attention_to_what_is_not_finite_is_not_finite() -> None:
     site = drawn_site([4, 4], 1, 9, 0)
-    site.scales[0, 3] = torch.nan
+    site.scales[0, 3] = NAN_CODE
     found = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
     assert found is not None
     keys = KeyTables.of(site.tables, drawn_up("dense", 2), normal(16), HEADS, found)

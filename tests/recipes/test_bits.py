@@ -81,7 +81,7 @@ def test_the_budget_is_never_exceeded(
     options = {"recipe": recipe, "ratio": ratio, "context": context}
     layers = [None] * model.config.num_hidden_layers
     full = stock_bytes(model, context, layers)
-    exact = stock_bytes(model, sinks, layers) + context * 2 * 2 * len(layers)  # and scales
+    exact = stock_bytes(model, sinks, layers) + context * 2 * len(layers)  # and scales
     if ratio * full < exact:
         with pytest.raises(ArgumentError, match="too small"):
             compress(model, tokens, **options)
