@@ -29,37 +29,36 @@ from methods.bits import Best
 from methods.windows import heads, stacked
 
 SHARE = 1 / 2
-"""Share of the bytes of an unabridged cache of the plan."""
-NEWEST = 32
-"""Last tokens of a prompt that all layers keep."""
+"""Share of the bytes that all tokens would take in the plan."""
 PART, CUE = 128, 8
 """Tokens that are read again at once, and those before them that are read with them."""
 
 
 @register_method("evicted")
 class Evicted(Baseline):
-    """The recipe best at twice the ratio, without half of the tokens, chosen by layer (KVzip).
+    """The recipe best at twice the ratio, without the tokens that matter least (KVzip).
 
-    A token of a layer is worth the largest attention that any query head pays to it while the
-    prompt is read a second time, times the norm of its value behind the output projection, over
-    that of the hidden state of the reader (KVzip, Kim et al., arXiv:2505.23416, as normalised for
-    KVzap, arXiv:2601.07891). The best of all layers are kept within one budget of bytes, beside the
-    first tokens and the `NEWEST`; a bit per layer and token says which. KVzip chooses by head;
-    here the heads of a layer share a basis, and so their tokens. Of a dropped token the plan's
-    prediction is all that the layers above are predicted from. This happens once, after a prompt:
-    a text that is read token by token has no loss. Simulated: memory holds all tokens.
+    A token of a layer matters as much as the largest attention that any query head pays to it while
+    the prompt is read a second time, times the norm of its value behind the output projection, over
+    that of the hidden state of the reader: KVzip (Kim et al., arXiv:2505.23416) as normalised for
+    KVzap (arXiv:2601.07891), without an instruction between the readings. The tokens that matter
+    most, of all layers, are kept within one budget of bytes, beside the sink tokens; a bit for each
+    layer and token says which. KVzip chooses by head; here the heads of a layer share a basis, and
+    so their tokens. Of dropped tokens only what the plan predicts is an input of predictions in the
+    layers above. Tokens are dropped once, after a prompt: a text that is read token by token has no
+    loss. Simulated: memory holds all tokens, and those after the prompt are uncompressed.
     """
 
     def __init__(self, setting: Setting, ratio: float) -> None:
         super().__init__(setting, ratio)
         if ratio > SHARE:
             raise ArgumentError(f"ratio must be <= {SHARE:g}, the share of tokens, got {ratio:g}")
-        self._unabridged = Best(setting, ratio / SHARE)
+        self._of_all = Best(setting, ratio / SHARE)
 
     @property
     def plan(self) -> CompressionPlan:
         """The plan of the kept tokens."""
-        return self._unabridged.plan
+        return self._of_all.plan
 
     def nbytes(self, tokens: int) -> int:
         window = self.setting.window
@@ -94,7 +93,7 @@ class Evicted(Baseline):
         """Return which tokens of prompts are kept, of their `importance`, (layers, B, n), bool."""
         layers, texts, tokens = importance.shape
         worth = importance.transpose(0, 1).clone()  # (B, layers, n)
-        worth[..., : self.plan.sinks] = worth[..., -NEWEST:] = inf
+        worth[..., : self.plan.sinks] = inf
         order = worth.flatten(1).argsort(dim=1, descending=True, stable=True)
         left = self.nbytes(tokens) - self._sink_bytes(tokens) - layers * ceil(tokens / 8)
         fits = self._token_bytes.to(order.device)[order // tokens].cumsum(dim=1) <= left
@@ -121,7 +120,8 @@ def reconstructed(
 
     Keys before rotation and values are (layers, B, n, F), `kept` is (layers, B, n).
     """
-    context, held = plan.predictor_context(), ([], [])  # type: ignore[var-annotated]
+    context = plan.predictor_context()
+    held: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index, (layer, mask) in enumerate(zip(plan.layers, kept.flatten(1), strict=True)):
         context.begin(index)
         for parts, (_, site), exact in zip(
@@ -141,7 +141,7 @@ def importance(model: PreTrainedModel, prompts: Prompts) -> Tensor:
     """Return what the tokens of the cache are worth to a second reading, (layers, B, n)."""
     cache, decoder = copy.deepcopy(prompts.stock), Decoder.of(model)
     tokens = cache.get_seq_length()
-    best: list[Tensor | float] = [0.0] * len(decoder.layers)
+    best = [layer.values.new_zeros(1) for layer in prompts.stock.layers]
     readers = torch.ones(1)
 
     def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def importance(model: PreTrainedModel, prompts: Prompts) -> Tensor:
         weights = attention_weights(queries, keys, mask, settings)[..., :tokens].flatten(1, 2)
         found = (weights / readers[:, None, :, None]).amax(dim=2)  # (B, H_q, n)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        best[layer] = found.maximum(torch.as_tensor(best[layer]).to(found))
+        best[layer] = found.maximum(best[layer])
         return attend(queries, keys, values, mask, settings).transpose(1, 2)
 
     with ExitStack() as stack, intercepted(model.config):
