@@ -29,14 +29,16 @@ from methods.bits import Best
 from methods.windows import heads, stacked
 
 SHARE = 1 / 2
-"""Share of the bytes that all tokens would take in the plan."""
+"""Share of the bytes that all tokens would take in the plan, down to plans of the ratio `LEAST`."""
+LEAST = 1 / 16
+"""Ratio below which a smaller share of the tokens loses less than a smaller plan."""
 PART, CUE = 128, 8
 """Tokens that are read again at once, and those before them that are read with them."""
 
 
 @register_method("evicted")
 class Evicted(Baseline):
-    """The recipe best at twice the ratio, without the tokens that matter least (KVzip).
+    """The recipe best at a larger ratio, without the tokens that matter least (KVzip).
 
     A token of a layer matters as much as the largest attention that any query head pays to it while
     the prompt is read a second time, times the norm of its value behind the output projection, over
@@ -53,7 +55,7 @@ class Evicted(Baseline):
         super().__init__(setting, ratio)
         if ratio > SHARE:
             raise ArgumentError(f"ratio must be <= {SHARE:g}, the share of tokens, got {ratio:g}")
-        self._of_all = Best(setting, ratio / SHARE)
+        self._of_all = Best(setting, max(ratio / SHARE, LEAST))
 
     @property
     def plan(self) -> CompressionPlan:

@@ -133,6 +133,9 @@ def test_importance_is_the_largest_normalised_attention_of_a_second_reading(
         torch.testing.assert_close(found[index], expected)
 
 
-def test_a_ratio_above_the_share_is_refused(model: PreTrainedModel) -> None:
+def test_plans_are_of_twice_the_ratio_and_of_a_sixteenth_at_least(model: PreTrainedModel) -> None:
+    setting = Setting(model, tiny_tokens(), TOKENS, "pre", 0, Path())
+    ratios = {1 / 2: 1, 1 / 16: 1 / 8, 1 / 32: 1 / 16, 1 / 64: 1 / 16}
+    assert {ratio: Evicted(setting, ratio)._of_all.ratio for ratio in ratios} == ratios
     with pytest.raises(ArgumentError, match=r"ratio must be <= 0\.5"):
-        METHODS.get("evicted")(Setting(model, tiny_tokens(), TOKENS, "pre", 0, Path()), 0.6)
+        Evicted(setting, 0.6)
