@@ -86,6 +86,7 @@ METHODS = {
     "turboquant": Mark(OLIVE, "<", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
+    "evicted": Mark(BLUE, "X", "--"),
 }
 """Objectives, recipes, and the methods of the benchmark; a method has one mark everywhere."""
 SOLVERS = {
