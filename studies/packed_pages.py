@@ -193,18 +193,22 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
 
 
 def summary(results: pd.DataFrame) -> list[str]:
-    first, apart = results.iloc[0], medians(results, ALONE).set_index("pages")
+    first, apart = results.iloc[0], medians(results, ALONE)
+    by_round = results[results["load"] == ALONE].pivot_table(
+        index="round", columns="pages", values="seconds_per_token"
+    )
+    apart["speed"] = by_round.rdiv(by_round[FULL], axis=0).median()[apart["pages"]].to_numpy()
     length = first["prompt"]
     one = [
         (
-            pages,
+            row["pages"],
             f"{row['tokens_held']:,.0f}",
             f"{row['tokens_held'] // length:,.0f}",
             f"{row['seconds_to_first_token']:.2f}",
             f"{1000 * row['seconds_per_token']:.1f}",
-            f"{apart['seconds_per_token'][FULL] / row['seconds_per_token']:.2f}",
+            f"{row['speed']:.2f}",
         )
-        for pages, row in apart.iterrows()
+        for row in apart.to_dict("records")
     ]
     many = [
         (
@@ -226,7 +230,8 @@ def summary(results: pd.DataFrame) -> list[str]:
         "",
         f"## One request at a time, {length:,} tokens and {first['new_tokens']} new ones",
         "",
-        f"Medians of {common.counted(first['rounds'], 'request')}, in turns.",
+        f"Medians of {common.counted(first['rounds'], 'request')}, in turns; the speed is the "
+        "median of the ratios to the first row by round.",
         "",
         *common.table(
             (

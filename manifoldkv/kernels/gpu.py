@@ -282,7 +282,7 @@ def _unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth:
 
 
 @triton.jit
-def _scales(address, valid):  # type: ignore[no-untyped-def]
+def _scales(address, valid):
     """Return the scales of tokens, whose codes are the first bits of float16 behind its sign."""
     code = tl.load(address, mask=valid, other=0)
     return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
