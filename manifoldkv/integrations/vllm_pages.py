@@ -70,6 +70,8 @@ def register() -> None:
             if not vllm_config.cache_config.user_specified_block_size:
                 vllm_config.cache_config.block_size = PAGE_TOKENS
             check_config(vllm_config)
+            # Threads of OpenMP that wait for work would keep the kernels' threads off the cores.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
