@@ -205,6 +205,7 @@ DRAWN = [
     (COMPARE, "compare_objectives/reference-llama"),
     (COMPARE, "compare_objectives/reference-qwen3"),
     (("serving",), "serving/smollm2"),
+    (("packed_pages",), "packed_pages/smollm2"),
 ]
 
 
