@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,10 @@ from typing import Any
 
 import common
 import pandas as pd
-import torch
-from engines.vllm_server import Server, check_vllm, save_plain, served, versions
+from engines.vllm_server import Server, add_server, loaded, plan_of, save_plain, served, versions
 from matplotlib.figure import Figure
 
-from manifoldkv import CompressionPlan, compress
 from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
-from manifoldkv.errors import RunError
 
 FULL, EIGHT_BITS, PACKED = "the model's dtype", "8 bits", "packed latents"
 ALONE, AT_ONCE = "one at a time", "at once"
@@ -42,18 +39,14 @@ WARM_TOKENS = 64
 
 def main() -> int:
     parser = common.Parser(__doc__)
+    add_server(parser, "bits")
     add = parser.add_argument
-    add("--model", default="smollm2", help="a local folder, a Hub id or smollm2 (%(default)s)")
-    add("--plan", help="folder of a plan of recipe bits for it (made)")
-    parser.add_text()
     add("--prompt", type=int, default=4096, help="tokens of prompts alone (%(default)s)")
     add("--new-tokens", type=int, default=64, help="tokens of their answers (%(default)s)")
     add("--rounds", type=int, default=3, help="requests alone (%(default)s)")
     add("--requests", type=int, default=32, help="requests at once (%(default)s)")
     add("--shared-prompt", type=int, default=1536, help="tokens of their prompts (%(default)s)")
     add("--shared-new", type=int, default=512, help="tokens of their answers (%(default)s)")
-    add("--dtype", default="float32", help="of weights and of stock pages (%(default)s)")
-    add("--cache-gib", type=int, default=2, help="vLLM's memory for caches (%(default)s)")
     parser.add_threads(2)
     parser.add_out("figures/packed_pages/<model>")
     return common.run_study(parser, study)
@@ -64,16 +57,9 @@ def study(given: argparse.Namespace) -> None:
     if given.redraw:
         common.draw(out, draw)
         return
-    model, tokenizer = common.load(given.model, dtype=getattr(torch, given.dtype))
     longest = max(given.prompt + given.new_tokens, given.shared_prompt + given.shared_new)
-    if longest > model.config.max_position_embeddings:
-        raise RunError(f"{longest:,} tokens are more than the model has positions: ask for fewer")
-    check_vllm()
-    if given.plan is None:
-        tokens = common.tokens_of(given.text, tokenizer, "calibration", 16, 512)
-        plan = compress(model, tokens, ratio=RATIO, recipe="bits", context=longest)
-    else:
-        plan = CompressionPlan.load(given.plan)
+    model, tokenizer = loaded(given, longest)
+    plan = plan_of(given, model, tokenizer, ratio=RATIO, recipe="bits", context=longest)
     steps = common.stored_in(out, given).keyed(plan=plan.digest(), **_settings(given))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,7 +92,10 @@ def options(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def measured(part: Any, folder: Path, given: argparse.Namespace) -> pd.DataFrame:
+Load = Callable[[dict[str, Server], Path, argparse.Namespace], Iterator[dict[str, Any]]]
+
+
+def measured(load: Load, folder: Path, given: argparse.Namespace) -> pd.DataFrame:
     """Return the rows of `alone` or `at_once`, with a server for each kind of pages."""
     with ExitStack() as stack:
         servers = {}
@@ -115,7 +104,7 @@ def measured(part: Any, folder: Path, given: argparse.Namespace) -> pd.DataFrame
             warm = given.rounds + 1  # a seed of no other request
             server.benchmark(folder / "model", 1, WARM_TOKENS, WARM_TOKENS, 1, seed=warm)
             servers[pages] = server
-        return pd.DataFrame(part(servers, folder / "model", given))
+        return pd.DataFrame(load(servers, folder / "model", given))
 
 
 def alone(

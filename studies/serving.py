@@ -27,12 +27,12 @@ from typing import Any
 import common
 import pandas as pd
 import torch
-from engines.vllm_server import check_vllm, save_plain, served, versions
+from engines.vllm_server import add_server, loaded, plan_of, save_plain, served, versions
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv import Codec, CompressionPlan, compress
+from manifoldkv import Codec, CompressionPlan
 from manifoldkv.diagnostics.figures.style import finished, label_axes, logarithmic
 from manifoldkv.errors import RunError
 from manifoldkv.integrations.chunks import CHUNK_TOKENS, Chunks
@@ -48,15 +48,11 @@ SECONDS_TO_STORE = 600
 
 def main() -> int:
     parser = common.Parser(__doc__)
+    add_server(parser, "stored")
     add = parser.add_argument
-    add("--model", default="smollm2", help="a local folder, a Hub id or smollm2 (%(default)s)")
-    add("--plan", help="folder of a plan of recipe stored for it (made)")
-    parser.add_text()
     parser.add_list("--tokens", (1024, 4096, 7000), "tokens of prefixes", type=int, metavar="N")
-    add("--dtype", default="float32", help="of weights and cache (%(default)s)")
     add("--rounds", type=int, default=3, help="requests for each (%(default)s)")
     add("--new-tokens", type=int, default=16, help="tokens of greedy texts (%(default)s)")
-    add("--cache-gib", type=int, default=2, help="vLLM's memory for caches (%(default)s)")
     parser.add_threads(1)
     parser.add_out("figures/serving/<model>")
     return common.run_study(parser, study)
@@ -67,16 +63,9 @@ def study(given: argparse.Namespace) -> None:
     if given.redraw:
         common.draw(out, draw)
         return
-    model, tokenizer = common.load(given.model, dtype=getattr(torch, given.dtype))
     longest = max(given.tokens) + SUFFIX
-    if longest + given.new_tokens > model.config.max_position_embeddings:
-        raise RunError(f"prompts of {longest:,} tokens are longer than the model: change --tokens")
-    check_vllm()
-    if given.plan is None:
-        tokens = common.tokens_of(given.text, tokenizer, "calibration", 16, 512)
-        plan = compress(model, tokens, ratio=RATIO, recipe="stored", context=longest)
-    else:
-        plan = CompressionPlan.load(given.plan)
+    model, tokenizer = loaded(given, longest + given.new_tokens)
+    plan = plan_of(given, model, tokenizer, ratio=RATIO, recipe="stored", context=longest)
     codec = Codec(model, plan)
     texts = common.tokens_of(given.text, tokenizer, "held-out", len(given.tokens), longest)
     prompts = {n: texts[i, : n + SUFFIX].tolist() for i, n in enumerate(given.tokens)}

@@ -225,7 +225,7 @@ class CachedAttention:
         if mask is None:
             return _attention(by_head, all_keys, all_values, None)
         mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
-        if queries.device.type != "cpu" or mask.shape[2] == 1:
+        if queries.device.type != "cpu":
             return _attention(by_head, all_keys, all_values, mask)
         outputs = []
         for start, stop in split_tiles(0, rows, QUERIES_AT_A_TIME):

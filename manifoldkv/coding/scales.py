@@ -1,7 +1,7 @@
 """Scales of tokens in 8 bits: float16 without its sign and the last seven bits of its fraction.
 
-A scale is divided by before rounding and multiplied by after it, so that its own rounding, by a
-sixteenth at most, changes no reconstruction but through the step.
+Latents are divided by the rounded scale, and reconstructions are multiplied by it: its rounding, by
+a sixteenth at most, changes the step of a token and adds no error of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ TOKEN_SCALE_BYTES = 1
 """Bytes of the scale of a token."""
 LARGEST_SCALE, SMALLEST_SCALE = 61440.0, 2.0**-14
 """Largest scale, and the smallest one that latents are divided by."""
-NAN_CODE = 0xFC
+INFINITY_CODE, NAN_CODE = 0xF8, 0xFC
+"""Codes of scales that are not finite; all finite ones are below."""
 _DROPPED = 7
 """Bits of the fraction of float16 that are left out."""
 

@@ -57,7 +57,7 @@ class _Text:
     past: int
     length: int
     pages: Tensor
-    new: Places
+    places: Places
     sinks: int
     inverse: Angles
     cache: CompressedCache
@@ -69,7 +69,7 @@ class _Tokens:
     """A new token of each of some texts, which attends by the kernel."""
 
     rows: Tensor
-    new: Places
+    places: Places
     sinks: Tensor  # their keys and values in all layers, (L, 2, B, H_kv, s, d), float32
     inverse: Angles
     tiles: Array
@@ -191,7 +191,7 @@ class PagedCache:
         cache.reset()
         length = past + rows.stop - rows.start
         pages, positions = table.astype(np.int64), np.arange(past, length)
-        new = Places(pages[positions // self._page_tokens], positions % self._page_tokens)
+        places = Places(pages[positions // self._page_tokens], positions % self._page_tokens)
         sinks = 0
         if self.sinks.size:
             find = self.sinks.slot_of if past else self.sinks.begin_text
@@ -199,7 +199,7 @@ class PagedCache:
         inverse = self._inverse.of_tokens(past, length)
         context = self._plan.predictor_context()
         held = torch.from_numpy(pages)
-        return _Text(rows, past, length, held, new, sinks, inverse, cache, context)
+        return _Text(rows, past, length, held, places, sinks, inverse, cache, context)
 
     def _tokens(self, single: list[tuple[int, int, int]], batch: Batch) -> _Tokens:
         size = self._page_tokens
@@ -207,8 +207,7 @@ class PagedCache:
         tables = batch.tables[texts.numpy()]
         positions = past.numpy()
         pages = tables[np.arange(len(tables)), positions // size].astype(np.int64)
-        held = [self.sinks.slot_of(int(row[0])) for row in tables] if self.sinks.size else []
-        sinks = self.sinks.memory[:, :, held].float()
+        sinks = self.sinks.of_texts(tables[:, 0].tolist())
         tiles = page_tiles(tables, (past + 1).tolist(), size, self.sinks.size)
         cos, sin = self._inverse.cos[:, past], self._inverse.sin[:, past]
         inverse = Angles(cos, sin, self._inverse.rotate)
@@ -223,13 +222,11 @@ class PagedCache:
         layer, sites = self._new.layers[index], self._sites[index]
         before, values = _unrotated(keys, new.inverse), values.transpose(0, 1).unsqueeze(0)
         sites.store(layer, before, values, new.context)
-        self._write(index, layer, new.new)
+        self._write(index, layer, new.places)
         for store in (layer.key_store, layer.value_store):
             store.drop_last(len(new.rows))
         by_head = queries.unflatten(1, (self._heads, -1)).float() * self._settings.scaling
         sinks = new.sinks[index, 0], new.sinks[index, 1]
-        if not self.sinks.size:
-            sinks = by_head[:, :, :0], by_head[:, :, :0]
 
         def packed(one: Input) -> Packed:
             return self._pages[index - one[0]].packed(one[1])
@@ -255,7 +252,7 @@ class PagedCache:
             self._angles.of_tokens(0, text.length),
             text.context,
         )
-        self._write(index, layers[0], text.new)
+        self._write(index, layers[0], text.places)
         first = self.sinks.size - text.past
         if first > 0:
             held = self.sinks.memory[index, :, text.sinks, :, text.past :]  # (2, H_kv, t, d)
@@ -276,11 +273,11 @@ class PagedCache:
             of_keys, of_values = self.sinks.memory[index, :, text.sinks, None, :, : text.past]
             layer.sinks.take(of_keys, of_values, 0, None, None)
 
-    def _write(self, index: int, layer: CompressedLayer, new: Places) -> None:
+    def _write(self, index: int, layer: CompressedLayer, places: Places) -> None:
         """Copy the newest tokens of a layer to their pages."""
         for site, store in zip(SITES, (layer.key_store, layer.value_store), strict=True):
             assert isinstance(store, WidthStore)
-            self._pages[index].write(site, new, *store.newest_packed(len(new.pages)))
+            self._pages[index].write(site, places, *store.newest_packed(len(places.pages)))
 
     def _new_cache(self) -> CompressedCache:
         return CompressedCache(self._plan, self._dtype, [CPU] * len(self._plan.layers))

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
+from manifoldkv.coding.scales import INFINITY_CODE
 from manifoldkv.kernels.views import Array, View
 
 TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
-INFINITY = np.uint8(0xF8)
-"""Smallest code of a scale that is not finite."""
+INFINITY = np.uint8(INFINITY_CODE)
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
@@ -106,7 +106,7 @@ def _unpack_unscaled(packed: Packed, latent: int, tile: Tile, integers: Array, o
 
 @_inner
 def unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
-    """Write the scales of a tile, whose codes are the first bits of float16."""
+    """Write the scales of a tile, whose codes are the first bits of float16 behind its sign."""
     codes, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
     for t in range(tile[2]):
         numbers[t] = np.uint32(codes[t]) << np.uint32(20)

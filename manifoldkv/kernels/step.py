@@ -175,7 +175,7 @@ def attend(
 
     in_parts(len(tiles), add, int(tiles[:, 3].sum()))
     out = torch.empty_like(queries)
-    mixed, largest = (np.stack(x) if len(x) > 1 else x[0][None] for x in zip(*parts, strict=True))
+    mixed, largest = (np.stack(x) for x in zip(*parts, strict=True))
     kernels().finish(
         mixed, largest, of_queries, *(x.numpy() for x in sinks), tables.maps.numpy(), out.numpy()
     )

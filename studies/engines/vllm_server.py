@@ -21,18 +21,51 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import common
 import psutil
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from manifoldkv import CompressionPlan, compress
 from manifoldkv.errors import RunError
 
+DTYPES = ("float32", "bfloat16")
 SECONDS_TO_START = 600
 
 
-def check_vllm() -> None:
-    """Refuse an environment without vLLM."""
+def add_server(parser: common.Parser, recipe: str) -> None:
+    """Add the options of a server and of its plan."""
+    add = parser.add_argument
+    add("--model", default="smollm2", help="a local folder, a Hub id or smollm2 (%(default)s)")
+    add("--plan", help=f"folder of a plan of recipe {recipe} for it (made)")
+    parser.add_text()
+    add("--dtype", default="float32", choices=DTYPES, help="of weights and cache (%(default)s)")
+    add("--cache-gib", type=int, default=2, help="vLLM's memory for caches (%(default)s)")
+
+
+def loaded(
+    given: argparse.Namespace, longest: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and its tokenizer, if vLLM is installed and texts are not too long."""
+    model, tokenizer = common.load(given.model, dtype=getattr(torch, given.dtype))
+    if longest > model.config.max_position_embeddings:
+        raise RunError(f"texts of {longest:,} tokens are longer than the model: ask for fewer")
     if find_spec("vllm") is None:
         raise RunError("vLLM is not installed: see docs/how-to/serve-with-vllm.md")
+    return model, tokenizer
+
+
+def plan_of(
+    given: argparse.Namespace,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    **options: Any,
+) -> CompressionPlan:
+    """Return the plan that is given, or one with the options of `compress`."""
+    if given.plan is not None:
+        return CompressionPlan.load(given.plan)
+    tokens = common.tokens_of(given.text, tokenizer, "calibration", 16, 512)
+    return compress(model, tokens, **options)
 
 
 def versions() -> str:

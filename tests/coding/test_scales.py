@@ -3,9 +3,15 @@
 import numpy as np
 import torch
 
-from manifoldkv.coding.scales import LARGEST_SCALE, SMALLEST_SCALE, scale_codes, scales_of
+from manifoldkv.coding.scales import (
+    INFINITY_CODE,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    scale_codes,
+    scales_of,
+)
 
-CODES = torch.arange(0xF8, dtype=torch.uint8)  # of all finite scales
+CODES = torch.arange(INFINITY_CODE, dtype=torch.uint8)  # of all finite scales
 
 
 def test_scales_are_the_first_bits_of_float16() -> None:
@@ -33,7 +39,7 @@ def test_scales_are_rounded_to_the_nearest() -> None:
 def test_ties_are_even() -> None:
     scales = scales_of(CODES)
     found = scale_codes((scales[1:] + scales[:-1]) / 2).int()
-    assert torch.equal(found, torch.arange(1, 0xF8).int() // 2 * 2)
+    assert torch.equal(found, torch.arange(1, INFINITY_CODE).int() // 2 * 2)
 
 
 def test_scales_that_are_too_large_or_not_numbers() -> None:

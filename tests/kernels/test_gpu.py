@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.scales import NAN_CODE, scale_codes, scales_of
+from manifoldkv.coding.scales import INFINITY_CODE, NAN_CODE, scale_codes, scales_of
 
 triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu  # noqa: E402
@@ -81,9 +81,8 @@ class Step:
         self.scales = self.view(scales).unsqueeze(1)
         centres = 2.0 ** (widths - 1) - 0.5
         self.latents = gpu.tabulate_latents(fields(case.widths).to(device), centres.to(device))
-        self.z = (codes - centres.unsqueeze(1)).to(device).double() * scales_of(
-            self.scales[:, 0]
-        ).double()
+        unscaled = (codes - centres.unsqueeze(1)).to(device).double()
+        self.z = unscaled * scales_of(self.scales[:, 0]).double()
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -202,7 +201,7 @@ def test_a_projection_is_added(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("bad", [0xF8, NAN_CODE], ids=["inf", "nan"])
+@pytest.mark.parametrize("bad", [INFINITY_CODE, NAN_CODE], ids=["inf", "nan"])
 def test_a_scale_that_is_not_finite_stays_with_its_token(bad: int, device: torch.device) -> None:
     case = Case(bands=4, batch=2, rows=2, tokens=9)
     step = Step(case, device)

@@ -69,7 +69,7 @@ def test_the_error_falls_as_the_text_grows(tmp_path: Path) -> None:
     """From a text that spans a quarter of the 64 features of a layer to one that spans all."""
     model, tokenizer = load_model(MODEL)
     text = open_text("docstrings")
-    held_out = sample_tokens(text, tokenizer, sequences=4, length=128, split="held-out")
+    held_out = sample_tokens(text, tokenizer, sequences=16, length=128, split="held-out")
     long = sample_tokens(text, tokenizer, sequences=8, length=128, split="calibration")
     stock = perplexity(model, held_out).nll
     for recipe in ("bits", "best"):  # of one Fisher information, which a folder keeps
@@ -77,8 +77,7 @@ def test_the_error_falls_as_the_text_grows(tmp_path: Path) -> None:
         for tokens in (long[:1, :16], long[:2, :64], long):
             plan = compress(model, tokens, recipe=recipe, ratio=0.25, context=512, folder=tmp_path)
             losses.append(perplexity(model, held_out, plan).nll)
-        assert losses[0] > losses[1]
-        assert losses[2] < losses[1] + 0.005  # what 512 held-out tokens cannot tell apart
+        assert losses == sorted(losses, reverse=True)
         assert losses[-1] < stock + 0.02
 
 
