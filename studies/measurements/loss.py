@@ -22,7 +22,7 @@ from pathlib import Path
 
 import common
 import pandas as pd
-from methods import Method, PlanMethod
+from methods import AttendedMethod, Method
 from reports.loss import draw, summary
 from torch import Tensor
 from tqdm import tqdm
@@ -83,7 +83,7 @@ class LossBenchmark(MethodBenchmark):
             self.decode_row(point, point.method, tokens)
             for point in tqdm(points, desc="decoding", disable=None)
             for tokens in self.given.decode_after
-            if isinstance(point.method, PlanMethod)
+            if isinstance(point.method, AttendedMethod)
         ]
         rows += [self.text_rows(point, stock) for point in tqdm(points, desc="texts", disable=None)]
         for posed in tqdm(self.tasks.values(), desc="tasks", disable=None):
@@ -91,7 +91,9 @@ class LossBenchmark(MethodBenchmark):
         results = pd.concat(rows, ignore_index=True)
         return results.assign(**self.columns, task_length=self.given.task_length)
 
-    def decode_row(self, point: OperatingPoint, method: PlanMethod, tokens: int) -> pd.DataFrame:
+    def decode_row(
+        self, point: OperatingPoint, method: AttendedMethod, tokens: int
+    ) -> pd.DataFrame:
         """Return the time of a decode step over that of the stock cache."""
         checkpoints = self.checkpoints_of(method).made_by(decode_speed)
 

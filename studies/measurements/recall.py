@@ -7,9 +7,10 @@
         --tasks passkey niah_single_1 niah_multikey_2 niah_multikey_3 ruler_vt ruler_cwe ruler_fwe
 
 Every method compresses the cache to every ratio, and answers are decoded from it. Prompts are read
-uncompressed (exact) and, of plans, also through the compressed cache (compressed). A task of which
-the uncompressed model answers less than half is marked and left out of the averages; of its answers
-only the loss is measured, except for passkeys, which have a map.
+uncompressed (exact) and, of caches that are attended to, also through the compressed cache
+(compressed), unless --exact-only is given. A task of which the uncompressed model answers less than
+half is marked and left out of the averages; of its answers only the loss is measured, except for
+passkeys, which have a map.
 Written into --out: results.csv (a row for each task, length and cache), summary.md and a map of the
 nats added to answers by task and cache; of passkeys also passkeys.csv (a row for each question) and
 a map of the share found by depth and length.
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import common
 import pandas as pd
-from methods import PlanMethod
+from methods import AttendedMethod
 from reports.recall import STOCK, draw, draw_tasks, summary
 from tqdm import tqdm
 
@@ -49,6 +50,11 @@ def add_arguments(parser: common.Parser) -> None:
     base.add_methods(parser, USUAL)
     lengths = (256, 512)
     parser.add_list("--task-lengths", lengths, "tokens of a prompt", type=int, metavar="TOKENS")
+    parser.add_argument(
+        "--exact-only",
+        action="store_true",
+        help="read no prompt through a compressed cache, which takes half of the time",
+    )
 
 
 def run(given: argparse.Namespace, out: Path) -> None:
@@ -112,12 +118,12 @@ class RecallBenchmark(MethodBenchmark):
         return {key: frame.assign(score=math.nan) for key, frame in answers.items()}
 
     def holders(self, points: list[OperatingPoint]) -> dict[str, tuple[Checkpoints, Holder]]:
-        """Return checkpoints and holders by index of the point and prefill, two for each plan."""
+        """Return checkpoints and holders by index of the point and prefill."""
         holders: dict[str, tuple[Checkpoints, Holder]] = {}
         for index, (_, method, _) in enumerate(points):
             checkpoints = self.checkpoints_of(method)
             holders[f"{index} {EXACT}"] = checkpoints, method.holder
-            if isinstance(method, PlanMethod):
+            if isinstance(method, AttendedMethod) and not self.given.exact_only:
                 through = partial(method.holder, prefill=COMPRESSED)
                 holders[f"{index} {COMPRESSED}"] = checkpoints.keyed(prefill=COMPRESSED), through
         return holders

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import common
 import pandas as pd
 import torch
-from methods import METHODS, PlanMethod
+from methods import METHODS, AttendedMethod
 from reports import shapes as shapes_report
 from reports import speed as report
 from tqdm import tqdm
@@ -223,12 +223,12 @@ def plans_of_methods(
         If a method has no plan.
     """
     for name in given.methods:
-        if not issubclass(METHODS.get(name), PlanMethod):
+        if not issubclass(METHODS.get(name), AttendedMethod):
             raise ArgumentError(f"{name} has no plan, and only plans are timed: leave it out")
     benchmark = MethodBenchmark(given, out, given.window)
     plans = [
         NamedPlan(point.name, point.method.ratio, point.method.plan)
         for point in benchmark.points()
-        if isinstance(point.method, PlanMethod)
+        if isinstance(point.method, AttendedMethod)
     ]
     return benchmark.model, plans

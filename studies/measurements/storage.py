@@ -15,10 +15,8 @@ cache), windows.csv (a row for each window and cache), answers.csv, summary.md a
 from __future__ import annotations
 
 import argparse
-import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,16 +25,17 @@ from typing import TypeVar
 import common
 import pandas as pd
 import torch
+from methods.stored import through_codec
 from reports.storage import LEVEL, STOCK, ZSTD, draw, summarized, summary
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import Codec, compress
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.questions import Question
-from manifoldkv.evaluation.retrieval import Holder, Prompts, retrieval_through, uncompressed
+from manifoldkv.evaluation.retrieval import Holder, retrieval_through, uncompressed
 from manifoldkv.runs.checkpoints import digest_of_tokens
 from measurements import base
 from measurements.base import Benchmark
@@ -147,17 +146,6 @@ class StorageBenchmark(Benchmark):
             name: through_codec(codec) for name, codec in self.codecs.items()
         }
         return retrieval_through(self.model, self.tokenizer, posed, holders, batch_size=1)
-
-
-def through_codec(codec: Codec) -> Holder:
-    """Return a holder of prompts in caches that are stored and read back."""
-
-    @contextmanager
-    def holder(model: PreTrainedModel, prompts: Prompts) -> Iterator[Callable[[], Cache]]:
-        reconstructed = codec.decode(codec.encode(prompts.stock, prompts.ids))
-        yield lambda: copy.deepcopy(reconstructed)
-
-    return holder
 
 
 def label(ratio: float) -> str:

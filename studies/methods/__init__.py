@@ -14,14 +14,16 @@ from methods import (
     kvtc,
     ranks,
     rounding,
+    stored,
     turboquant,
     xkv,
 )
 from methods.base import METHODS, Method, Setting, register_method
-from methods.plans import PlanMethod
+from methods.plans import AttendedMethod, PlanMethod
 
 __all__ = [
     "METHODS",
+    "AttendedMethod",
     "Method",
     "PlanMethod",
     "Setting",
@@ -36,6 +38,7 @@ __all__ = [
     "ranks",
     "register_method",
     "rounding",
+    "stored",
     "turboquant",
     "xkv",
 ]

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from manifoldkv import BitRecipe, CompressionPlan
 from methods.base import register_method
-from methods.plans import PlanMethod
+from methods.plans import AttendedMethod
 
 
-class BitMethod(PlanMethod):
+class BitMethod(AttendedMethod):
     """Rank and bits from one budget."""
 
     recipe: ClassVar[BitRecipe]

@@ -9,11 +9,11 @@ from manifoldkv import CompressionPlan, Quantization
 from manifoldkv.coding.integers import Layout
 from manifoldkv.recipes.full_rank import full_rank_plan
 from methods.base import register_method
-from methods.plans import PlanMethod
+from methods.plans import AttendedMethod
 
 
 @register_method("integers")
-class Integers(PlanMethod):
+class Integers(AttendedMethod):
     """Heads rotated by Hadamard, integers of 8, 4, 3 and 2 bits with a range per token and head."""
 
     layout: ClassVar[Layout] = "token"

@@ -61,6 +61,13 @@ class PlanMethod(Method):
     def nbytes(self, tokens: int) -> int:
         return self.plan.nbytes(tokens)
 
+    def facts(self) -> dict[str, float]:
+        return {"basis_bytes": self.plan.basis_nbytes(), "attention_work": self.plan.work}
+
+
+class AttendedMethod(PlanMethod):
+    """A plan whose compressed cache is attended to, token by token."""
+
     def perplexity(self, tokens: Tensor) -> Perplexity:
         return perplexity(self.setting.model, tokens, self.plan)
 
@@ -72,6 +79,3 @@ class PlanMethod(Method):
         self, model: PreTrainedModel, prompts: Prompts, prefill: Prefill = "exact"
     ) -> AbstractContextManager[Callable[[], Cache]]:
         return through_plan(model, prompts, self.plan, prefill)
-
-    def facts(self) -> dict[str, float]:
-        return {"basis_bytes": self.plan.basis_nbytes(), "attention_work": self.plan.work}

@@ -10,13 +10,13 @@ from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
 from manifoldkv.ranks import Optimal, Uniform
 from manifoldkv.solvers import ObliqueLBFGS, RiemannianLBFGS
 from methods.base import register_method
-from methods.plans import PlanMethod
+from methods.plans import AttendedMethod
 
 RANKED = {name: recipe for name, recipe in RECIPES.items() if isinstance(recipe, RankRecipe)}
 GROUPED = replace(RANKED["low-rank"], ranks=Uniform(), tuning_steps=0)
 
 
-class RankMethod(PlanMethod):
+class RankMethod(AttendedMethod):
     """A recipe with latents in 16 bits, or in integers if `bits` is set."""
 
     recipe: ClassVar[RankRecipe]

@@ -16,16 +16,18 @@ from methods.base import losses
 from methods.bits import BitMethod
 from methods.dropping import sinks_and_recent_mask
 from methods.ranks import RankMethod
+from methods.stored import Stored
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv import RECIPES
+from manifoldkv import RECIPES, Codec
 from manifoldkv.diagnostics.figures import MARKS
 from manifoldkv.errors import ModelError
 from manifoldkv.evaluation import perplexity
 from manifoldkv.evaluation.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
+from tests.stored import stored_model, stored_plan, tensors
 
 HAS_HQQ = importlib.util.find_spec("hqq") is not None
 with_hqq = pytest.mark.skipif(not HAS_HQQ, reason="needs the package hqq: extra rivals")
@@ -264,3 +266,20 @@ def test_a_text_sees_as_many_tokens_as_are_counted() -> None:
     measured = method_of("sinks-recent", model, 0.5).perplexity(tokens)
     assert measured is not None
     assert measured.by_sequence == sinks_and_recent_nll(model, tokens, 20 - FIRST, FIRST)
+
+
+def test_a_stored_prompt_is_answered_from_its_decoded_cache() -> None:
+    model, ids = stored_model(), ids_of()
+    prompts = prompts_of(model, ids)
+    method = METHODS.get("stored")(setting_of(model), 0.4)
+    assert isinstance(method, Stored)
+    method.plan = stored_plan(ratio=0.4)
+    codec = Codec(model, method.plan)
+    decoded = codec.decode(codec.encode(prompts.stock))
+    with method.holder(model, prompts) as new_cache:
+        for _ in range(2):  # tokens after the prompt extend a cache of their own
+            cache = new_cache()
+            assert all(map(torch.equal, tensors(cache), tensors(decoded)))
+            answers(model, cache, ids)
+    assert method.perplexity(ids) is None
+    assert method.nbytes(TOKENS) == method.plan.nbytes(TOKENS)

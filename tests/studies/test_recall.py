@@ -1,5 +1,6 @@
 """`benchmark.py recall` as a user runs it, on few questions."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,14 @@ def test_the_average_is_of_tasks_that_the_model_can_do(results: pd.DataFrame) ->
 def test_a_repeated_run_measures_nothing_again(done: Done) -> None:
     before = done.text("results.csv")
     assert run(done.folder).text("results.csv") == before  # with the seconds of the first run
+
+
+def test_with_exact_only_no_prompt_is_read_through_the_cache(
+    done: Done, results: pd.DataFrame, tmp_path: Path
+) -> None:
+    shutil.copytree(done.folder / "steps", tmp_path / "steps")
+    exact = results[results["prefill"] != "compressed"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(run(tmp_path, "--exact-only").table(), exact)
 
 
 def test_without_passkeys_there_is_neither_table_nor_map_of_them(tmp_path: Path) -> None:
