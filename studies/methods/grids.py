@@ -13,6 +13,7 @@ SAMPLES, STEPS = 1 << 15, 60
 """Points and steps of Lloyd's algorithm in the plane."""
 AT_ONCE = 1 << 16
 """Points whose distances from all codewords are in memory at once."""
+TINY = torch.finfo(torch.float32).tiny
 
 
 @cache
@@ -39,21 +40,45 @@ def plane_codebook(bits: int) -> Tensor:
 
     Lloyd's algorithm on `SAMPLES` points, from points among them.
     """
-    points = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(0))
-    words = points[: 1 << 2 * bits].clone()
-    for _ in range(STEPS):
-        nearest = nearest_word(points, words)
-        sums = torch.zeros_like(words).index_add_(0, nearest, points)
-        counts = nearest.bincount(minlength=len(words)).unsqueeze(1)
-        words = torch.where(counts > 0, sums / counts.clamp(min=1), words)
+    points = torch.randn(1, SAMPLES, 2, generator=torch.Generator().manual_seed(0))
+    words = points[:, : 1 << 2 * bits].clone()
+    return lloyd(points, torch.ones(1, SAMPLES), words, STEPS)[0]
+
+
+def lloyd(points: Tensor, weights: Tensor, words: Tensor, steps: int) -> Tensor:
+    """Return codebooks of less weighted squared error, by Lloyd's algorithm.
+
+    Every word becomes the mean of the points that are nearest to it; one without points stays.
+
+    Parameters
+    ----------
+    points : Tensor
+        Points of every codebook, (G, n, k).
+    weights : Tensor
+        Their weights, (G, n), not negative.
+    words : Tensor
+        Codebooks to begin with, (G, W, k).
+    steps : int
+        Number of steps.
+    """
+    count = words.shape[1]
+    first = count * torch.arange(len(words), device=words.device).unsqueeze(1)
+    weighed = torch.cat([points * weights.unsqueeze(2), weights.unsqueeze(2)], dim=2).flatten(0, 1)
+    for _ in range(steps):
+        nearest = (nearest_word(points, words) + first).flatten()
+        sums = weighed.new_zeros(len(words) * count, weighed.shape[1])
+        sums = sums.index_add_(0, nearest, weighed).view(len(words), count, -1)
+        sums, totals = sums[..., :-1], sums[..., -1:]
+        words = torch.where(totals > 0, sums / totals.clamp(min=TINY), words)
     return words
 
 
 def nearest_word(points: Tensor, words: Tensor) -> Tensor:
-    """Return the index of the nearest of words (W, k) for points (n, k), (n,), int64."""
-    half = words.square().sum(dim=1) / 2
-    parts = [(part @ words.mT - half).argmax(dim=1) for part in points.split(AT_ONCE)]
-    return torch.cat(parts)
+    """Return the index of the nearest of words (…, W, k) for points (…, n, k), (…, n), int64."""
+    half = words.square().sum(dim=-1).unsqueeze(-2) / 2
+    at_once = max(1, AT_ONCE // words[..., 0, 0].numel())
+    parts = [(x @ words.mT - half).argmax(dim=-1) for x in points.split(at_once, dim=-2)]
+    return torch.cat(parts, dim=-1)
 
 
 @cache

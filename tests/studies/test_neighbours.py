@@ -13,7 +13,8 @@ import torch
 from methods import METHODS, Method, Setting
 from methods.aatc import Channels, outputs_of, queries_of, rounded, water_filled
 from methods.aqua import AquaKV
-from methods.grids import lloyd_max, nearest_word, plane_codebook, randomized_hadamard
+from methods.cq import CoupledQuantization, gradients_of
+from methods.grids import lloyd, lloyd_max, nearest_word, plane_codebook, randomized_hadamard
 from methods.groups import Group, allocated, codes_of, decoded, stored
 from methods.higgs import Higgs
 from methods.kvtc import KVTC, principal_of
@@ -33,7 +34,7 @@ from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24
-WINDOWED = ("aqua-kv", "kvtc", "xkv", "aatc")
+WINDOWED = ("aqua-kv", "kvtc", "xkv", "aatc", "cq")
 
 
 def model_of(family: str = "llama") -> PreTrainedModel:
@@ -373,10 +374,63 @@ def test_aatc_weighs_keys_by_queries_and_values_by_the_output_projection() -> No
     torch.testing.assert_close(cost, torch.stack(outputs).square().sum(), rtol=1e-4, atol=0)
 
 
+def test_words_of_a_codebook_are_the_weighted_means_of_their_points() -> None:
+    """A fixed point of Lloyd's algorithm, whose weighted error never grows on the way."""
+    points, weights = gaussian(3, 500, 2), gaussian(3, 500, seed=1).square()
+    words, errors = points[:, :8].clone(), []
+    for _ in range(60):
+        nearest = nearest_word(points, words).unsqueeze(2).expand(-1, -1, 2)
+        squares = (points - words.gather(1, nearest)).square().sum(dim=2)
+        errors.append(float((weights * squares).sum()))
+        words = lloyd(points, weights, words, 1)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.8 * errors[0]
+    for group in range(3):
+        of_word = torch.cdist(points[group], words[group]).argmin(dim=1)
+        for index, word in enumerate(words[group]):
+            mine = of_word == index
+            mean = weights[group, mine] @ points[group, mine] / weights[group, mine].sum()
+            torch.testing.assert_close(word, mean, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_cq_weighs_tokens_by_the_gradients_of_keys_before_rotation_and_values(layer: int) -> None:
+    """Those of the outputs of the projections, without hooks in attention."""
+    model, ids = model_of(), tiny_tokens(1, LENGTH)
+    attention, outputs = attention_of(decoder_layers(model)[layer]), []
+    for projection in (attention.k_proj, attention.v_proj):
+        hook = projection.register_forward_hook(lambda module, args, out: outputs.append(out))
+        try:
+            model.requires_grad_(requires_grad=True)
+            logits = model(input_ids=ids).logits
+        finally:
+            hook.remove()
+        loss = cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+        outputs[-1] = torch.autograd.grad(loss, outputs[-1])[0]
+    for mine, expected in zip(gradients_of(setting_of(model), ids), outputs, strict=True):
+        torch.testing.assert_close(mine[layer], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 2, 1])
+def test_cq_codes_a_few_channels_in_a_byte(bits: int) -> None:
+    method = method_of("cq", bits / 16)
+    assert isinstance(method, CoupledQuantization)
+    codes = 3 * 2 * 16 * bits // 8  # layers, sites, features
+    assert method.nbytes(132 + 10) == method.setting.stock_bytes(132) + 10 * codes
+    assert [x.shape for x in method.codebooks] == [(3, 16 * bits // 8, 256, 8 // bits)] * 2
+    keys, values = gaussian(3, 2, 5, 16), gaussian(3, 2, 5, 16, seed=1)
+    held = method.reconstruct(keys, values)
+    for x, again, words in zip(held, method.reconstruct(*held), method.codebooks, strict=True):
+        torch.testing.assert_close(again, x)  # words are coded as themselves
+        chosen = x[1, 0, 3].unflatten(0, (-1, 8 // bits))
+        for group, word in enumerate(chosen):
+            assert (words[1, group] == word).all(dim=1).any()
+
+
 @pytest.mark.usefixtures("few_exact")
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_method_meets_its_ratio_and_says_what_its_bases_take(name: str) -> None:
-    method = method_of(name, 0.8 if name != "aqua-kv" else 0.25)
+    method = method_of(name, 0.25 if name in ("aqua-kv", "cq") else 0.8)
     assert isinstance(method, WindowMethod)
     of_stock = method.nbytes(LENGTH) / method.setting.stock_bytes(LENGTH)
     assert 0.55 < of_stock <= 0.8
@@ -388,7 +442,7 @@ def test_a_window_method_meets_its_ratio_and_says_what_its_bases_take(name: str)
 @pytest.mark.usefixtures("few_exact")
 @pytest.mark.parametrize("name", ["higgs", "turboquant", *WINDOWED])
 def test_most_bits_lose_less_than_fewest(name: str) -> None:
-    model, tokens = model_of(), tiny_tokens(4, LENGTH)
+    model, tokens = model_of(), tiny_tokens(12, LENGTH)[8:]  # not those of calibration
     exact = method_of("sinks-recent", 1.0, model).perplexity(tokens)
     assert exact is not None
     lost = []

@@ -84,6 +84,7 @@ METHODS = {
     "xkv": Mark(ORANGE, "X", "--"),
     "aatc": Mark(ROSE, "D", "--"),
     "turboquant": Mark(OLIVE, "<", "--"),
+    "cq": Mark(GREY, "p", "--"),
     "sinks-recent": Mark(BLACK, "x", "--"),
     "snapkv": Mark(GREY, "*", "--"),
     "evicted": Mark(BLUE, "X", "--"),
