@@ -89,7 +89,8 @@ def retrieval(
     DataFrame
         ``task, length, depth, score, nll``, one row per question in their order: the share of the
         answers in the greedily decoded text, and the mean negative log-likelihood of the
-        continuation, nats per token.
+        continuation, nats per token. An answer that has to follow at once counts if each of its
+        tokens is the most probable one after those before it.
 
     Raises
     ------
@@ -138,8 +139,9 @@ def retrieval_through(
             prompts = prefilled(model, ids)
             for order, (name, hold) in enumerate(caches.items()):
                 with hold(model, prompts) as new_cache:
-                    scores = _scores(model, tokenizer, batch, prompts, new_cache())
-                    losses = _losses(model, batch, prompts, new_cache())
+                    losses, scores = _read(model, batch, prompts, new_cache())
+                    if not all(map(_follows_at_once, batch)):
+                        scores = _scores(model, tokenizer, batch, prompts, new_cache())
                 rows += [
                     {
                         "order": order,
@@ -296,10 +298,19 @@ class _Answered(StoppingCriteria):
         return shares
 
 
-def _losses(
+def _follows_at_once(question: Question) -> bool:
+    """Return whether the one answer has to be the next tokens, so that no text is generated."""
+    return len(question.answers) == 1 and question.new_tokens == len(question.continuation)
+
+
+def _read(
     model: PreTrainedModel, batch: Sequence[Question], prompts: Prompts, cache: Cache
-) -> list[float]:
-    """Return the mean NLL of every question's continuation, nats per token."""
+) -> tuple[list[float], list[float]]:
+    """Return, by question, the NLL of the continuation and whether greedy decoding yields it.
+
+    The first is the mean in nats per token; the second is 1 if every token is the most probable one
+    after those before it, else 0.
+    """
     longest = max(len(question.continuation) for question in batch)
     wanted = torch.full((len(batch), longest), -100)  # ignored by cross_entropy
     for row, question in enumerate(batch):
@@ -309,4 +320,6 @@ def _losses(
     logits = model(input_ids=ids, past_key_values=cache).logits
     losses = cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
     by_question = losses.view_as(wanted).double().sum(dim=1) / (wanted >= 0).sum(dim=1)
-    return [value if math.isfinite(value) else math.inf for value in by_question.tolist()]
+    greedy = ((logits.argmax(dim=-1) == wanted) | (wanted < 0)).all(dim=1)
+    nll = [value if math.isfinite(value) else math.inf for value in by_question.tolist()]
+    return nll, greedy.double().tolist()

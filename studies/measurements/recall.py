@@ -113,8 +113,9 @@ class RecallBenchmark(MethodBenchmark):
         """Return answers by index of the point and prefill; without scores if not decoded."""
         if decoded:
             return self.answers(posed, self.holders(points))
-        once = [replace(question, new_tokens=1) for question in posed]
-        answers = self.answers(once, self.holders(points))
+        # With one answer that has to follow at once, no text is generated.
+        read = [replace(q, answers=q.answers[:1], new_tokens=len(q.continuation)) for q in posed]
+        answers = self.answers(read, self.holders(points))
         return {key: frame.assign(score=math.nan) for key, frame in answers.items()}
 
     def holders(self, points: list[OperatingPoint]) -> dict[str, tuple[Checkpoints, Holder]]:

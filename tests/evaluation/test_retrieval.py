@@ -91,8 +91,12 @@ def test_a_model_that_knows_the_answer_gets_it(model: Model) -> None:
         Question("half", tuple(prompt), (own.strip(), "never written"), middle, 8),
         Question("short", tuple(prompt), (own.strip(),), middle, 4),
     ]
-    found = retrieval(network, tokenizer, posed)
-    assert found["score"].tolist() == [1.0, 0.5, 0.0]
+    for asked in (posed, posed[::-1]):  # in one batch, and each alone
+        found = [retrieval(network, tokenizer, [one])["score"].item() for one in asked]
+        assert found == retrieval(network, tokenizer, asked)["score"].tolist()
+    assert found[::-1] == [1.0, 0.5, 0.0]
+    other = Question("other", tuple(prompt), (own.strip(),), (*middle[:-1], middle[0]), 8)
+    assert retrieval(network, tokenizer, [other])["score"].item() == 0
 
 
 def test_several_caches_share_a_prefill(model: Model, asked: list[Question]) -> None:
