@@ -22,7 +22,7 @@ PROTECTED = 3
 QUANTILE = 0.99
 """Of the sizes of a channel's calibration coordinates: the unit of the channel."""
 TYPICAL = 0.95
-"""Quantile of a layer's channels that powers and weights of keys are divided by."""
+"""Quantile of a layer's channels that variances and weights of keys are divided by."""
 
 
 class Channels(NamedTuple):
@@ -40,17 +40,20 @@ class Channels(NamedTuple):
     def of(cls, x: Tensor, sensitivity: Tensor, *, normalized: bool) -> Channels:
         """Return those of features (layers, tokens, F).
 
-        The squared error e of a token costs ``eᵀ sensitivity e``, (layers, F, F); its sum over
-        channels is divided by what is typical of a layer if `normalized`.
+        The squared error e of a token costs ``eᵀ sensitivity e``, (layers, F, F). As in the
+        released code, singular values S are split between the two factors, so that a latent's
+        variance is √power and its weight has the other √power; variances, and weights if
+        `normalized`, are divided by what is typical of a layer.
         """
         x = x.double()
         power, axes = torch.linalg.eigh(x.mT @ x / x.shape[1])
         units = (x @ axes).abs().quantile(QUANTILE, dim=1)
         weights = (axes * (sensitivity.double() @ axes)).sum(dim=1)
-        power = power.clamp(min=0) / typical(power)
+        latents = power.clamp(min=0).sqrt()
+        weights = weights * latents
         weights = weights / typical(weights) if normalized else weights
         units = units.clamp(min=torch.finfo(torch.float32).tiny)
-        return cls(axes.float(), units.float(), power * weights)
+        return cls(axes.float(), units.float(), latents / typical(latents) * weights)
 
 
 def typical(of_channels: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-SAMPLES, STEPS = 1 << 15, 60
-"""Points and steps of Lloyd's algorithm in the plane."""
+SAMPLES, STEPS = 1 << 14, 120
+"""Points of a step, and steps, of Lloyd's algorithm in the plane."""
 AT_ONCE = 1 << 16
 """Points whose distances from all codewords are in memory at once."""
 TINY = torch.finfo(torch.float32).tiny
@@ -38,11 +38,16 @@ def lloyd_max(bits: int) -> Tensor:
 def plane_codebook(bits: int) -> Tensor:
     """Return a codebook of bits per coordinate for pairs of N(0, 1), (4^bits, 2), float32.
 
-    Lloyd's algorithm on `SAMPLES` points, from points among them.
+    Lloyd's algorithm on `SAMPLES` new points in every step, from words of N(0, 2), the density of
+    the best ones; in the second half words move a tenth of the way, which averages over points.
     """
-    points = torch.randn(1, SAMPLES, 2, generator=torch.Generator().manual_seed(0))
-    words = points[:, : 1 << 2 * bits].clone()
-    return lloyd(points, torch.ones(1, SAMPLES), words, STEPS)[0]
+    generator = torch.Generator().manual_seed(0)
+    words = 2**0.5 * torch.randn(1, 1 << 2 * bits, 2, generator=generator)
+    for step in range(STEPS):
+        points = torch.randn(1, SAMPLES, 2, generator=generator)
+        moved = lloyd(points, torch.ones(1, SAMPLES), words, 1)
+        words = words.lerp(moved, 1 if step < STEPS // 2 else 0.1)
+    return words[0]
 
 
 def lloyd(points: Tensor, weights: Tensor, words: Tensor, steps: int) -> Tensor:

@@ -26,7 +26,8 @@ class Higgs:
     Blocks of features are turned by a randomized Hadamard matrix and divided by a scale, the root
     of their mean square in float16, so that their coordinates are about N(0, 1) whatever the
     features are. Neighbouring pairs are stored as the index of the nearest word of
-    `plane_codebook`.
+    `plane_codebook`. The code released with AQUA-KV has no random signs, scales in float32, and
+    blocks of 1,024 features, to which it pads a token with zeros.
 
     Parameters
     ----------

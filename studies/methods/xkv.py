@@ -26,7 +26,8 @@ class XKV(WindowMethod):
     matrix, (tokens, 4 F), which its singular value decomposition cuts to a rank; values likewise.
     Both factors belong to the text and are counted, in 16 bits. The decomposition is that of the
     uncompressed text as a whole, later tokens included, which is in its favour. Tokens after a
-    prompt stay uncompressed in the paper; on texts the newest 32 stand for them.
+    prompt stay uncompressed in the paper; the newest 32, of a prompt too, stand for them. The rank
+    of a last group of fewer layers is smaller in proportion; in the released code it is not.
     """
 
     sinks = 0

@@ -442,7 +442,7 @@ def test_a_window_method_meets_its_ratio_and_says_what_its_bases_take(name: str)
 @pytest.mark.usefixtures("few_exact")
 @pytest.mark.parametrize("name", ["higgs", "turboquant", *WINDOWED])
 def test_most_bits_lose_less_than_fewest(name: str) -> None:
-    model, tokens = model_of(), tiny_tokens(12, LENGTH)[8:]  # not those of calibration
+    model, tokens = model_of(), tiny_tokens(24, LENGTH)[8:]  # not those of calibration
     exact = method_of("sinks-recent", 1.0, model).perplexity(tokens)
     assert exact is not None
     lost = []
