@@ -200,7 +200,7 @@ DRAWN = [
     (LOSS, "loss_neighbours/smollm2"),
     (LOSS, "loss_neighbours/smollm2/sixteen-windows"),
     (RECALL, "recall/smollm2"),
-    (RECALL, "recall/smollm2/long-keys"),
+    (RECALL, "recall/smollm2/sixty-questions"),
     (STORAGE, "storage/smollm2"),
     (COMPARE, "compare_objectives/reference-llama"),
     (COMPARE, "compare_objectives/reference-qwen3"),
