@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from manifoldkv import RECIPES, Codec, CompressionPlan, Recipe
@@ -32,7 +33,7 @@ class Stored(PlanMethod):
     def make_plan(self) -> CompressionPlan:
         return self.compressed(self.recipe, self.ratio)
 
-    def perplexity(self, tokens: object) -> None:
+    def perplexity(self, tokens: Tensor) -> None:
         """Return None: a prompt is stored once, after it was read."""
 
     def holder(

@@ -171,10 +171,8 @@ def test_a_diagnosis_is_that_of_passes_whose_layers_read_the_cache(
     assert (expected[ERRORS[:2]].max() > 1e-3).all()  # some layers have full rank
 
 
-def test_stored_caches_are_diagnosed_as_a_codec_decodes_them() -> None:
-    """A forward pass whose attention, the stock one, gets decoded keys and values."""
-    model, tokens = stored_model(), some_tokens(2, 40)
-    plan, codec = stored_plan(), Codec(model, stored_plan())
+def errors_over_decoded(model: PreTrainedModel, codec: Codec, tokens: Tensor) -> np.ndarray:
+    """Errors of a forward pass whose attention, the stock one, gets decoded keys and values."""
     stock = recorded(model, tokens)
     held = DynamicCache(config=model.config)
     model(tokens, past_key_values=held)
@@ -191,14 +189,23 @@ def test_stored_caches_are_diagnosed_as_a_codec_decodes_them() -> None:
     before = model.config._attn_implementation
     model.config._attn_implementation = "decoded-reference"
     try:
-        expected = errors_by_hand(stock, recorded(model, tokens, given=stock[1]))
+        return errors_by_hand(stock, recorded(model, tokens, given=stock[1])).to_numpy()
     finally:
         model.config._attn_implementation = before
-    found = diagnose_plan(model, plan, tokens)
-    # A latent at the border of two symbols may be rounded otherwise by products of other shapes:
-    # one of them moves these errors by 2 % at most (six texts, a CPU with AVX2).
-    np.testing.assert_allclose(found[ERRORS], expected, rtol=0.05)
-    assert (expected[ERRORS[:2]] > 1e-3).all(axis=None)
+
+
+def test_stored_caches_are_diagnosed_as_a_codec_decodes_them() -> None:
+    """On most texts: products of other shapes may round a latent at a border to its other symbol.
+
+    Which texts have one depends on the CPU.
+    """
+    model, plan, texts = stored_model(), stored_plan(), some_tokens(16, 14).split(1)
+    codec = Codec(model, plan)
+    expected = np.stack([errors_over_decoded(model, codec, text) for text in texts])
+    found = np.stack([diagnose_plan(model, plan, text)[ERRORS].to_numpy() for text in texts])
+    assert (expected.mean(axis=0)[:, :2] > 1e-3).all()
+    same = [np.allclose(*pair, rtol=1e-4, atol=0) for pair in zip(found, expected, strict=True)]
+    assert sum(same) > len(texts) / 2
 
 
 @pytest.mark.parametrize("rotary", ["pre", "post"])
