@@ -18,7 +18,13 @@ from manifoldkv import CompressionPlan, compressed
 from manifoldkv.activations.capture import capture
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache import sites as cache_sites
-from manifoldkv.coding.trellis import WINDOW, TrellisCoded, codebooks
+from manifoldkv.coding.trellis import (
+    GAUSSIAN_DISTORTION,
+    REACH,
+    WINDOW,
+    TrellisCoded,
+    codebooks,
+)
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.support import attention_of, decoder_layers
@@ -75,10 +81,30 @@ def reconstructed(
     )
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
     norm = in_eight_bits(norm)
+    if isinstance(quantizer, TrellisCoded):
+        norm = without_overload(latents[:, stored], norm, bits[stored], step[stored])
     rounded = of_trellis if isinstance(quantizer, TrellisCoded) else mid_rise
     scaled = rounded(latents / np.maximum(norm, 2.0**-14), bits, step)
     latents = scaled * gain * norm
     return expected + latents @ up.T, latents
+
+
+def without_overload(
+    latents: np.ndarray, norms: np.ndarray, bits: np.ndarray, step: np.ndarray
+) -> np.ndarray:
+    """The scales of tokens, at least their norms, with the least estimated squared error."""
+    largest = REACH * codebooks().numpy().max(axis=1)[bits] * step
+    noise = (np.array(GAUSSIAN_DISTORTION)[bits] * step**2).sum()
+    norms = norms.copy()
+    for token, norm in enumerate(norms[:, 0]):
+        scales = [norm]
+        for _ in range(12):  # of two codes each, eight of which double a scale
+            larger = scales[-1] + 2.0 ** (max(np.frexp(scales[-1])[1] - 1, -14) - 3)
+            scales.append(larger + 2.0 ** (max(np.frexp(larger)[1] - 1, -14) - 3))
+        beyond = np.maximum(np.abs(latents[token]) - np.array(scales)[:, None] * largest, 0)
+        errors = (beyond**2).sum(axis=1) + noise * np.array(scales) ** 2
+        norms[token] = scales[int(errors.argmin())]
+    return norms
 
 
 def in_eight_bits(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION as OF_UNIFORM
+from manifoldkv.coding.scales import scale_codes, scales_of
 from manifoldkv.coding.trellis import (
     GAUSSIAN_DISTORTION,
     WINDOW,
+    TrellisCoded,
     codebooks,
     pack,
     search,
@@ -55,6 +57,44 @@ def test_no_other_stream_has_a_smaller_weighted_error(widths: tuple[int, ...]) -
     chosen = torch.from_numpy(search(x, bits, weights, codebooks()).astype(np.int64))
     found = (weights * (x - codebooks()[bits, chosen]).square()).sum(dim=1)
     torch.testing.assert_close(found, errors.amin(dim=1))
+
+
+def of_falling_variance() -> TrellisCoded:
+    bits = torch.tensor([6] * 8 + [3] * 24 + [1] * 32, dtype=torch.uint8)
+    deviation = 2.0 ** bits.float()
+    return TrellisCoded(bits, deviation, deviation, torch.ones(64))
+
+
+def test_tokens_with_outliers_have_larger_scales() -> None:
+    """Their errors are nearer to those of the best scales than to those of root mean squares."""
+    quantizer = of_falling_variance()
+    x = normal(100, 64)
+    x[:, 0] = torch.linspace(-14, 14, 100)
+    x *= quantizer.deviation
+    _, codes, found = quantizer.search(x)
+    smallest = scale_codes((x / quantizer.deviation).square().mean(dim=1, keepdim=True).sqrt())
+    errors = torch.stack([error_at(quantizer, x, smallest + k) for k in range(25)])
+    chosen = error_at(quantizer, x, codes)
+    torch.testing.assert_close((x - found).square().sum(dim=1), chosen)
+    assert chosen.sum() < 6 * errors.amin(dim=0).sum() < errors[0].sum() / 20
+    outliers = x[:, 0].abs() > 9 * quantizer.deviation[0]
+    assert (codes > smallest)[outliers].all()
+    assert (chosen < errors[0] / 10)[outliers].all()
+
+
+def error_at(quantizer: TrellisCoded, x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Squared errors of tokens whose scales are given by their codes, (n,)."""
+    scales, bits = scales_of(codes), quantizer.bits.long()
+    step = quantizer.step
+    windows = search(x / scales / step, bits, step.square(), codebooks()).astype(np.int64)
+    found = codebooks()[bits, torch.from_numpy(windows)] * step * scales
+    return (x - found).square().sum(dim=1)
+
+
+def test_scales_of_tokens_without_outliers_are_root_mean_squares() -> None:
+    quantizer, scales = of_falling_variance(), torch.logspace(-4, 4, 100).unsqueeze(1)
+    x = normal(100, 64).sign() * scales * quantizer.deviation
+    assert torch.equal(quantizer.chosen_scales(x), scale_codes(scales))
 
 
 def test_tokens_are_searched_alone_and_on_any_number_of_threads() -> None:
