@@ -113,8 +113,8 @@ class TrellisCoded(MixedWidths):
 
         No codeword is near a latent beyond `REACH` times the largest one of its width, times step
         and scale. Of the root mean square, as in `MixedWidths`, and of larger scales the one is
-        taken whose squared error is least by estimate: of these latents what is beyond, and of all
-        latents `GAUSSIAN_DISTORTION` times the squares of step and scale.
+        taken whose squared error is least by estimate: the excess of these latents, and
+        `GAUSSIAN_DISTORTION` times the squares of step and scale for all latents.
 
         The first keys of a text that draw much attention, after the sink tokens, are such outliers
         in some layers. With root mean squares SmolLM2 diverges by 1.6 times as much at an eighth of
