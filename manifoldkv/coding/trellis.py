@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import ClassVar
@@ -31,10 +31,11 @@ WINDOW = 10
 GAUSSIAN_DISTORTION = (1, 0.2845, 0.0776, 0.0209, 5.63e-3, 1.58e-3, 4.9e-4, 1.7e-4, 8e-5)
 """Mean squared errors of a Gaussian of variance one, for 0 to 8 bits."""
 REACH = 1.15
-"""Largest latent that keeps the scale of its token, relative to the largest codeword. Of 0.8, 1,
-1.15, 1.35 and 1.7, it diverges least on SmolLM2 at an eighth and a twelfth, by 5 to 25 %."""
+"""Largest latent that is no outlier, relative to the largest codeword. Of 0.8, 1, 1.15, 1.35 and
+1.7, SmolLM2 diverges least with 1.15 at an eighth and at a twelfth, and by 4 to 8 % more with 1
+(one window of 1,024 tokens of each of two texts)."""
 LARGER_SCALES = torch.arange(0, 25, 2)
-"""Codes of scales that are tried, above that of the root mean square; eight double a scale."""
+"""Codes of the scales that are tried, less that of the root mean square; eight double a scale."""
 TOKENS_AT_ONCE = 1024
 """Tokens whose scales are tried at once."""
 TOKENS_PER_THREAD = 8
@@ -52,15 +53,15 @@ def codebooks() -> Tensor:
 class TrellisCoded(MixedWidths):
     """Latents in mixed widths whose reconstructions depend on the bits of later latents too.
 
-    Widths and gains are those of `MixedWidths`, and so are scales of tokens, but of tokens with a
-    latent beyond the codewords of its width (`chosen_scales`). The bits of all latents of a token,
-    widest first, form one stream. A latent is reconstructed as ``codebook[window] · step``
-    times its gain and the scale of the token, where the window is the `WINDOW` bits of the stream
-    that begin with the latent's own, zeros beyond the end, and the codebook that of its width: a
-    trellis code of rate b for every latent (Marcellin and Fischer 1990; windows of a stream as in
-    QTIP, Tseng et al. 2024). The Viterbi algorithm finds the bits of a token whose squared error is
-    least. At equal bits the error is 0.78 (1 bit), 0.65 (2 bits) and 0.56 (3 bits) times that of
-    `MixedWidths` on Gaussians; the least possible ones are 0.69, 0.53 and 0.42.
+    Widths and gains are those of `MixedWidths`. So are scales of tokens, except those of tokens
+    with outliers (`chosen_scales`). The bits of all latents of a token, widest first, form one
+    stream. A latent is reconstructed as ``codebook[window] · step`` times its gain and the scale of
+    the token, where the window is the `WINDOW` bits of the stream that begin with the latent's own,
+    zeros beyond the end, and the codebook that of its width: a trellis code of rate b for every
+    latent (Marcellin and Fischer 1990; windows of a stream as in QTIP, Tseng et al. 2024). The
+    Viterbi algorithm finds the bits of a token whose squared error is least. At equal bits the
+    error is 0.78 (1 bit), 0.65 (2 bits) and 0.56 (3 bits) times that of `MixedWidths` on Gaussians;
+    the least possible ones are 0.69, 0.53 and 0.42.
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ class TrellisCoded(MixedWidths):
         windows : ndarray
             (n, r), uint16.
         scales : Tensor
-            `scale_codes` of the tokens, (n, 1), uint8.
+            Codes of the scales of tokens, (n, 1), uint8.
         reconstructions : Tensor
             (n, r), float32.
         """
@@ -111,41 +112,33 @@ class TrellisCoded(MixedWidths):
     def chosen_scales(self, latents: Tensor) -> Tensor:
         """Return the codes of the scales of tokens, (n, 1), uint8.
 
-        No codeword is near a latent beyond `REACH` times the largest one of its width, times step
-        and scale. Of the root mean square, as in `MixedWidths`, and of larger scales the one is
-        taken whose squared error is least by estimate: the excess of these latents, and
-        `GAUSSIAN_DISTORTION` times the squares of step and scale for all latents.
+        A latent far beyond the largest codeword of its width, in units of step and scale, is an
+        outlier: no codeword is near it. Tried are the root mean square, as in `MixedWidths`, and
+        larger scales. The one with the least estimated squared error is chosen: the squared
+        distances of outliers from `REACH` times their largest codeword, and `GAUSSIAN_DISTORTION`
+        times the squares of step and scale, summed over all latents.
 
-        The first keys of a text that draw much attention, after the sink tokens, are such outliers
-        in some layers. With root mean squares SmolLM2 diverges by 1.6 times as much at an eighth of
-        the cache, and by 1.1 times at a twelfth; 1 token of a site in 800 has a larger scale.
+        In one layer of SmolLM2, some keys that draw much attention, after the sink tokens, are
+        outliers. With root mean squares the model diverges 1.6 times as much at an eighth of the
+        cache, and 1.1 times at a twelfth; about 1 token of a site in 800 has a larger scale.
 
         Parameters
         ----------
         latents : Tensor
             As in `search`.
         """
+        step, bits = self.step[: self.stored], self.bits[: self.stored].long()
         deviation = self.deviation[: self.stored]
         smallest = scale_codes((latents / deviation).square().mean(dim=-1, keepdim=True).sqrt())
         codes = smallest.int() + LARGER_SCALES
         codes = codes.clamp(max=INFINITY_CODE - 1).to(torch.uint8)  # (n, scales)
         scales = scales_of(codes)
-        beyond = latents.abs().unsqueeze(1) - scales.unsqueeze(2) * self._largest  # (n, scales, r)
-        errors = beyond.clamp(min=0).square().sum(dim=2) + self._noise * scales.square()
+        largest = REACH * codebooks().amax(dim=1)[bits] * step
+        beyond = latents.abs().unsqueeze(1) - scales.unsqueeze(2) * largest  # (n, scales, r)
+        noise = (torch.tensor(GAUSSIAN_DISTORTION)[bits] * step.square()).sum()
+        errors = beyond.clamp(min=0).square().sum(dim=2) + noise * scales.square()
         best = codes.gather(1, errors.argmin(dim=1, keepdim=True))
         return torch.where(smallest < INFINITY_CODE, best, smallest)
-
-    @cached_property
-    def _largest(self) -> Tensor:
-        """Largest latents (r,) that keep a scale of 1."""
-        bits = self.bits[: self.stored].long()
-        return REACH * codebooks().amax(dim=1)[bits] * self.step[: self.stored]
-
-    @cached_property
-    def _noise(self) -> Tensor:
-        """Estimated squared error of a token of scale 1 without outliers, ()."""
-        bits = self.bits[: self.stored].long()
-        return (torch.tensor(GAUSSIAN_DISTORTION)[bits] * self.step[: self.stored].square()).sum()
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         return tokens * (TOKEN_SCALE_BYTES + ceil(int(self.bits.long().sum()) / 8))
