@@ -133,8 +133,9 @@ def bits_plan(
     return compress(model, tokens, recipe=recipe, **settings)
 
 
-REACH = 2
-"""Layers below that the predictors of `DESIGNS` have as inputs, where there are as many."""
+INPUTS_BELOW = 2
+"""Largest number of layers below that the predictors of `DESIGNS` have as inputs; 1 in a relay
+chain, whose reconstructions depend on the layers below that one too."""
 DESIGNS: dict[str, int | None] = {
     "dense": None,
     "own keys": 1,
@@ -142,10 +143,11 @@ DESIGNS: dict[str, int | None] = {
     "chain": None,
     "low-rank chain": 1,
     "trellis chain": 2,
+    "relay chain": None,
 }
 """Frequencies per block of keys, by kind of design: of values predicted from the keys of their
 layer; from those of the layers below too; of keys and values predicted from all sites below; the
-same in a trellis code."""
+same in a trellis code; the same from the layer below alone."""
 
 
 def designs_of(kind: str, below: int) -> tuple[SiteDesign, SiteDesign]:
@@ -168,8 +170,9 @@ class DesignedRecipe(BitRecipe):
     def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Any]:
         blocks = blocks_of(decoder.frequencies(), decoder.kv_heads, DESIGNS[self.kind])
         sites: list[SiteDesign] = []
+        most = 1 if self.kind == "relay chain" else INPUTS_BELOW
         for index in range(len(decoder.layers)):
-            keys, values = designs_of(self.kind, min(REACH, layers_below(run.windows, index)))
+            keys, values = designs_of(self.kind, min(most, layers_below(run.windows, index)))
             sites += [replace(keys, blocks=blocks), values]
         return Designs(sites, rounds=2)
 

@@ -305,8 +305,8 @@ class _Run:
 
     def _attend(self, index: int, cache: CompressedCache, cos: Tensor, sin: Tensor) -> Attend:
         """Return the attention of a layer over its part of the cache."""
-        depth = self._plan.predictor_depth or 0
-        layers: list[CompressedLayer] = cache.layers[max(0, index - depth) : index + 1][::-1]
+        reach = self._plan.reach
+        layers: list[CompressedLayer] = cache.layers[max(0, index - reach) : index + 1][::-1]
 
         def attend_to_cache(
             module: nn.Module,
@@ -331,7 +331,7 @@ class _Run:
                 )
             # Later layers depend on as many tokens of the layers below as they see themselves.
             last = index + 1 == len(cache.layers)
-            for layer in layers if last else layers[depth:]:
+            for layer in layers if last else layers[reach:]:
                 layer.forget_old()
             if torch.is_grad_enabled():
                 inputs = [x for x in (queries, keys, values, settings.sinks) if x is not None]

@@ -184,7 +184,7 @@ def _over_cache(
             queries = activations.rotate(queries)
         text = texts[int(batch.sequences)]
         cache = CompressedLayer(layer, *place, plan.sinks)
-        text.layers = [cache, *text.layers][: 1 + (plan.predictor_depth or 0)]
+        text.layers = [cache, *text.layers][: 1 + plan.reach]
         mask, settings = activations.mask, activations.settings
         return attention.attend(
             text.layers, queries, keys, values, mask, settings, angles, text.context

@@ -238,8 +238,8 @@ class PagedCache:
         self, index: int, text: _Text, queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Return the attention output of several new tokens of a text, (tokens, H_q, d)."""
-        depth = self._plan.predictor_depth or 0
-        layers = text.cache.layers[max(0, index - depth) : index + 1][::-1]
+        reach = self._plan.reach
+        layers = text.cache.layers[max(0, index - reach) : index + 1][::-1]
         self._load(index, text)
         text.context.begin(index)
         output = self._attentions[index].attend(

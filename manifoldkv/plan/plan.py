@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Basis, Rotary, check_rotary
+from manifoldkv.basis import SITES, Basis, Rotary, check_rotary
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import PredictorContext, layers_below
 from manifoldkv.errors import PlanError
 from manifoldkv.plan import files
 from manifoldkv.plan.card import card_of
+from manifoldkv.plan.composition import sources
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import LayerPlan, check_layers
@@ -148,6 +149,16 @@ class CompressionPlan(OnHub):
         """Return how many layers below are inputs of predictors, at most; None without any."""
         depths = [s.predictor.depth for s in self._sites if s.predictor is not None]
         return max(depths, default=None)
+
+    @cached_property
+    def reach(self) -> int:
+        """Return how many layers below hold latents that a reconstruction depends on, at most."""
+        return max(
+            below
+            for index in range(len(self.layers))
+            for site in SITES
+            for below, _ in sources(self.layers, index, site)
+        )
 
     def predictor_context(self) -> PredictorContext:
         """Return an empty context of the predictors of the plan."""

@@ -59,7 +59,7 @@ def expected_of(plan: CompressionPlan, text: Text, angles: Angles) -> Tensor:
     here = angles.of_tokens(0, len(text))
     for index in range(3):
         context.begin(index)
-        layers = cache.layers[max(0, index - (plan.predictor_depth or 0)) : index + 1][::-1]
+        layers = cache.layers[max(0, index - plan.reach) : index + 1][::-1]
         queries, keys, values = (
             x[index : index + 1] for x in (text.queries, text.keys, text.values)
         )
