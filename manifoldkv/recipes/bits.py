@@ -40,7 +40,7 @@ from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
-from manifoldkv.recipes.designs import CHAINS, MenuBuilder, Space
+from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space
 from manifoldkv.recipes.held_out import with_measured_loss
 from manifoldkv.recipes.menu import Menu, StepWork, gaussian_costs
 from manifoldkv.recipes.probe import Estimate, timed
@@ -94,7 +94,8 @@ class BitRecipe(CodedRecipe[Bits]):
     layers below, whose latents attention weights mix as cheaply as its own; in chains of layers,
     keys are predicted too (`Space`). `Menu` chooses among all of these what loses least within the
     work, the multiplications of a decode step over those of stock attention
-    (`CompressionPlan.work`).
+    (`CompressionPlan.work`). Within a limit of work chains are short; without one a single chain
+    has all layers, and every site is predicted from up to five layers below.
 
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
@@ -197,17 +198,18 @@ class BitRecipe(CodedRecipe[Bits]):
         of_sinks, of_scales, full = self._fixed_bytes(decoder, run.context)
         return smallest_plan(plan_at, nats, (of_sinks + of_scales) / full)
 
-    @property
-    def _space(self) -> Space:
-        return Space(self.bands, self.depth, CHAINS if self.predicts else ())
+    def _space(self, *chains: float) -> Space:
+        return Space(self.bands, self.depth, chains if self.predicts else ())
 
     @property
     def predicts(self) -> bool:
         return self.depth is not None
 
     def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Bits]:
+        chains = CHAINS if isfinite(self.work) else ONE_CHAIN
+
         def chosen(fill: Callable[[MenuBuilder], object]) -> Designs[Bits]:
-            builder = MenuBuilder(decoder, run, moments, self._space)
+            builder = MenuBuilder(decoder, run, moments, self._space(*chains))
             fill(builder)
             return self._chosen(decoder, run, builder.menus())
 
@@ -255,13 +257,14 @@ class BitRecipe(CodedRecipe[Bits]):
         few = replace(run, tokens=run.tokens[:FRONTIER_SEQUENCES])
         coded = self.coded_run(decoder, few)
         moments = coded.moments(decoder, coded.fitted, None)
-        builder = MenuBuilder(decoder, coded, moments, self._space)
+        builder = MenuBuilder(decoder, coded, moments, self._space(*CHAINS, *ONE_CHAIN))
         self._add_exact(decoder, coded, builder)
         menus, least = builder.menus(), self.least_work(decoder)
         frontier = {}
         for work in (one for one in (*FRONTIER, inf) if one >= least):
             limit = _limit(decoder, coded, work)
-            nats = min(menu.best(8 * coded.budget, limit).nats for menu in menus)
+            possible = menus[: 1 + len(CHAINS)] if isfinite(work) else menus
+            nats = min(menu.best(8 * coded.budget, limit).nats for menu in possible)
             frontier[f"{work:g}" if isfinite(work) else "unlimited"] = nats
         return replace(super().estimate(decoder, run), frontier=frontier)
 

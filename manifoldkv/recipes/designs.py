@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -23,8 +24,15 @@ SAMPLES = 8192
 RANKS = (8, 16, 32, 64, 128, None)
 """Ranks of key predictors; None for full rank."""
 CHAINS = (2, 3, 4, 6)
-"""Lengths of chains. A chain is a run of layers; all sites of its layers below predict a site. It
-ends where another begins, so that a decode step depends on few layers."""
+"""Lengths of chains within a limit of work. A chain is a run of layers; all sites of its layers
+below predict a site. It ends where another begins, so that a decode step depends on few layers."""
+ONE_CHAIN = (inf,)
+"""Length of the chain without a limit of work: all layers."""
+INPUTS_BELOW = 5
+"""Largest number of layers below that predict a site of a chain. Of those of a longer chain,
+reconstructions depend on the latents of all."""
+SCALE = 1.0
+"""Multiplications of a latent of a key by its scale."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +46,19 @@ class Space:
     depth : int or None
         Largest number of layers below whose keys predict values; 0 for the keys of the same layer
         only, None for no predictors.
-    chains : tuple of int
+    chains : tuple of float
         Lengths of chains that are tried, in which keys are predicted too.
     """
 
     bands: tuple[int | None, ...]
     depth: int | None
-    chains: tuple[int, ...]
+    chains: tuple[float, ...]
 
     @property
     def reach(self) -> int:
         """Return how many layers below are inputs at most."""
-        return max(self.depth or 0, *(length - 1 for length in self.chains), 0)
+        in_chains = (int(min(length - 1, INPUTS_BELOW)) for length in self.chains)
+        return max(self.depth or 0, *in_chains, 0)
 
 
 class MenuBuilder:
@@ -72,10 +81,11 @@ class MenuBuilder:
     ) -> None:
         self._run = run
         self._moments = moments
-        self._choices = _Choices(decoder, space)
+        self._space = space
+        self._shape = _Shape.of(decoder, space)
         self._context = PredictorContext(space.reach, run.windows)
         lengths = (None, *space.chains)
-        self._sites: dict[int | None, list[list[Choice]]] = {length: [] for length in lengths}
+        self._sites: dict[float | None, list[list[Choice]]] = {length: [] for length in lengths}
         self._reach = space.reach
 
     def add(self, index: int, exact: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -93,10 +103,18 @@ class MenuBuilder:
         self._context.begin(index)
         for x in inputs:
             self._context.add(sampled(x, SAMPLES))
-        below = min(self._reach, layers_below(self._run.windows, index))
-        joint = _Joint.of([sampled(x, SAMPLES) for x in exact], self._context, below)
+        below = layers_below(self._run.windows, index)
+        few = [sampled(x, SAMPLES) for x in exact]
+        joint = _Joint.of(few, self._context, min(self._reach, below), len(exact[0]))
+        choices = _Choices(self._shape, self._space, joint, self._moments[index])
         for length, sites in self._sites.items():
-            sites += self._choices.of(index, joint, self._moments[index], length)
+            if length is None:
+                sites += choices.without_chains()
+            else:
+                in_chain = int(min(index % length, below))
+                most = min(in_chain, INPUTS_BELOW)
+                depths = range(1, most + 1) if length == inf else (most,)
+                sites += choices.in_chain(in_chain, depths)
 
     def menus(self) -> list[Menu]:
         """Return a menu without chains, then one for each length of chains."""
@@ -121,6 +139,8 @@ class _Joint:
         Possible inputs.
     tokens : int
         Number of tokens.
+    fitted : int
+        Number of tokens that predictors will be fitted to.
     """
 
     exact: dict[Site, Tensor]
@@ -128,9 +148,12 @@ class _Joint:
     crossed: dict[Site, Tensor]
     names: list[Input]
     tokens: int
+    fitted: int
 
     @classmethod
-    def of(cls, exact: Sequence[Tensor], context: PredictorContext, below: int) -> _Joint:
+    def of(
+        cls, exact: Sequence[Tensor], context: PredictorContext, below: int, fitted: int
+    ) -> _Joint:
         """Return the moments of keys and values, and of the inputs that a context holds."""
         names = list(all_inputs("value", below))
         inputs = torch.cat(context.of(names), dim=1)
@@ -143,6 +166,7 @@ class _Joint:
             {site: (inputs.mT @ x).double() / tokens for site, x in centred.items()},
             names,
             tokens,
+            fitted,
         )
 
     @property
@@ -155,8 +179,10 @@ class _Joint:
     ) -> list[Tensor]:
         """Return the second moments of the residuals of predictions of some ranks, (D, D).
 
-        On other text they are larger by a factor of ``(n + k) / (n - k)`` for n tokens and k
-        parameters of a feature. None are returned if there are too few tokens.
+        They are those expected on other text. A regression with k parameters per feature leaves
+        too little of the n tokens that it is fitted to, by a factor of ``1 - k / n``, and too much
+        of others, by ``1 + k / N`` if it will be fitted to N tokens. None are returned if there are
+        too few tokens.
         """
         covariance, features = self.exact[site], len(fisher)
         if not inputs:
@@ -178,84 +204,130 @@ class _Joint:
                 part = kept.mT @ shared
                 residual = covariance - part - part.mT + kept.mT @ predicted @ kept
                 parameters = parameters * rank // features
-            found.append(residual * (self.tokens + parameters) / (self.tokens - parameters))
+            on_other_text = (1 + parameters / self.fitted) / (1 - parameters / self.tokens)
+            found.append(residual * on_other_text)
         return found
 
 
-class _Choices:
-    """Choices of the sites of a layer."""
+@dataclass(frozen=True)
+class _Shape:
+    """Quantities that the choices of all layers share.
 
-    def __init__(self, decoder: Decoder, space: Space) -> None:
-        self._space = space
-        self._features = decoder.features
+    Parameters
+    ----------
+    query_heads : int
+        Number of query heads, H_q.
+    of_keys : float
+        Multiplications of a cached token to rotate and to score its key.
+    bands : list of tuple of Tensor
+        Blocks of a key transform, of every band.
+    ranks : list of (int or None)
+        Ranks of key predictors.
+    """
+
+    query_heads: int
+    of_keys: float
+    bands: list[tuple[Tensor, ...]]
+    ranks: list[int | None]
+
+    @classmethod
+    def of(cls, decoder: Decoder, space: Space) -> _Shape:
         heads, frequencies = decoder.kv_heads, decoder.frequencies()
         blocks = [blocks_of(frequencies, heads, band) for band in space.bands]
-        self._bands = list({len(one): one for one in blocks}.values())
-        self._ranks = [rank for rank in RANKS if rank is None or 2 * rank <= self._features]
-        self._query_heads = decoder.query_heads
         rotated = 2 * decoder.rotary_dim * heads
-        self._of_keys = float(rotated + self._query_heads * decoder.head_dim)
+        return cls(
+            decoder.query_heads,
+            float(rotated + decoder.query_heads * decoder.head_dim),
+            list({len(one): one for one in blocks}.values()),
+            [rank for rank in RANKS if rank is None or 2 * rank <= decoder.features],
+        )
 
-    def of(
-        self, index: int, joint: _Joint, moments: LayerMoments, chain: int | None
-    ) -> list[list[Choice]]:
-        """Return the choices of keys and of values of a layer."""
-        if chain is None:
-            keys: list[Input] = [(below, "key") for below in range(joint.below + 1)]
-            depth = self._space.depth
-            count = 0 if depth is None else min(depth, joint.below) + 1
-            possible = [tuple(keys[:n]) for n in range(count + 1)]
-            return [self._keys(joint, moments, ()), self._values(joint, moments, possible)]
-        place = min(index % chain, joint.below)
-        possible = [(), ((0, "key"),), all_inputs("value", place)]
-        return [
-            self._keys(joint, moments, all_inputs("key", place)),
-            self._values(joint, moments, list(dict.fromkeys(possible))),
-        ]
 
-    def _keys(
-        self, joint: _Joint, moments: LayerMoments, inputs: tuple[Input, ...]
-    ) -> list[Choice]:
-        fisher = moments.key.fisher
-        ranks = self._ranks if inputs else [None]
-        seconds = [*zip(ranks, joint.residuals("key", inputs, fisher, ranks), strict=False)]
+class _Choices:
+    """Choices of the sites of a layer, those of the same inputs computed once."""
+
+    def __init__(self, shape: _Shape, space: Space, joint: _Joint, moments: LayerMoments) -> None:
+        self._shape = shape
+        self._depth = space.depth
+        self._joint = joint
+        self._fisher = {site: moments.of(site).fisher for site in SITES}
+        self._found: dict[tuple[Site, tuple[Input, ...]], list[Choice]] = {}
+
+    def without_chains(self) -> list[list[Choice]]:
+        """Return choices of keys that are not predicted, and of values from keys."""
+        keys: list[Input] = [(below, "key") for below in range(self._joint.below + 1)]
+        count = 0 if self._depth is None else min(self._depth, self._joint.below) + 1
+        values = [self._of("value", tuple(keys[:n])) for n in range(count + 1)]
+        return [self._of("key", ()), [choice for of_inputs in values for choice in of_inputs]]
+
+    def in_chain(self, below: int, depths: Iterable[int]) -> list[list[Choice]]:
+        """Return choices of keys and of values above some layers of a chain.
+
+        Parameters
+        ----------
+        below : int
+            Layers of the chain below the layer.
+        depths : iterable of int
+            Of how many of these all sites may be inputs, beside none.
+        """
+        depths = (0, *depths)
+        by_site = []
+        for site in SITES:
+            possible = dict.fromkeys(((), *(all_inputs(site, depth) for depth in depths)))
+            choices = [choice for inputs in possible for choice in self._of(site, inputs)]
+            by_site.append([replace(x, mixed=self._mixed(site, x, below)) for x in choices])
+        return by_site
+
+    def _of(self, site: Site, inputs: tuple[Input, ...]) -> list[Choice]:
+        """Return the choices of a site with some inputs, whose latents alone are mixed."""
+        if (site, inputs) not in self._found:
+            of_site = self._keys if site == "key" else self._values
+            self._found[site, inputs] = of_site(inputs)
+        return self._found[site, inputs]
+
+    def _mixed(self, site: Site, choice: Choice, below: int) -> tuple[tuple[Input, float], ...]:
+        """Return how often latents of other sites are multiplied, those of inputs' inputs too."""
+        inputs = choice.design.inputs
+        if any(layers for layers, _ in inputs):
+            inputs = all_inputs(site, below)
+        return tuple((one, self._times(site, choice.design)) for one in inputs)
+
+    def _times(self, site: Site, design: SiteDesign) -> float:
+        """Return how often a latent of an input is multiplied."""
+        if site == "value":
+            return float(self._shape.query_heads)
+        return SCALE + (len(self._fisher[site]) if design.rank is None else design.rank)
+
+    def _keys(self, inputs: tuple[Input, ...]) -> list[Choice]:
+        fisher = self._fisher["key"]
+        ranks = self._shape.ranks if inputs else [None]
+        seconds = [*zip(ranks, self._joint.residuals("key", inputs, fisher, ranks), strict=False)]
         choices = []
-        for blocks in self._bands:
+        for blocks in self._shape.bands:
             for rank, second in seconds:
                 variances, rows = spectrum(fisher, second, blocks)
-                outputs = self._features if rank is None else rank
-                expansion = self._features * outputs
-                choices.append(
-                    Choice(
-                        SiteDesign(inputs, blocks, rank),
-                        variances,
-                        rows,
-                        1.0,  # its scale
-                        self._of_keys + (expansion if inputs else 0),
-                        tuple((one, 1.0 + outputs) for one in inputs),
-                    )
-                )
-        if inputs:
-            choices += self._keys(joint, moments, ())
+                design = SiteDesign(inputs, blocks, rank)
+                times = self._times("key", design)
+                expansion = len(fisher) * (times - SCALE) if inputs else 0
+                mixed = tuple((one, times) for one in inputs)
+                fixed = self._shape.of_keys + expansion
+                choices.append(Choice(design, variances, rows, SCALE, fixed, mixed))
         return choices
 
-    def _values(
-        self, joint: _Joint, moments: LayerMoments, possible: list[tuple[Input, ...]]
-    ) -> list[Choice]:
-        heads = float(self._query_heads)
-        fisher = moments.value.fisher
+    def _values(self, inputs: tuple[Input, ...]) -> list[Choice]:
+        heads = float(self._shape.query_heads)
+        fisher = self._fisher["value"]
         choices = []
-        for inputs in possible:
-            for second in joint.residuals("value", inputs, fisher, [None]):
-                variances, _ = spectrum(fisher, second, ())
-                choices.append(
-                    Choice(
-                        SiteDesign(inputs),
-                        variances,
-                        torch.zeros_like(variances),
-                        heads,
-                        heads * (1 + len(inputs)),  # scales, multiplied by weights
-                        tuple((one, heads) for one in inputs),
-                    )
+        for second in self._joint.residuals("value", inputs, fisher, [None]):
+            variances, _ = spectrum(fisher, second, ())
+            choices.append(
+                Choice(
+                    SiteDesign(inputs),
+                    variances,
+                    torch.zeros_like(variances),
+                    heads,
+                    heads * (1 + len(inputs)),  # scales, multiplied by weights
+                    tuple((one, heads) for one in inputs),
                 )
+            )
         return choices

@@ -1,12 +1,22 @@
 """Joint moments, and the choices that are made of them."""
 
+from math import inf
+
 import torch
 
+from manifoldkv.activations.capture import capture
+from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.regression import Regression, reduced_rank
-from manifoldkv.recipes.designs import _Joint
+from manifoldkv.coding.transform import by_token
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.recipes.bits import BitRecipe
+from manifoldkv.recipes.compress import started
+from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space, _Joint
+from tests.families import tiny_model, tiny_tokens
 
-TOKENS, FEATURES = 400, 6
+TOKENS, FITTED, FEATURES = 400, 600, 6
 
 
 def test_residuals_are_those_of_a_regression() -> None:
@@ -20,7 +30,7 @@ def test_residuals_are_those_of_a_regression() -> None:
         context.begin(index)
         for x in pair:
             context.add(x)
-    joint = _Joint.of([key, value], context, below=1)
+    joint = _Joint.of([key, value], context, below=1, fitted=FITTED)
     fisher = torch.diag(torch.linspace(1, 3, FEATURES, dtype=torch.float64))
     inputs = ((0, "key"), (1, "key"), (1, "value"))
     found = joint.residuals("value", inputs, fisher, [None, 2])
@@ -35,7 +45,7 @@ def test_residuals_are_those_of_a_regression() -> None:
         centred = (value - value.mean(dim=0)).double()
         residual = centred - (joined - joined.mean(dim=0)).double() @ whole
         count = len(whole) if rank is None else len(whole) * rank // FEATURES
-        factor = (TOKENS + count) / (TOKENS - count)
+        factor = (1 + count / FITTED) / (1 - count / TOKENS)
         expected = residual.mT @ residual / TOKENS * factor
         torch.testing.assert_close(second, expected, rtol=1e-4, atol=1e-4)
     assert found[0].trace() < found[1].trace() < joint.exact["value"].trace()
@@ -48,6 +58,28 @@ def test_few_tokens_predict_nothing() -> None:
     pair = [torch.randn(2 * FEATURES - 1, FEATURES) for _ in range(2)]
     for x in pair:
         context.add(x)
-    joint = _Joint.of(pair, context, below=0)
+    joint = _Joint.of(pair, context, below=0, fitted=2 * FEATURES - 1)
     fisher = torch.eye(FEATURES, dtype=torch.float64)
     assert joint.residuals("value", ((0, "key"),), fisher, [None]) == []
+
+
+def test_one_chain_of_all_layers_loses_no_more_than_shorter_ones() -> None:
+    """Without a limit of work it has every choice of theirs."""
+    model, tokens = tiny_model("llama"), tiny_tokens(12, 32)
+    decoder, recipe = Decoder.of(model), BitRecipe(sinks=1, work=inf)
+    run = recipe.coded_run(
+        decoder, started(decoder, tokens, CompressionConfig(recipe=recipe, ratio=0.3))
+    )
+    builder = MenuBuilder(
+        decoder,
+        run,
+        fisher_moments(model, tokens),
+        Space((None,), recipe.depth, (*CHAINS, *ONE_CHAIN)),
+    )
+    for activations in capture(model, tokens):
+        pair = [by_token(x) for x in (activations.keys_in("pre"), activations.values_of())]
+        builder.add(activations.layer, pair, pair)
+    _, *chains, one_chain = (menu.best(8 * run.budget, inf).nats for menu in builder.menus())
+    assert len(chains) == len(CHAINS)
+    assert one_chain <= min(chains) * 1.001
+    assert one_chain < chains[0]  # of two layers
