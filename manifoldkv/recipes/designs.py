@@ -29,8 +29,8 @@ below predict a site. It ends where another begins, so that a decode step depend
 ONE_CHAIN = (inf,)
 """Length of the chain without a limit of work: all layers."""
 INPUTS_BELOW = 5
-"""Largest number of layers below that predict a site of a chain. Of those of a longer chain,
-reconstructions depend on the latents of all."""
+"""Largest number of layers below that a site of a chain is predicted from. In a longer chain its
+reconstruction depends on further layers through these."""
 SCALE = 1.0
 """Multiplications of a latent of a key by its scale."""
 
