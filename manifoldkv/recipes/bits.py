@@ -263,7 +263,7 @@ class BitRecipe(CodedRecipe[Bits]):
         frontier = {}
         for work in (one for one in (*FRONTIER, inf) if one >= least):
             limit = _limit(decoder, coded, work)
-            # One chain of all layers is long to search, and too much work for a limit.
+            # The last menu is of one chain, whose work is not counted in full (`ONE_CHAIN`).
             possible = menus[: 1 + len(CHAINS)] if isfinite(work) else menus
             nats = min(menu.best(8 * coded.budget, limit).nats for menu in possible)
             frontier[f"{work:g}" if isfinite(work) else "unlimited"] = nats

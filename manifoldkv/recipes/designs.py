@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -27,7 +27,8 @@ CHAINS = (2, 3, 4, 6)
 """Lengths of chains within a limit of work. A chain is a run of layers; all sites of its layers
 below predict a site. It ends where another begins, so that a decode step depends on few layers."""
 ONE_CHAIN = (inf,)
-"""Length of the chain without a limit of work: all layers."""
+"""Length of the chain without a limit of work: all layers. Its choices count the latents of their
+inputs alone, not those of further layers that these depend on."""
 INPUTS_BELOW = 5
 """Largest number of layers below that a site of a chain is predicted from. In a longer chain its
 reconstruction depends on further layers through these."""
@@ -86,7 +87,6 @@ class MenuBuilder:
         self._context = PredictorContext(space.reach, run.windows)
         lengths = (None, *space.chains)
         self._sites: dict[float | None, list[list[Choice]]] = {length: [] for length in lengths}
-        self._reach = space.reach
 
     def add(self, index: int, exact: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Add a layer.
@@ -105,16 +105,14 @@ class MenuBuilder:
             self._context.add(sampled(x, SAMPLES))
         below = layers_below(self._run.windows, index)
         few = [sampled(x, SAMPLES) for x in exact]
-        joint = _Joint.of(few, self._context, min(self._reach, below), len(exact[0]))
+        joint = _Joint.of(few, self._context, min(self._space.reach, below), len(exact[0]))
         choices = _Choices(self._shape, self._space, joint, self._moments[index])
         for length, sites in self._sites.items():
             if length is None:
                 sites += choices.without_chains()
             else:
-                in_chain = int(min(index % length, below))
-                most = min(in_chain, INPUTS_BELOW)
-                depths = range(1, most + 1) if length == inf else (most,)
-                sites += choices.in_chain(in_chain, depths)
+                most = int(min(index % length, below, INPUTS_BELOW))
+                sites += choices.in_chain(range(1, most + 1) if length == inf else (most,))
 
     def menus(self) -> list[Menu]:
         """Return a menu without chains, then one for each length of chains."""
@@ -260,43 +258,27 @@ class _Choices:
         values = [self._of("value", tuple(keys[:n])) for n in range(count + 1)]
         return [self._of("key", ()), [choice for of_inputs in values for choice in of_inputs]]
 
-    def in_chain(self, below: int, depths: Iterable[int]) -> list[list[Choice]]:
-        """Return choices of keys and of values above some layers of a chain.
+    def in_chain(self, depths: Iterable[int]) -> list[list[Choice]]:
+        """Return choices of keys and of values in a chain.
 
         Parameters
         ----------
-        below : int
-            Layers of the chain below the layer.
         depths : iterable of int
-            Of how many of these all sites may be inputs, beside none.
+            Of how many layers below all sites may be inputs, beside none.
         """
         depths = (0, *depths)
         by_site = []
         for site in SITES:
             possible = dict.fromkeys(((), *(all_inputs(site, depth) for depth in depths)))
-            choices = [choice for inputs in possible for choice in self._of(site, inputs)]
-            by_site.append([replace(x, mixed=self._mixed(site, x, below)) for x in choices])
+            by_site.append([choice for inputs in possible for choice in self._of(site, inputs)])
         return by_site
 
     def _of(self, site: Site, inputs: tuple[Input, ...]) -> list[Choice]:
-        """Return the choices of a site with some inputs, whose latents alone are mixed."""
+        """Return the choices of a site with some inputs."""
         if (site, inputs) not in self._found:
             of_site = self._keys if site == "key" else self._values
             self._found[site, inputs] = of_site(inputs)
         return self._found[site, inputs]
-
-    def _mixed(self, site: Site, choice: Choice, below: int) -> tuple[tuple[Input, float], ...]:
-        """Return how often latents of other sites are multiplied, those of inputs' inputs too."""
-        inputs = choice.design.inputs
-        if any(layers for layers, _ in inputs):
-            inputs = all_inputs(site, below)
-        return tuple((one, self._times(site, choice.design)) for one in inputs)
-
-    def _times(self, site: Site, design: SiteDesign) -> float:
-        """Return how often a latent of an input is multiplied."""
-        if site == "value":
-            return float(self._shape.query_heads)
-        return SCALE + (len(self._fisher[site]) if design.rank is None else design.rank)
 
     def _keys(self, inputs: tuple[Input, ...]) -> list[Choice]:
         fisher = self._fisher["key"]
@@ -307,10 +289,9 @@ class _Choices:
             for rank, second in seconds:
                 variances, rows = spectrum(fisher, second, blocks)
                 design = SiteDesign(inputs, blocks, rank)
-                times = self._times("key", design)
-                expansion = len(fisher) * (times - SCALE) if inputs else 0
-                mixed = tuple((one, times) for one in inputs)
-                fixed = self._shape.of_keys + expansion
+                outputs = len(fisher) if rank is None else rank
+                fixed = self._shape.of_keys + (len(fisher) * outputs if inputs else 0)
+                mixed = tuple((one, SCALE + outputs) for one in inputs)
                 choices.append(Choice(design, variances, rows, SCALE, fixed, mixed))
         return choices
 
