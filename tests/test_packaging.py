@@ -11,7 +11,6 @@ import pytest
 from manifoldkv import CompressionPlan
 
 ROOT = Path(__file__).parents[1]
-CODEBOOKS = "manifoldkv/coding/codebooks.safetensors"
 MODEL = ROOT / "studies" / "reference_models" / "reference-llama"
 
 
@@ -50,7 +49,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         str(path.relative_to(ROOT))
         for path in (ROOT / "manifoldkv").rglob("*")
         if path.suffix in (".py", ".pyi", ".html", ".md", ".typed")
-    } | {CODEBOOKS}
+    }
     assert {name for name in names if "dist-info" not in name} == expected
     (wheel,) = built.glob("*.whl")
     assert wheel.stat().st_size < 500_000
@@ -60,8 +59,7 @@ def test_the_source_archive_holds_no_models(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = opened.getnames()
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    assert [name.partition("/")[2] for name in tensors] == [CODEBOOKS]
+    assert not [name for name in names if name.endswith(".safetensors")]
     assert any(name.endswith("manifoldkv/py.typed") for name in names)
 
 

@@ -11,7 +11,8 @@ from torch.nn import functional
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.storage import Tile, split_tiles
 from manifoldkv.coding.scales import scales_of
-from manifoldkv.coding.trellis import TrellisCoded, codebooks, pack, window_fields
+from manifoldkv.coding.trellis import TrellisCoded, codebooks, state_fields
+from manifoldkv.kernels.views import flat_view
 
 
 class TrellisStore(WidthStore):
@@ -33,7 +34,7 @@ class TrellisStore(WidthStore):
         self._stored = stored = quantizer.stored
         self._features = len(quantizer.bits)
         self._bits = quantizer.bits[:stored].long()
-        self._fields = window_fields(self._bits).to(device)
+        self._fields = state_fields(self._bits).to(device)
         self._codebooks = codebooks().to(device)
         factor = quantizer.step[:stored] * quantizer.gain[:stored]
         self._factor = factor.to(device, dtype).unsqueeze(1)  # (stored, 1)
@@ -54,12 +55,12 @@ class TrellisStore(WidthStore):
     def _append(self, latents: Tensor) -> Tensor:
         """Append latents (B, m, r or more), and return their reconstructions, (B, m, r)."""
         batch, tokens = latents.shape[:2]
-        x = latents[..., : self._stored].float().cpu().flatten(0, 1)
-        windows, scales, found = self._quantizer.search(x)
-        codes = pack(windows, self._bits)  # (bytes, B · m)
-        both = [x.unflatten(1, (batch, tokens)).transpose(0, 1) for x in (codes, scales.mT)]
-        self.append_packed(*(x.unsqueeze(1).to(self._device) for x in both))
-        return found.view(batch, tokens, -1)
+        codes = torch.empty(batch, self._quantizer.stream_bytes, tokens, dtype=torch.uint8)
+        scales = torch.empty(batch, 1, tokens, dtype=torch.uint8)
+        x = latents[..., : self._stored].float().cpu()
+        found = self._quantizer.encode(x, flat_view(codes), flat_view(scales))
+        self.append_packed(*(x.unsqueeze(1).to(self._device) for x in (codes, scales)))
+        return found
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         upper, middle, lower, right, mask = (x.unsqueeze(1) for x in self._fields.unbind(1))
@@ -68,8 +69,8 @@ class TrellisStore(WidthStore):
             codes = self._codes.view[..., start:stop].int()  # (B, 1, bytes, n)
             three = (codes[:, :, x.squeeze(1)] << place for x, place in ((upper, 16), (middle, 8)))
             stream = sum(three, codes[:, :, lower.squeeze(1)])  # (B, 1, stored, n)
-            windows = (stream >> right) & mask
-            stored = self._codebooks[widths, windows].to(self._dtype) * self._factor
+            states = (stream >> right) & mask
+            stored = self._codebooks[widths, states].to(self._dtype) * self._factor
             stored = stored * scales_of(self._scales.view[..., start:stop]).to(self._dtype)
             x = functional.pad(stored, (0, 0, 0, self._features - self._stored))
             yield start - first, stop - first, x.mT

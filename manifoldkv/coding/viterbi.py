@@ -1,7 +1,8 @@
-"""Numba kernel of the Viterbi search of trellis-coded latents, compiled when it is imported.
+"""Numba kernels that encode trellis-coded latents, compiled when they are imported.
 
-States are the vector dimension. A state drops its last bits where a latent's own bits enter, so
-that the states which lead to the same one are neighbours: their least cost is found by halving.
+States are the vector dimension of the Viterbi search. A state drops its last bits where a latent's
+own bits enter, so that the states which lead to the same one are neighbours: their least cost is
+found by halving.
 """
 
 from __future__ import annotations
@@ -11,18 +12,30 @@ from typing import Any
 import numba
 import numpy as np
 from numba import float32, int64, uint8, uint16, void
+from numba.types import Tuple
 from numpy.typing import NDArray
+
+from manifoldkv.coding.scales import NAN_CODE, SMALLEST_SCALE
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
+SMALLEST = np.float32(SMALLEST_SCALE)
+LARGER_SCALES = 13
+"""Scales that are tried: every second one from the root mean square on, eight of which double a
+scale."""
 _OPTIONS = {
     "fastmath": {"contract", "reassoc", "arcp", "nsz"},
     "error_model": "numpy",
     "nogil": True,
     "_nrt": False,
 }
-_FLOATS, _BYTES = float32[::1], uint8[::1]
+_FLOATS, _BYTES, _MATRIX = float32[::1], uint8[::1], float32[:, ::1]
+_TABLES = Tuple((int64[::1], _MATRIX, _MATRIX, _FLOATS, float32))
+_VIEW = Tuple((_BYTES, int64, int64))
+_SCRATCH = Tuple((_MATRIX, uint8[:, ::1], _FLOATS, uint16[::1]))
 Array = NDArray[Any]
+View = tuple[Array, int, int]
+"""Elements of a tensor (B, rows, m), and its strides by batch and row."""
 
 
 @numba.njit(**_OPTIONS)
@@ -42,59 +55,157 @@ def _add_errors(out: Array, least: Array, codewords: Array, x: float, weight: fl
         out[i] = least[i] + weight * error * error
 
 
-@numba.njit(
-    void(float32[:, ::1], int64[::1], _FLOATS, float32[:, ::1], uint16[:, ::1], _FLOATS, _FLOATS,
-         _FLOATS, uint8[:, ::1]),
-    cache=True,
-    **_OPTIONS,
-)  # fmt: skip
-def search(
-    latents: Array,
+@numba.njit(void(_FLOATS, int64[::1], _FLOATS, _MATRIX, _SCRATCH, uint16[::1]), **_OPTIONS)
+def _search(
+    x: Array,
     bits: Array,
     weights: Array,
     codebooks: Array,
+    scratch: tuple[Array, ...],
     states: Array,
-    now: Array,
-    then: Array,
-    tree: Array,
-    branches: Array,
 ) -> None:
-    """Write the states (n, r) whose codewords have the least weighted squared error.
+    """Write the states (r,) whose codewords have the least weighted squared error.
 
-    Latents (n, r) are in units of the codebooks (9, states), one for every width in `bits` (r,).
-    The state of a latent is a window of the stream of all bits that begins with its own; bits
-    beyond the last latent are 0. Scratch: costs (states,), three times, and branches (r, states).
+    Latents (r,) are in units of the codebooks (9, states), one for every width in `bits` (r,). The
+    state of a latent is a window of the stream of all bits that begins with its own; bits beyond
+    the last latent are 0. Scratch begins with costs (3, states) and branches (r, states).
     """
-    tokens, count = latents.shape
-    size = codebooks.shape[1]
-    for token in range(tokens):
-        now[:] = WORST
-        now[0] = np.float32(0)
-        for i in range(count - 1, -1, -1):
-            kept, start, end = size, 0, 0
-            for _ in range(bits[i]):
-                source = now if end == 0 else tree[start:end]
-                kept >>= 1
-                start = end
-                end += kept
-                _halve(source, tree[start:end], branches[i, start:end])
-            for own in range(1 << bits[i]):
-                first, stop = own * kept, (own + 1) * kept
-                _add_errors(
-                    then[first:stop], tree[start:end], codebooks[bits[i], first:stop],
-                    latents[token, i], weights[i],
-                )  # fmt: skip
-            now, then = then, now
-        state = 0
-        for other in range(1, size):
-            if now[other] < now[state]:
-                state = other
-        for i in range(count):
-            states[token, i] = state
-            kept = size >> bits[i]
-            state &= kept - 1
-            start = size - 2 * kept  # of the last halving's row
-            for _ in range(bits[i]):
-                state = 2 * state + int64(branches[i, start + state])
-                kept <<= 1
-                start -= kept
+    costs, branches = scratch[0], scratch[1]
+    now, then, tree = costs[0], costs[1], costs[2]
+    count, size = len(x), codebooks.shape[1]
+    now[:] = WORST
+    now[0] = np.float32(0)
+    for i in range(count - 1, -1, -1):
+        kept, start, end = size, 0, 0
+        for _ in range(bits[i]):
+            source = now if end == 0 else tree[start:end]
+            kept >>= 1
+            start = end
+            end += kept
+            _halve(source, tree[start:end], branches[i, start:end])
+        for own in range(1 << bits[i]):
+            first, stop = own * kept, (own + 1) * kept
+            codewords = codebooks[bits[i], first:stop]
+            _add_errors(then[first:stop], tree[start:end], codewords, x[i], weights[i])
+        now, then = then, now
+    state = 0
+    for other in range(1, size):
+        if now[other] < now[state]:
+            state = other
+    for i in range(count):
+        states[i] = state
+        kept = size >> bits[i]
+        state &= kept - 1
+        start = size - 2 * kept  # of the last halving's row
+        for _ in range(bits[i]):
+            state = 2 * state + int64(branches[i, start + state])
+            kept <<= 1
+            start -= kept
+
+
+@numba.njit(
+    void(_MATRIX, int64[::1], _FLOATS, _MATRIX, _SCRATCH, uint16[:, ::1]), cache=True, **_OPTIONS
+)
+def search(
+    x: Array,
+    bits: Array,
+    weights: Array,
+    codebooks: Array,
+    scratch: tuple[Array, ...],
+    states: Array,
+) -> None:
+    """Write what `_search` does, for every row of x (n, r)."""
+    for token in range(len(x)):
+        _search(x[token], bits, weights, codebooks, scratch, states[token])
+
+
+@numba.njit(int64(_FLOATS, float32), **_OPTIONS)
+def _nearest(scales: Array, x: float) -> int:
+    """Return the index of the nearest of ascending scales; of two, the even one."""
+    low, high = 0, len(scales) - 1
+    while low < high:
+        i = (low + high) // 2
+        middle = (scales[i] + scales[i + 1]) / np.float32(2)
+        if x > middle or (x == middle and i % 2 == 1):
+            low = i + 1
+        else:
+            high = i
+    return low
+
+
+@numba.njit(int64(_FLOATS, _TABLES), **_OPTIONS)
+def _scale_of(x: Array, tables: tuple[Any, ...]) -> int:
+    """Return the code of the scale of a token with latents x, (r,)."""
+    _, numbers, _, scales, noise = tables
+    total = np.float32(0)
+    for i in range(len(x)):
+        ratio = x[i] / numbers[0, i]
+        total += ratio * ratio
+    deviation = np.sqrt(total / np.float32(len(x)))
+    if np.isnan(deviation):
+        return int64(NAN_CODE)
+    smallest, least = _nearest(scales, deviation), np.float32(np.inf)
+    best = smallest
+    for trial in range(LARGER_SCALES):
+        code = min(smallest + 2 * trial, len(scales) - 1)
+        scale, overload = scales[code], np.float32(0)
+        for i in range(len(x)):
+            beyond = max(np.abs(x[i]) - scale * numbers[3, i], np.float32(0))
+            overload += beyond * beyond
+        error = overload + noise * scale * scale
+        if error < least:
+            best, least = code, error
+        if overload == 0:
+            break
+    return best
+
+
+@numba.njit(
+    void(_MATRIX, int64, _TABLES, _VIEW, _VIEW, _MATRIX, _SCRATCH, int64, int64),
+    cache=True,
+    **_OPTIONS,
+)
+def encode(
+    latents: Array,
+    per_text: int,
+    tables: tuple[Any, ...],
+    codes: View,
+    scales: View,
+    out: Array,
+    scratch: tuple[Array, ...],
+    first: int,
+    stop: int,
+) -> None:
+    """Write streams (B, bytes, m), scales (B, 1, m) and reconstructions of latents (B · m, r).
+
+    Only those of tokens first to stop are written. Tables are the bits (r,); deviation, step,
+    factor of a codeword, largest latent that is no outlier, and weight of squared errors, (5, r);
+    the codebooks (9, states); all finite scales; and the squared error of a token without outliers
+    at a scale of one. Scratch is that of `_search`, and rows for scaled latents and for states.
+    """
+    bits, numbers, codebooks, of_codes, _ = tables
+    scaled, states = scratch[2][: len(bits)], scratch[3]
+    size, length = 0, codebooks.shape[1]
+    while 1 << size < length:
+        size += 1
+    for token in range(first, stop):
+        x, batch, column = latents[token], token // per_text, token % per_text
+        code = _scale_of(x, tables)
+        scales[0][batch * scales[1] + column] = code
+        scale = of_codes[code] if code < len(of_codes) else np.float32(np.nan)
+        divisor = SMALLEST if scale < SMALLEST else scale
+        for i in range(len(x)):
+            scaled[i] = x[i] / divisor / numbers[1, i]
+        _search(scaled, bits, numbers[4], codebooks, scratch, states)
+        row, held, pending = batch * codes[1] + column, 0, 0
+        for i in range(len(x)):
+            width, state = bits[i], int64(states[i])
+            held = held << width | state >> (size - width)
+            pending += width
+            if pending >= 8:
+                pending -= 8
+                codes[0][row] = held >> pending & 255
+                row += codes[2]
+            out[token, i] = codebooks[width, state] * numbers[2, i] * scale
+        if pending:
+            codes[0][row] = held << (8 - pending) & 255

@@ -29,12 +29,12 @@ from manifoldkv.kernels.cpu_tiles import (
 )
 from manifoldkv.kernels.views import Array, View
 
-CHECKSUM_OF_TILES = "6de8c7be04b1f6ee"
+CHECKSUM_OF_TILES = "fd39687cc28cf897"
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
 _BYTES = Tuple((uint8[::1], int64, int64))
-_PACKED = Tuple((_BYTES, _BYTES, int64[:, :, ::1], _FLOATS, _FLOATS))
+_PACKED = Tuple((_BYTES, _BYTES, int64[:, :, ::1], _FLOATS))
 _KEYS = Tuple(
     (_TABLE, _TABLE, int64[::1], _FLOATS, _TABLE, _TABLE, _FLOATS, float32[:, ::1], _TABLE)
 )
@@ -43,7 +43,7 @@ _COUNT = int64[::1]
 SOURCES = 12
 """Most sites whose latents a layer depends on; `attend` takes as many, repeated if need be."""
 _SOURCES = UniTuple(Tuple((_BYTES, _BYTES)), SOURCES)
-_USES = Tuple((_TABLE, int64[:, :, ::1], _FLOATS, _FLOATS, _FLOATS))
+_USES = Tuple((_TABLE, int64[:, :, ::1], _FLOATS, _FLOATS))
 
 LOWEST, LOG2_E = np.float32(-87), np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -229,7 +229,7 @@ def attend(
     those of `score_tile`, `mix_tile` and `_project_tile`, and a row of integers.
     """
     _, heads, rows, head_dim = queries.shape
-    table, fields, centres, codebooks, matrices = uses
+    table, fields, centres, matrices = uses
     p, count, shape = tables[7].shape[1], heads * rows, (heads, rows, head_dim)
     ordered, weights = scratch[0][: count * head_dim], scratch[0][count * head_dim :]
     predicted = weights[count * TILE :]
@@ -246,7 +246,7 @@ def attend(
             latent, r, matrix, _ = table[s]
             if matrix >= 0:
                 of = fields[latent : latent + r], centres[latent : latent + r]
-                part = sources[s][0], sources[s][1], of[0], of[1], codebooks
+                part = sources[s][0], sources[s][1], of[0], of[1]
                 by_row, target = (matrices, matrix, r), (predicted, 0, TILE)
                 _project_tile(part, by_row, numbers[:p], work, tile, target)
         given, angles = ((predicted, 0, TILE), here), (cos, sin, (text, place, tokens))
@@ -257,7 +257,7 @@ def attend(
             latent, r, _, column = table[s]
             if column >= 0:
                 of = fields[latent : latent + r], centres[latent : latent + r]
-                part = sources[s][0], sources[s][1], of[0], of[1], codebooks
+                part = sources[s][0], sources[s][1], of[0], of[1]
                 mix_tile((weights, 0, TILE), part, work, tile, here, out[text], column)
 
 

@@ -25,7 +25,7 @@ INFINITY = np.uint8(INFINITY_CODE)
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
-Packed = tuple[View, View, Array, Array, Array]
+Packed = tuple[View, View, Array, Array]
 Tile = tuple[int, int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def _copy(out: Array, row: Array) -> None:
 @_inner
 def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
     """Write the integers of a latent."""
-    codes, _, fields, _, _ = packed
+    codes, _, fields, _ = packed
     tokens = tile[2]
     for plane in range(fields.shape[1]):
         index, right, mask, left = fields[latent, plane]
@@ -75,28 +75,43 @@ def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
                 integers[t] |= ((row[t] >> right) & mask) << left
 
 
+@_inlined
+def _codeword(state: Any, multiplier: Any, offset: Any) -> Any:
+    mixed, half = np.uint32(state * multiplier + offset), np.int32(16)
+    return np.float32((np.int32(mixed << np.uint32(16)) >> half) + (np.int32(mixed) >> half))
+
+
 @_inner
-def _look_up(packed: Packed, latent: int, tile: Tile, out: Array) -> None:
-    """Write the codewords of a trellis-coded latent, whose indices are cut out of three bytes."""
-    codes, _, fields, _, codebooks = packed
+def _compute_codewords(packed: Packed, latent: int, tile: Tile, out: Array) -> None:
+    """Write a trellis-coded latent, whose states are cut out of two or three bytes."""
+    codes, _, fields, units = packed
     upper, middle, lower, right = fields[latent, 0]
-    mask, start = fields[latent, 1, 0], fields[latent, 1, 1]
+    mask, multiplier, offset, _ = fields[latent, 1]
     first, second, third = (
         _row(codes, tile, upper),
         _row(codes, tile, middle),
         _row(codes, tile, lower),
     )
-    codebook, right, mask = codebooks[start:], np.uint32(right & 31), np.uint32(mask)
-    for t in range(tile[2]):
-        three = np.uint32(first[t]) << 16 | np.uint32(second[t]) << 8 | np.uint32(third[t])
-        out[t] = codebook[three >> right & mask]
+    right, mask, unit = np.uint32(right & 31), np.uint32(mask), units[latent]
+    multiplier, offset = np.uint32(multiplier), np.uint32(offset)
+    eight, sixteen = np.uint32(8), np.uint32(16)
+    if right >= 8:
+        right = np.uint32(right - eight)
+        for t in range(tile[2]):
+            state = (np.uint32(first[t]) << eight | np.uint32(second[t])) >> right & mask
+            out[t] = unit * _codeword(state, multiplier, offset)
+    else:
+        for t in range(tile[2]):
+            upper = np.uint32(first[t]) << sixteen | np.uint32(second[t]) << eight
+            state = (upper | np.uint32(third[t])) >> right & mask
+            out[t] = unit * _codeword(state, multiplier, offset)
 
 
 @_inner
 def _unpack_unscaled(packed: Packed, latent: int, tile: Tile, integers: Array, out: Array) -> None:
     """Write a latent over the scales of its tokens."""
     if packed[2][latent, 3, 0]:
-        _look_up(packed, latent, tile, out)
+        _compute_codewords(packed, latent, tile, out)
         return
     _unpack(packed, latent, tile, integers)
     centre = packed[3][latent]

@@ -76,7 +76,6 @@ class StepTables:
             np.array(rows, np.int64).reshape(-1, 4),
             np.concatenate([one.fields.numpy() for one in tables]),
             np.concatenate([one.centres.numpy() for one in tables]),
-            max((one.codebooks.numpy() for one in tables), key=len),  # all have the same, or none
             np.concatenate(matrices),
         )
 

@@ -13,13 +13,12 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.trellis import WINDOW, codebooks, window_fields
+from manifoldkv.coding.trellis import CODES, state_fields
 from manifoldkv.kernels.views import Array
 from manifoldkv.models.rotation import Rotation
 
 GROUP_ROWS = 64
 """Features that are rebuilt and scored together, at least: loops over fewer are slow."""
-NO_CODEBOOKS = torch.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,16 +32,15 @@ class LatentTables:
     ----------
     fields : Tensor
         `BitPlanes.fields`, (r, 4, 4), int64. Of a trellis-coded latent three bytes and a shift,
-        then a mask and the first codeword (`window_fields`); the first of the last four is 1.
+        then a mask (`state_fields`), a multiplier and an offset (`Code`); the first of the last
+        four is 1.
     centres : Tensor
-        Half the range of every integer less 1/2, (r,), float32.
-    codebooks : Tensor
-        Codewords of all widths, float32; none without trellis-coded latents.
+        Half the range of every integer less 1/2, (r,), float32; of a trellis-coded latent the unit
+        of its code.
     """
 
     fields: Tensor
     centres: Tensor
-    codebooks: Tensor = NO_CODEBOOKS
 
     @classmethod
     def of(cls, planes: BitPlanes, bits: Tensor) -> LatentTables:
@@ -53,17 +51,18 @@ class LatentTables:
     def of_trellis(cls, bits: Tensor) -> LatentTables:
         """Return the tables of trellis-coded latents of some bits, (r,)."""
         bits = bits.cpu().long()
-        windows = window_fields(bits)
+        found = state_fields(bits)
         fields = torch.zeros(len(bits), 4, 4, dtype=torch.int64)
-        fields[:, 0] = windows[:, :4]
-        fields[:, 1, 0], fields[:, 1, 1] = windows[:, 4], bits << WINDOW
-        fields[:, 3, 0] = 1
-        return cls(fields, torch.zeros(len(bits)), codebooks().flatten())
+        fields[:, 0] = found[:, :4]
+        codes = [CODES[width] for width in bits.tolist()]
+        fields[:, 1, 0], fields[:, 3, 0] = found[:, 4], 1
+        fields[:, 1, 1:3] = torch.tensor([code[:2] for code in codes]).view(-1, 2)
+        return cls(fields, torch.tensor([code.unit for code in codes]))
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """Return the tensors as NumPy arrays."""
-        return self.fields.numpy(), self.centres.numpy(), self.codebooks.numpy()
+        return self.fields.numpy(), self.centres.numpy()
 
     def multiplications(self, rows: int) -> int:
         """Return the multiplications per token of `mix` with some rows of weights."""

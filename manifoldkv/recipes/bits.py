@@ -116,9 +116,8 @@ class BitRecipe(CodedRecipe[Bits]):
         Largest number of layers below whose keys predict values; 0 for the keys of the same layer
         only, None to predict nothing.
     trellis : bool
-        Whether latents are trellis-coded (`TrellisCoded`): 0.65, 0.72 and 0.77 times the estimated
-        loss at an eighth, a twelfth and a sixteenth of SmolLM2, for a search of the bits of every
-        token and decode steps of `best` that take 1.2 times as long after 2,048 tokens.
+        Whether latents are trellis-coded (`TrellisCoded`), instead of rounded by uniform
+        quantisers.
 
     Raises
     ------

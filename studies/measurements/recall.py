@@ -51,6 +51,12 @@ def add_arguments(parser: common.Parser) -> None:
     lengths = (256, 512)
     parser.add_list("--task-lengths", lengths, "tokens of a prompt", type=int, metavar="TOKENS")
     parser.add_argument(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="tokens at which sizes are counted (the longest prompt)",
+    )
+    parser.add_argument(
         "--exact-only",
         action="store_true",
         help="read no prompt through a compressed cache, which takes half of the time",
@@ -77,7 +83,7 @@ class RecallBenchmark(MethodBenchmark):
     """Answers decoded from the caches of methods."""
 
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
-        super().__init__(given, out, max(given.task_lengths))
+        super().__init__(given, out, given.window or max(given.task_lengths))
         self.tasks = {
             (task, length): self.questions(task, length)
             for task in given.tasks

@@ -21,7 +21,7 @@ from manifoldkv.cache import sites as cache_sites
 from manifoldkv.coding.trellis import (
     GAUSSIAN_DISTORTION,
     REACH,
-    WINDOW,
+    STATES,
     TrellisCoded,
     codebooks,
 )
@@ -45,11 +45,11 @@ def mid_rise(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndar
 def of_trellis(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Latents (tokens, features) as the codewords of the stream with the least squared error."""
     found, stored = np.zeros_like(latents), int((bits > 0).sum())
-    states, books = np.arange(1 << WINDOW), codebooks().numpy()
+    states, books = np.arange(STATES), codebooks().numpy()
     costs = np.where(states == 0, np.float32(0), np.float32(1e30)) * np.ones((len(latents), 1))
     chosen = []
     for i in reversed(range(stored)):
-        later = (states & ((1 << WINDOW - bits[i]) - 1)) << bits[i]  # and the bits it drops
+        later = (states & ((STATES >> bits[i]) - 1)) << bits[i]  # and the bits it drops
         options = costs[:, later[:, None] + np.arange(1 << bits[i])]
         chosen.append(later + options.argmin(axis=2))
         error = latents[:, [i]] - books[bits[i]] * step[i]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec, module_from_spec
+from math import ceil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as parti
 
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import NAN_CODE, scale_codes, scales_of
-from manifoldkv.coding.trellis import WINDOW, codebooks, pack
+from manifoldkv.coding.trellis import STATES, codebooks
 from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend
@@ -88,17 +89,17 @@ def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
 def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     """Streams of random bits."""
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.tensor(widths)
-    windows = torch.randint(0, 1 << WINDOW, (batch * tokens, len(widths)), generator=generator)
-    codes = pack(windows.numpy().astype(np.uint16), bits).unflatten(1, (batch, tokens))
+    bits, length = torch.tensor(widths), STATES.bit_length() - 1
+    size = ceil(sum(widths) / 8), batch, tokens
+    codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
     scales = scale_codes(torch.rand(batch, tokens, generator=generator) + 0.1)
     stream = np.unpackbits(codes.numpy(), axis=0)  # (bits, batch, tokens)
     stream = stream[: sum(widths)]
-    stream = np.concatenate([stream, np.zeros((WINDOW, batch, tokens), np.uint8)])
+    stream = np.concatenate([stream, np.zeros((length, batch, tokens), np.uint8)])
     latents = []
     for width, start in zip(widths, np.cumsum(widths) - widths, strict=True):
-        window = stream[start : start + WINDOW]
-        index = sum(bit.astype(np.int64) << (WINDOW - 1 - i) for i, bit in enumerate(window))
+        state = stream[start : start + length]
+        index = sum(bit.astype(np.int64) << (length - 1 - i) for i, bit in enumerate(state))
         latents.append(codebooks()[width][torch.as_tensor(index)] * scales_of(scales))
     tables = LatentTables.of_trellis(bits)
     return Site(codes.transpose(0, 1), scales, torch.stack(latents, dim=1), tables)
@@ -346,7 +347,7 @@ def test_kernels_multiply_no_more_than_tables_say(
 ) -> None:
     tokens, predicted, (rotate, rotary_dim) = 3, 5, ROTATIONS[2]
     site = drawn_site([8, 7, 6, 5, 3, 3, 2, 1, 1], 1, tokens, 0)
-    fields, _, books = site.tables.arrays
+    fields = site.tables.fields.numpy()
     latents = len(fields)
     rotation = Rotation.of(rotate, HEAD_DIM, rotary_dim)
     assert rotation is not None
@@ -363,13 +364,13 @@ def test_kernels_multiply_no_more_than_tables_say(
         kernel(*arguments)
         return Counted.multiplications / tokens
 
-    packed = codes, rows_of(counted(1, 1, tokens)), fields, counted(latents), books
-    used, _, _ = keys.latents.arrays
+    packed = codes, rows_of(counted(1, 1, tokens)), fields, counted(latents)
+    used = keys.latents.fields.numpy()
     tables = [counted(*x.shape) if x.dtype == np.float32 else x for x in keys.arrays]
     found = count(
         interpreted.scores,
         counted(1, HEADS, rows, HEAD_DIM),
-        (*packed[:2], used, counted(len(used)), books),
+        (*packed[:2], used, counted(len(used))),
         tables,
         rows_of(counted(1, predicted, tokens)),
         p,
@@ -397,7 +398,7 @@ def test_kernels_multiply_no_more_than_tables_say(
     found = count(
         interpreted.attend,
         counted(1, HEADS, rows, HEAD_DIM),
-        (*packed[:2], used, counted(len(used)), books),
+        (*packed[:2], used, counted(len(used))),
         tables,
         (packed[:2],) * interpreted.SOURCES,
         uses,
