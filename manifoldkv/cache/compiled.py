@@ -24,6 +24,7 @@ from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -47,11 +48,11 @@ class CompiledSites(ComposedSites):
     """
 
     def __init__(
-        self, layers: Sequence[LayerPlan], index: int, dtype: torch.dtype, device: torch.device
+        self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(layers, index, dtype, device)
+        super().__init__(composer, index, dtype, device)
         needed = {(0, "key"), *self._key_predicted, *self._value_maps}
-        quantizers = {one: _quantizer(layers, index, one) for one in needed}
+        quantizers = {one: _quantizer(composer.layers, index, one) for one in needed}
         self._tables = {one: _latent_tables(quantizer) for one, quantizer in quantizers.items()}
 
         def folded(one: Input, part: Tensor) -> Tensor:

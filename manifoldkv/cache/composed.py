@@ -19,7 +19,7 @@ from manifoldkv.cache.sites import Seen, Sites, tile_tokens
 from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.models.rotary import Angles
-from manifoldkv.plan.composition import key_map, linear_map
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -32,8 +32,8 @@ class ComposedSites(Sites):
 
     Parameters
     ----------
-    layers : sequence of LayerPlan
-        All layers of the plan.
+    composer : Composer
+        Of all layers of the plan.
     index : int
         Of the layer.
     dtype : torch.dtype
@@ -43,8 +43,9 @@ class ComposedSites(Sites):
     """
 
     def __init__(
-        self, layers: Sequence[LayerPlan], index: int, dtype: torch.dtype, device: torch.device
+        self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        layers = composer.layers
         plan = layers[index]
         self._grouping = plan.key.grouping
         self._new = [
@@ -57,7 +58,7 @@ class ComposedSites(Sites):
         def to_device(maps: Maps) -> Maps:
             return {one: part.to(device, held) for one, part in maps.items()}
 
-        key, value = key_map(layers, index), linear_map(layers, index, "value")
+        key, value = composer.key_map(index), composer.linear_map(index, "value")
         self._key_up = key.up.to(device, held)
         self._key_predicted = to_device(key.predicted)
         self._key_expansion = None if key.expansion is None else key.expansion.to(device, held)

@@ -11,6 +11,7 @@ from manifoldkv.cache.grouped import GroupedSites
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.sites import Sites
 from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 
 
@@ -19,6 +20,7 @@ def running_attention(
     index: int,
     dtype: torch.dtype,
     device: torch.device,
+    composer: Composer,
     *,
     exact_prefill: bool = False,
 ) -> CachedAttention:
@@ -34,6 +36,8 @@ def running_attention(
         Of queries, keys and values.
     device : torch.device
         Of the layer.
+    composer : Composer
+        Of the layers of the plan.
     exact_prefill : bool
         As in `CachedAttention`.
     """
@@ -43,7 +47,7 @@ def running_attention(
         isinstance(planned.quantizer, MixedWidths) for _, planned in layer.sites
     ):
         kind = CompiledSites if can_compile(dtype, device) else ComposedSites
-        sites = kind(plan.layers, index, dtype, device)
+        sites = kind(composer, index, dtype, device)
     else:
         key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)
         value = RunningBasis(layer.value.basis, dtype, device, layer.value.mean)

@@ -20,6 +20,7 @@ from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import attend, rotation_of
 from manifoldkv.models.rotary import Angles
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -140,13 +141,17 @@ def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor)
     """
     plan.check_model(Decoder.of(model))
     texts = [_Text(plan.predictor_context()) for _ in tokens]
+    composer = Composer(plan.layers)
     rows = []
     for activations in capture(model, tokens):
         layer = plan.layers[activations.layer]
         for text in texts:
             text.context.begin(activations.layer)
-        attention = _over_cache if plan.attended else _over_decoded
-        errors = _errors(activations, attention(activations, plan, texts))
+        if plan.attended:
+            attention = _over_cache(activations, plan, composer, texts)
+        else:
+            attention = _over_decoded(activations, plan, texts)
+        errors = _errors(activations, attention)
         ranks = {"key_rank": layer.key.rank, "value_rank": layer.value.rank}
         rows.append({"layer": activations.layer} | ranks | asdict(errors))
     return pd.DataFrame(rows)
@@ -169,11 +174,14 @@ class _Text:
 
 
 def _over_cache(
-    activations: LayerActivations, plan: CompressionPlan, texts: list[_Text]
+    activations: LayerActivations,
+    plan: CompressionPlan,
+    composer: Composer,
+    texts: list[_Text],
 ) -> AttentionOutput:
     """Return the attention of a layer over its compressed cache."""
     layer, place = plan.layers[activations.layer], (activations.dtype, activations.device)
-    attention = running_attention(plan, activations.layer, *place)
+    attention = running_attention(plan, activations.layer, *place, composer)
     angles = None
     if plan.rotary == "pre":
         angles = Angles(activations.cos, activations.sin, rotation_of(activations.module))

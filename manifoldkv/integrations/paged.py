@@ -23,6 +23,7 @@ from manifoldkv.integrations.pages import LayerPages, PageLayout, Places, SinkPa
 from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 
 CPU = torch.device("cpu")
@@ -114,8 +115,8 @@ class PagedCache:
         cos, sin = (x.float().mT.contiguous().mT for x in (angles.cos, angles.sin))
         self._angles = Angles(cos, sin, angles.rotate)
         self._inverse = self._angles.inverse()
-        count = len(plan.layers)
-        self._sites = [CompiledSites(plan.layers, i, dtype, CPU) for i in range(count)]
+        count, composer = len(plan.layers), Composer(plan.layers)
+        self._sites = [CompiledSites(composer, i, dtype, CPU) for i in range(count)]
         if not all(sites.attends(self._angles) for sites in self._sites):
             raise PlanError(
                 "a layer of the plan depends on the latents of too many layers, or its rotation is "

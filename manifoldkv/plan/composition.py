@@ -72,64 +72,46 @@ class KeyMap:
     mean: Tensor
 
 
-def linear_map(layers: Sequence[LayerPlan], index: int, site: Site) -> LinearMap:
-    """Return the linear map of keys before rotation, or of values.
+class Composer:
+    """Linear maps of the sites of a plan, from the first layer to the last.
+
+    Each map is composed of those of its inputs, which are held for the layers above.
 
     Parameters
     ----------
     layers : sequence of LayerPlan
         All layers of a plan, with bases of all heads.
-    index : int
-        Of the layer.
-    site : {"key", "value"}
-        Site of the layer.
     """
-    return _Composer(layers).linear_map(index, site)
-
-
-def key_map(layers: Sequence[LayerPlan], index: int) -> KeyMap:
-    """Return the map of a layer's keys, with the prediction in factors. Parameters as above."""
-    composer, planned = _Composer(layers), layers[index].key
-    whole = composer.linear_map(index, "key")
-    if planned.predictor is None:
-        return KeyMap(whole.maps[0, "key"], {}, None, whole.mean)
-    expansion = planned.predictor.expansion
-    return KeyMap(
-        planned.basis.up[0].double(),
-        composer.predicted(index, planned.predictor).maps,
-        None if expansion is None else expansion.double().mT,
-        whole.mean,
-    )
-
-
-def sources(layers: Sequence[LayerPlan], index: int, site: Site) -> set[Input]:
-    """Return the sites whose latents a reconstruction depends on. Parameters as `linear_map`."""
-    needed: set[Input] = set()
-    pending: list[Input] = [(0, site)]
-    while pending:
-        below, of_input = pending.pop()
-        if (below, of_input) in needed:
-            continue
-        needed.add((below, of_input))
-        predictor = layers[index - below].of(of_input).predictor
-        if predictor is not None:
-            pending += [(below + further, other) for further, other in predictor.inputs]
-    return needed
-
-
-class _Composer:
-    """Maps of the sites of a plan, each composed once: paths between sites are many."""
 
     def __init__(self, layers: Sequence[LayerPlan]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._maps: dict[Input, LinearMap] = {}
+        predictors = [site.predictor for layer in layers for _, site in layer.sites]
+        inputs = [one for predictor in predictors if predictor for one in predictor.inputs]
+        self._reach = max((below for below, _ in inputs), default=0)
 
     def linear_map(self, index: int, site: Site) -> LinearMap:
+        """Return the linear map of keys before rotation, or of values, of a layer."""
         if (index, site) not in self._maps:
             self._maps[index, site] = self._composed(index, site)
+            for one in [one for one in self._maps if one[0] < index - self._reach]:
+                del self._maps[one]
         return self._maps[index, site]
 
-    def predicted(self, index: int, predictor: LinearPredictor) -> LinearMap:
+    def key_map(self, index: int) -> KeyMap:
+        """Return the map of a layer's keys, with the prediction in factors."""
+        whole, planned = self.linear_map(index, "key"), self.layers[index].key
+        if planned.predictor is None:
+            return KeyMap(whole.maps[0, "key"], {}, None, whole.mean)
+        expansion = planned.predictor.expansion
+        if expansion is None:
+            predicted = {one: part for one, part in whole.maps.items() if one != (0, "key")}
+        else:
+            predicted = self._predicted(index, planned.predictor).maps
+            expansion = expansion.double().mT
+        return KeyMap(planned.basis.up[0].double(), predicted, expansion, whole.mean)
+
+    def _predicted(self, index: int, predictor: LinearPredictor) -> LinearMap:
         """Return the map of a prediction, before its expansion."""
         parts = [
             self.linear_map(index - below, of_input).through(weights).below(below)
@@ -141,14 +123,39 @@ class _Composer:
         return total
 
     def _composed(self, index: int, site: Site) -> LinearMap:
-        planned = self._layers[index].of(site)
+        planned = self.layers[index].of(site)
         mean = torch.zeros(planned.features, dtype=torch.float64)
         if planned.mean is not None:
             mean = planned.mean.double()
         own = LinearMap({(0, site): planned.basis.up[0].double()}, mean)
         if planned.predictor is None:
             return own
-        predicted = self.predicted(index, planned.predictor)
+        predicted = self._predicted(index, planned.predictor)
         if planned.predictor.expansion is not None:
             predicted = predicted.through(planned.predictor.expansion)
         return own + predicted
+
+
+def sources(layers: Sequence[LayerPlan], index: int, site: Site) -> set[Input]:
+    """Return the sites whose latents a reconstruction depends on.
+
+    Parameters
+    ----------
+    layers : sequence of LayerPlan
+        As in `Composer`.
+    index : int
+        Of the layer.
+    site : {"key", "value"}
+        Site of the layer.
+    """
+    needed: set[Input] = set()
+    pending: list[Input] = [(0, site)]
+    while pending:
+        below, of_input = pending.pop()
+        if (below, of_input) in needed:
+            continue
+        needed.add((below, of_input))
+        predictor = layers[index - below].of(of_input).predictor
+        if predictor is not None:
+            pending += [(below + further, other) for further, other in predictor.inputs]
+    return needed

@@ -30,6 +30,7 @@ from manifoldkv.kernels.views import Packed
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles, rotate_halves
 from manifoldkv.models.rotation import Rotation
+from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
@@ -167,7 +168,7 @@ class CompressedStep:
         dtype = torch.float32
         self._query, self._settings = query, AttentionSettings(HEAD_DIM**-0.5)
         self._layer = CompressedLayer(self.plan.layers[0], dtype, device, SINKS)
-        self._attention = running_attention(self.plan, 0, dtype, device)
+        self._attention = running_attention(self.plan, 0, dtype, device, Composer(self.plan.layers))
         for keys, values in random_tokens(self.tokens, device):
             past = self._layer.tokens_seen
             self._attention.store(self._layer, keys, values, self._context())
@@ -201,7 +202,7 @@ class CompressedStep:
         unpack latents.
         """
         plan, query, n = self.plan.layers[0], self._query, self.tokens
-        sites = CompiledSites(self.plan.layers, 0, torch.float32, query.queries.device)
+        sites = CompiledSites(Composer(self.plan.layers), 0, torch.float32, query.queries.device)
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
         seen = Seen(0, n, [], None)
         rotation = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)

@@ -17,6 +17,7 @@ from manifoldkv.integrations.pages import LayerPages, PageLayout, Places, SinkPa
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles, rotation_of_keys
+from manifoldkv.plan.composition import Composer
 from tests.families import tiny_model
 from tests.plans import DESIGNS, designed_plan, random_plan
 
@@ -55,7 +56,7 @@ def drawn_text(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> Te
 def expected_of(plan: CompressionPlan, text: Text, angles: Angles) -> Tensor:
     """Attention output of a text at once, (L, n, H_q, d), by a compressed cache."""
     cache = CompressedCache(plan, text.keys.dtype, [CPU] * 3)
-    context, outputs = plan.predictor_context(), []
+    context, outputs, composer = plan.predictor_context(), [], Composer(plan.layers)
     here = angles.of_tokens(0, len(text))
     for index in range(3):
         context.begin(index)
@@ -63,7 +64,7 @@ def expected_of(plan: CompressionPlan, text: Text, angles: Angles) -> Tensor:
         queries, keys, values = (
             x[index : index + 1] for x in (text.queries, text.keys, text.values)
         )
-        attend = running_attention(plan, index, values.dtype, CPU).attend
+        attend = running_attention(plan, index, values.dtype, CPU, composer).attend
         queries, keys = (here.tile(x, 0, len(text)) for x in (queries, keys))
         exact = Angles(here.cos.float(), here.sin.float(), here.rotate)
         keys = exact.inverse().tile(keys.float(), 0, len(text))  # an engine has rotated keys

@@ -11,7 +11,7 @@ from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.predictor import LinearPredictor
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.errors import PlanError
-from manifoldkv.plan.composition import linear_map, sources
+from manifoldkv.plan.composition import Composer, sources
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
@@ -162,4 +162,4 @@ def test_many_paths_between_sites_are_composed_once() -> None:
     layers = [*[first] * depth, *[last] * 30]
     top = len(layers) - 1
     assert {below for below, _ in sources(layers, top, "value")} == set(range(top + 1))
-    assert linear_map(layers, top, "value").mean.isfinite().all()
+    assert Composer(layers).linear_map(top, "value").mean.isfinite().all()
