@@ -37,6 +37,27 @@ class BestRounded(BitMethod):
     recipe = BitRecipe(work=inf)
 
 
+@register_method("best-4")
+class Best4(BitMethod):
+    """Best within 4 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=4, trellis=True)
+
+
+@register_method("best-8")
+class Best8(BitMethod):
+    """Best within 8 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=8, trellis=True)
+
+
+@register_method("best-16")
+class Best16(BitMethod):
+    """Best within 16 times the multiplications of stock attention."""
+
+    recipe = BitRecipe(work=16, trellis=True)
+
+
 @register_method("bits")
 class Bits(BitMethod):
     """The recipe bits: the least loss of a decode step as fast as that of the stock cache."""

@@ -12,8 +12,10 @@ from manifoldkv.diagnostics.figures.palette import BLUE, GREEN, ORANGE, PURPLE, 
 from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
 from reports.axes import linear_near_zero
 
-LIMITED, UNLIMITED = "work-", "best"
-"""Beginning of the names of methods with a limit of work, and the name of that without one."""
+LIMITED = r"(work|best)-\d+"
+"""Names of methods with a limit of work."""
+FAMILIES = {"work": ("-", "uniform quantisers"), "best": ("--", "trellis code")}
+"""Style of a line and description, by the name of a method before its limit, if it has one."""
 COLOURS = (VERMILLION, BLUE, GREEN, ORANGE, PURPLE, SKY)
 """Of lines, by ratio."""
 MARKERS = "os^Dvp"
@@ -21,17 +23,20 @@ MARKERS = "os^Dvp"
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return added loss against work, a line for each ratio; nothing without such methods."""
-    limited = results["composition"].str.startswith(LIMITED)
-    if not limited.any():
+    names = results["composition"]
+    if not names.str.fullmatch(LIMITED).any():
         return {}
-    part = results[(limited | (results["composition"] == UNLIMITED)) & (results["kind"] == "text")]
+    shown = names.str.fullmatch(LIMITED) | names.isin(FAMILIES)
+    part = results[shown & (results["kind"] == "text")]
+    part = part.assign(family=part["composition"].str.partition("-")[0])
     texts = list(dict.fromkeys(part["measured_on"]))
     ratios = sorted(part["requested_ratio"].unique(), reverse=True)
     figure, axes = panels(len(texts), width=4.2)
     for panel, text in zip(axes, texts, strict=True):
         on = part[part["measured_on"] == text]
         for index, ratio in enumerate(ratios):
-            _line(panel, on[on["requested_ratio"] == ratio], index, ratio)
+            for family, line in on[on["requested_ratio"] == ratio].groupby("family"):
+                _line(panel, line, index, ratio, str(family))
         y = "added nats per token" if panel is axes[0] else ""
         label_axes(panel, "multiplications over those of stock attention", y, common.short(text))
         linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
@@ -41,13 +46,14 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     return {
         "loss_against_work": finished(
             figure,
-            f"{first['model']}: least loss within a limit of work, and without one (at the right "
-            f"of each line); {windows} of {first['window']} tokens of each text (standard errors)",
+            f"{first['model']}: loss by work; {windows} of {first['window']} tokens of each text "
+            "(standard errors)",
         )
     }
 
 
-def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float) -> None:
+def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float, family: str) -> None:
+    style, described = FAMILIES[family]
     line = line.sort_values("attention_work")
     axes.errorbar(
         line["attention_work"],
@@ -56,7 +62,8 @@ def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float) -> None:
         color=COLOURS[index % len(COLOURS)],
         marker=MARKERS[index % len(MARKERS)],
         markersize=5,
-        label=f"{1 / ratio:.3g} times smaller",
+        linestyle=style,
+        label=f"{1 / ratio:.3g} times smaller, {described}",
     )
 
 
