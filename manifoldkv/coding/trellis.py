@@ -88,12 +88,12 @@ class TrellisCoded(MixedWidths):
     Widths and gains are those of `MixedWidths`. So are scales of tokens, except those of tokens
     with outliers. The bits of all latents of a token, widest first, form one stream. A latent is
     reconstructed as ``codeword(state) * step`` times its gain and the scale of the token, where the
-    state is the ten bits of the stream that begin with the latent's own, zeros beyond
-    the end, and the code that of its width (`Code`): a trellis code of rate b for every latent
-    (Marcellin and Fischer 1990; states of a stream as in QTIP, Tseng et al. 2024). The Viterbi
-    algorithm finds the bits of a token whose squared error is least. At equal bits the error is
-    0.78 (1 bit), 0.64 (2 bits) and 0.55 (3 bits) times that of `MixedWidths` on Gaussians; the
-    least possible ones are 0.69, 0.53 and 0.42.
+    state is the ten bits of the stream that begin with the latent's own, zeros beyond the end, and
+    codewords are those of its width (`Code`): a trellis code of rate b for every latent (Marcellin
+    and Fischer 1990; states of a stream as in QTIP, Tseng et al. 2024). The Viterbi algorithm finds
+    the bits of a token whose squared error is least. At equal bits the error is 0.78 (1 bit), 0.64
+    (2 bits) and 0.55 (3 bits) times that of `MixedWidths` on Gaussians; the least possible ones are
+    0.69, 0.53 and 0.42.
 
     A latent far beyond the largest codeword of its width, in units of step and scale, is an
     outlier: no codeword is near it. Tried are the root mean square, as in `MixedWidths`, and 12
@@ -144,15 +144,13 @@ class TrellisCoded(MixedWidths):
         batch, per_text, stored = latents.shape
         tokens = batch * per_text
         found = torch.empty(tokens, stored)
-        arguments = (
-            *(latents.reshape(tokens, stored).contiguous().numpy(), per_text, self._tables),
-            *(codes, scales, found.numpy()),
-        )
+        x = latents.reshape(tokens, stored).contiguous().numpy()
+        arguments = x, per_text, self._tables, codes, scales, found.numpy()
 
         def encode_part(first: int, stop: int) -> None:
             viterbi.encode(*arguments, _scratch(stored), first, stop)
 
-        if tokens and stored:
+        if tokens:
             run_in_parts(tokens, encode_part, tokens // TOKENS_PER_THREAD)
         return found.view(batch, per_text, stored)
 
