@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import float32, uint8, uint32
+from numba.extending import intrinsic
 
 from manifoldkv.coding.scales import INFINITY_CODE
 from manifoldkv.kernels.views import Array, View
@@ -38,6 +41,7 @@ OPTIONS = {
     "_nrt": False,
 }
 _inner: Callable[[Function], Function] = numba.njit(**OPTIONS)
+_generated: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic
 _inlined: Callable[[Function], Function] = numba.njit(inline="always", **OPTIONS)
 
 
@@ -56,6 +60,20 @@ def _copy(out: Array, row: Array) -> None:
         out[t] = row[t]
 
 
+@_generated
+def _field(context: Any, byte: Any, right: Any, mask: Any, left: Any) -> Any:
+    """Return bits of a byte: shifted right, masked and shifted left.
+
+    Numba computes with integers of 64 bits, of which a vector holds an eighth as many.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        byte, right, mask, left = values
+        return builder.shl(builder.and_(builder.lshr(byte, right), mask), left)
+
+    return uint8(*[uint8] * 4), generate
+
+
 @_inner
 def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
     """Write the integers of a latent."""
@@ -66,24 +84,49 @@ def _unpack(packed: Packed, latent: int, tile: Tile, integers: Array) -> None:
         if mask == 0:
             break
         row = _row(codes, tile, index)
-        right, mask, left = right & 7, mask & 255, left & 7  # bounds narrow the shifts to bytes
+        right, mask, left = np.uint8(right), np.uint8(mask), np.uint8(left)
         if plane == 0:
             for t in range(tokens):
-                integers[t] = (row[t] >> right) & mask
+                integers[t] = _field(row[t], right, mask, left)
         else:
             for t in range(tokens):
-                integers[t] |= ((row[t] >> right) & mask) << left
+                integers[t] |= _field(row[t], right, mask, left)
 
 
-@_inlined
-def _codeword(state: Any, multiplier: Any, offset: Any) -> Any:
-    mixed, half = np.uint32(state * multiplier + offset), np.int32(16)
-    return np.float32((np.int32(mixed << np.uint32(16)) >> half) + (np.int32(mixed) >> half))
+@_generated
+def _codeword(
+    context: Any,
+    upper: Any,
+    middle: Any,
+    lower: Any,
+    right: Any,
+    mask: Any,
+    multiplier: Any,
+    offset: Any,
+) -> Any:
+    """Return the sum of halves that is the codeword of a state (`coding.trellis.Code`).
+
+    The state is cut out of three bytes by a right shift and a mask; then come multiplier and
+    offset. All are integers of 32 bits, as in `_field`.
+    """
+    number = ir.IntType(32)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        *parts, right, mask, multiplier, offset = values
+        upper, middle, lower = (builder.zext(part, number) for part in parts)
+        eight, sixteen = number(8), number(16)
+        two = builder.or_(builder.shl(upper, sixteen), builder.shl(middle, eight))
+        state = builder.and_(builder.lshr(builder.or_(two, lower), right), mask)
+        mixed = builder.add(builder.mul(state, multiplier), offset)
+        low = builder.ashr(builder.shl(mixed, sixteen), sixteen)
+        return builder.sitofp(builder.add(low, builder.ashr(mixed, sixteen)), ir.FloatType())
+
+    return float32(*[uint8] * 3, *[uint32] * 4), generate
 
 
 @_inner
 def _compute_codewords(packed: Packed, latent: int, tile: Tile, out: Array) -> None:
-    """Write a trellis-coded latent, whose states are cut out of two or three bytes."""
+    """Write a trellis-coded latent, whose states are cut out of three bytes."""
     codes, _, fields, units = packed
     upper, middle, lower, right = fields[latent, 0]
     mask, multiplier, offset, _ = fields[latent, 1]
@@ -94,17 +137,9 @@ def _compute_codewords(packed: Packed, latent: int, tile: Tile, out: Array) -> N
     )
     right, mask, unit = np.uint32(right & 31), np.uint32(mask), units[latent]
     multiplier, offset = np.uint32(multiplier), np.uint32(offset)
-    eight, sixteen = np.uint32(8), np.uint32(16)
-    if right >= 8:
-        right = np.uint32(right - eight)
-        for t in range(tile[2]):
-            state = (np.uint32(first[t]) << eight | np.uint32(second[t])) >> right & mask
-            out[t] = unit * _codeword(state, multiplier, offset)
-    else:
-        for t in range(tile[2]):
-            upper = np.uint32(first[t]) << sixteen | np.uint32(second[t]) << eight
-            state = (upper | np.uint32(third[t])) >> right & mask
-            out[t] = unit * _codeword(state, multiplier, offset)
+    for t in range(tile[2]):
+        sum_of_halves = _codeword(first[t], second[t], third[t], right, mask, multiplier, offset)
+        out[t] = unit * sum_of_halves
 
 
 @_inner

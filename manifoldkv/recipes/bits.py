@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf, isfinite
@@ -18,6 +18,7 @@ from torch import Tensor
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION as OF_UNIFORM
 from manifoldkv.coding.allocation import (
     WIDTHS,
     allocate,
@@ -34,7 +35,7 @@ from manifoldkv.coding.transform import (
     mixed_widths,
     trellis_coded,
 )
-from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION
+from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as OF_TRELLIS
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
@@ -133,7 +134,7 @@ class BitRecipe(CodedRecipe[Bits]):
     widths: tuple[int, ...] = WIDTHS
     bands: tuple[int | None, ...] = BANDS
     depth: int | None = DEPTH
-    trellis: bool = False
+    trellis: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,6 +202,11 @@ class BitRecipe(CodedRecipe[Bits]):
         return Space(self.bands, self.depth, chains if self.predicts else ())
 
     @property
+    def _distortion(self) -> Sequence[float]:
+        """Return the mean squared errors of a Gaussian of variance one, of 0 to 8 bits."""
+        return OF_TRELLIS if self.trellis else OF_UNIFORM
+
+    @property
     def predicts(self) -> bool:
         return self.depth is not None
 
@@ -210,7 +216,7 @@ class BitRecipe(CodedRecipe[Bits]):
         def chosen(fill: Callable[[MenuBuilder], object]) -> Designs[Bits]:
             builder = MenuBuilder(decoder, run, moments, self._space(*chains))
             fill(builder)
-            return self._chosen(decoder, run, builder.menus())
+            return self._chosen(decoder, run, builder.menus(self._distortion))
 
         LOG.info("choosing transforms within %g times the work of stock attention", self.work)
         designs = chosen(lambda builder: self._add_exact(decoder, run, builder))
@@ -245,7 +251,10 @@ class BitRecipe(CodedRecipe[Bits]):
             return Designs(designs, 1, None, step)
         size, widths = pack_size(self.widths), list(self.widths)
         costs = [
-            gaussian_costs(one.variances)[:, widths].unflatten(0, (-1, size)).sum(dim=1).numpy()
+            gaussian_costs(one.variances, self._distortion)[:, widths]
+            .unflatten(0, (-1, size))
+            .sum(dim=1)
+            .numpy()
             for one in sites
         ]
         # Of the inputs of predictions; allocated again, within the work, from measured distortions.
@@ -258,7 +267,7 @@ class BitRecipe(CodedRecipe[Bits]):
         moments = coded.moments(decoder, coded.fitted, None)
         builder = MenuBuilder(decoder, coded, moments, self._space(*CHAINS, *ONE_CHAIN))
         self._add_exact(decoder, coded, builder)
-        menus, least = builder.menus(), self.least_work(decoder)
+        menus, least = builder.menus(self._distortion), self.least_work(decoder)
         frontier = {}
         for work in (one for one in (*FRONTIER, inf) if one >= least):
             limit = _limit(decoder, coded, work)
@@ -296,7 +305,7 @@ class BitRecipe(CodedRecipe[Bits]):
         return of_sinks, 2 * TOKEN_SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
 
     def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
-        distortion = GAUSSIAN_DISTORTION if self.trellis else None
+        distortion = self._distortion if self.trellis else None  # None: fitted to the latents
         costs = [site.costs(self.widths, distortion) for site in sites]
         cached = [cached_tokens(run.context, window) for window in run.windows for _ in range(2)]
         budget, step = int(run.budget), designs.step

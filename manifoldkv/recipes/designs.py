@@ -114,11 +114,14 @@ class MenuBuilder:
                 most = int(min(index % length, below, INPUTS_BELOW))
                 sites += choices.in_chain(range(1, most + 1) if length == inf else (most,))
 
-    def menus(self) -> list[Menu]:
-        """Return a menu without chains, then one for each length of chains."""
+    def menus(self, distortion: Sequence[float]) -> list[Menu]:
+        """Return a menu without chains, then one for each length of chains.
+
+        `distortion` is as in `Menu`.
+        """
         cached = [cached_tokens(self._run.context, window) for window in self._run.windows]
         by_site = [tokens for tokens in cached for _ in SITES]
-        return [Menu(sites, by_site) for sites in self._sites.values()]
+        return [Menu(sites, by_site, distortion) for sites in self._sites.values()]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import SITES, Site
-from manifoldkv.coding.allocation import COHERENCE, GAUSSIAN_DISTORTION, coherent_costs
+from manifoldkv.coding.allocation import COHERENCE, coherent_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
 
@@ -142,10 +142,13 @@ class Menu:
         Choices by site.
     cached : list of int
         Cached tokens by site.
+    distortion : sequence of float
+        Mean squared errors of a Gaussian latent of variance one, of 0 to 8 bits.
     """
 
     sites: list[list[Choice]]
     cached: list[int]
+    distortion: Sequence[float]
 
     def best(self, bits: float, work: float) -> Chosen:
         """Return the choices that cost least within two budgets.
@@ -206,7 +209,7 @@ class Menu:
         """Return costs (choices, D, widths) and multiplications (choices, D), by site."""
         return [
             (
-                torch.stack([gaussian_costs(one.variances) for one in choices]),
+                torch.stack([gaussian_costs(one.variances, self.distortion) for one in choices]),
                 torch.stack([one.rows.double() + one.mixing for one in choices]),
             )
             for choices in self.sites
@@ -232,10 +235,13 @@ def _index_of(site: int, below: int, of: Site) -> int:
     return site - site % 2 - 2 * below + SITES.index(of)
 
 
-def gaussian_costs(variances: Tensor) -> Tensor:
-    """Return the costs in nats of Gaussian latents (D,) of 0 to 8 bits, (D, 9)."""
-    distortion = torch.tensor(GAUSSIAN_DISTORTION, dtype=variances.dtype)
-    return coherent_costs(variances.unsqueeze(1) * distortion, COHERENCE) / 2
+def gaussian_costs(variances: Tensor, distortion: Sequence[float]) -> Tensor:
+    """Return the costs in nats of Gaussian latents (D,) of 0 to 8 bits, (D, 9).
+
+    `distortion` is as in `Menu`.
+    """
+    relative = torch.tensor(distortion, dtype=variances.dtype)
+    return coherent_costs(variances.unsqueeze(1) * relative, COHERENCE) / 2
 
 
 def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple[Tensor, ...]:

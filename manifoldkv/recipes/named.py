@@ -18,7 +18,7 @@ from manifoldkv.solvers import ClosedForm, ObliqueFlag, Predictor
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {
     "bits": BitRecipe(),
-    "best": BitRecipe(work=inf, trellis=True),
+    "best": BitRecipe(work=inf),
     "low-rank": RankRecipe(
         KQSVD(),
         ClosedForm(),

@@ -35,6 +35,7 @@ def add_arguments(parser: common.Parser) -> None:
     add = parser.add_argument
     add("--held-out", type=int, default=8, help="prompts (%(default)s)")
     add("--prompt-length", type=int, default=256, help="tokens of each (%(default)s)")
+    base.add_window(parser)
     add("--new-tokens", type=int, default=64, help="tokens after each (%(default)s)")
 
 
@@ -54,7 +55,7 @@ class AgreementBenchmark(MethodBenchmark):
     """Greedy texts of the uncompressed model, read from the caches of methods."""
 
     def __init__(self, given: argparse.Namespace, out: Path) -> None:
-        super().__init__(given, out, given.prompt_length)
+        super().__init__(given, out, given.window or given.prompt_length)
         self.prompts = self.held_out(given.text, given.prompt_length)
 
     def measure(self) -> pd.DataFrame:

@@ -68,6 +68,12 @@ def add_questions(
     )
 
 
+def add_window(parser: common.Parser) -> None:
+    """Add the option of measurements whose prompts are not those that sizes hold for."""
+    described = "tokens at which sizes are counted (those of the longest prompt)"
+    parser.add_argument("--window", type=int, metavar="TOKENS", help=described)
+
+
 def add_methods(parser: common.Parser, default: Sequence[str]) -> None:
     """Add the options of measurements that compare methods, and describe all methods."""
     parser.add_list("--methods", default, "of those described below")

@@ -10,7 +10,7 @@ on held-out text, every token read through the compressed cache, and questions w
 read uncompressed and answered from the compressed cache. Bytes are those of the whole cache at the
 window's length; bases are stored once and listed separately. Written into --out: results.csv (a row
 for each measurement of each method and ratio), summary.md and two figures, and one of losses
-against work if there are methods with a limit of it (work-4 to work-32, best-4 to best-16).
+against work if there are methods with a limit of it (work-4 to work-32).
 """
 
 from __future__ import annotations

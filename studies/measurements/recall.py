@@ -50,12 +50,7 @@ def add_arguments(parser: common.Parser) -> None:
     base.add_methods(parser, USUAL)
     lengths = (256, 512)
     parser.add_list("--task-lengths", lengths, "tokens of a prompt", type=int, metavar="TOKENS")
-    parser.add_argument(
-        "--window",
-        type=int,
-        metavar="TOKENS",
-        help="tokens at which sizes are counted (the longest prompt)",
-    )
+    base.add_window(parser)
     parser.add_argument(
         "--exact-only",
         action="store_true",

@@ -27,35 +27,14 @@ class BitMethod(AttendedMethod):
 class Best(BitMethod):
     """The recipe best: the least loss within the ratio, whatever the work."""
 
-    recipe = BitRecipe(work=inf, trellis=True)
+    recipe = BitRecipe(work=inf)
 
 
 @register_method("best-rounded")
 class BestRounded(BitMethod):
     """Best with uniform quantisers in place of the trellis code."""
 
-    recipe = BitRecipe(work=inf)
-
-
-@register_method("best-4")
-class Best4(BitMethod):
-    """Best within 4 times the multiplications of stock attention."""
-
-    recipe = BitRecipe(work=4, trellis=True)
-
-
-@register_method("best-8")
-class Best8(BitMethod):
-    """Best within 8 times the multiplications of stock attention."""
-
-    recipe = BitRecipe(work=8, trellis=True)
-
-
-@register_method("best-16")
-class Best16(BitMethod):
-    """Best within 16 times the multiplications of stock attention."""
-
-    recipe = BitRecipe(work=16, trellis=True)
+    recipe = BitRecipe(work=inf, trellis=False)
 
 
 @register_method("bits")
@@ -63,6 +42,13 @@ class Bits(BitMethod):
     """The recipe bits: the least loss of a decode step as fast as that of the stock cache."""
 
     recipe = BitRecipe()
+
+
+@register_method("bits-rounded")
+class BitsRounded(BitMethod):
+    """Bits with uniform quantisers in place of the trellis code."""
+
+    recipe = BitRecipe(trellis=False)
 
 
 @register_method("bits-few-widths")

@@ -12,10 +12,8 @@ from manifoldkv.diagnostics.figures.palette import BLUE, GREEN, ORANGE, PURPLE, 
 from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
 from reports.axes import linear_near_zero
 
-LIMITED = r"(work|best)-\d+"
-"""Names of methods with a limit of work."""
-FAMILIES = {"work": ("-", "uniform quantisers"), "best": ("--", "trellis code")}
-"""Style of a line and description, by the name of a method before its limit, if it has one."""
+LIMITED, UNLIMITED = "work-", "best"
+"""Beginning of the names of methods with a limit of work, and the name of that without one."""
 COLOURS = (VERMILLION, BLUE, GREEN, ORANGE, PURPLE, SKY)
 """Of lines, by ratio."""
 MARKERS = "os^Dvp"
@@ -23,20 +21,17 @@ MARKERS = "os^Dvp"
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
     """Return added loss against work, a line for each ratio; nothing without such methods."""
-    names = results["composition"]
-    if not names.str.fullmatch(LIMITED).any():
+    limited = results["composition"].str.startswith(LIMITED)
+    if not limited.any():
         return {}
-    shown = names.str.fullmatch(LIMITED) | names.isin(FAMILIES)
-    part = results[shown & (results["kind"] == "text")]
-    part = part.assign(family=part["composition"].str.partition("-")[0])
+    part = results[(limited | (results["composition"] == UNLIMITED)) & (results["kind"] == "text")]
     texts = list(dict.fromkeys(part["measured_on"]))
     ratios = sorted(part["requested_ratio"].unique(), reverse=True)
     figure, axes = panels(len(texts), width=4.2)
     for panel, text in zip(axes, texts, strict=True):
         on = part[part["measured_on"] == text]
         for index, ratio in enumerate(ratios):
-            for family, line in on[on["requested_ratio"] == ratio].groupby("family"):
-                _line(panel, line, index, ratio, str(family))
+            _line(panel, on[on["requested_ratio"] == ratio], index, ratio)
         y = "added nats per token" if panel is axes[0] else ""
         label_axes(panel, "multiplications over those of stock attention", y, common.short(text))
         linear_near_zero(panel, part["added_nll"].min(), part["added_nll"].max())
@@ -46,14 +41,13 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
     return {
         "loss_against_work": finished(
             figure,
-            f"{first['model']}: loss by work; {windows} of {first['window']} tokens of each text "
-            "(standard errors)",
+            f"{first['model']}: least loss within a limit of work, and without one (at the right "
+            f"of each line); {windows} of {first['window']} tokens of each text (standard errors)",
         )
     }
 
 
-def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float, family: str) -> None:
-    style, described = FAMILIES[family]
+def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float) -> None:
     line = line.sort_values("attention_work")
     axes.errorbar(
         line["attention_work"],
@@ -62,8 +56,7 @@ def _line(axes: Axes, line: pd.DataFrame, index: int, ratio: float, family: str)
         color=COLOURS[index % len(COLOURS)],
         marker=MARKERS[index % len(MARKERS)],
         markersize=5,
-        linestyle=style,
-        label=f"{1 / ratio:.3g} times smaller, {described}",
+        label=f"{1 / ratio:.3g} times smaller",
     )
 
 

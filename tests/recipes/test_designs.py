@@ -9,6 +9,7 @@ from manifoldkv.activations.fisher import fisher_moments
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.regression import Regression, reduced_rank
 from manifoldkv.coding.transform import by_token
+from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.bits import BitRecipe
 from manifoldkv.recipes.compress import started
@@ -79,7 +80,9 @@ def test_one_chain_of_all_layers_loses_no_more_than_shorter_ones() -> None:
     for activations in capture(model, tokens):
         pair = [by_token(x) for x in (activations.keys_in("pre"), activations.values_of())]
         builder.add(activations.layer, pair, pair)
-    _, *chains, one_chain = (menu.best(8 * run.budget, inf).nats for menu in builder.menus())
+    _, *chains, one_chain = (
+        menu.best(8 * run.budget, inf).nats for menu in builder.menus(GAUSSIAN_DISTORTION)
+    )
     assert len(chains) == len(CHAINS)
     assert one_chain <= min(chains) * 1.001
     assert one_chain < chains[0]  # of two layers

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
 from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork, gaussian_costs
@@ -37,7 +38,7 @@ def menus(draw: st.DrawFn, layers: int = 1, *, linked: bool = True) -> Menu:
         inputs = tuple((below, "key") for below in range(layer + 1)) if linked else ()
         values = [choice(draw(variances), 0, 0.0, one) for one in ((), inputs)]
         sites += [keys, values]
-    return Menu(sites, [CACHED] * len(sites))
+    return Menu(sites, [CACHED] * len(sites), GAUSSIAN_DISTORTION)
 
 
 def free(menu: Menu) -> Chosen:
@@ -48,7 +49,9 @@ def brute_force(menu: Menu) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cost, bits and multiplications of all choices and widths of a menu of one layer."""
     found = []
     for keys, values in itertools.product(*menu.sites):
-        costs = [gaussian_costs(one.variances).numpy() for one in (keys, values)]
+        costs = [
+            gaussian_costs(one.variances, GAUSSIAN_DISTORTION).numpy() for one in (keys, values)
+        ]
         widths = np.indices([WIDTHS] * 2 * LATENTS).reshape(2 * LATENTS, -1)  # (latents, all)
         nats = sum(costs[i // LATENTS][i % LATENTS, w] for i, w in enumerate(widths))
         stored = widths > 0
@@ -67,7 +70,7 @@ def taken(menu: Menu, chosen: Chosen) -> tuple[float, float]:
     stored, bits = [], 0
     for site, index in zip(menu.sites, chosen.indices, strict=True):
         one = site[index]
-        costs = gaussian_costs(one.variances)
+        costs = gaussian_costs(one.variances, GAUSSIAN_DISTORTION)
         prices = costs + chosen.bit_price * CACHED * torch.arange(WIDTHS)
         per_latent = one.rows.double() + one.mixing
         prices[:, 1:] += chosen.work_price * CACHED * per_latent.unsqueeze(1)

@@ -145,21 +145,14 @@ def test_the_plan_of_one_layer_has_the_shapes_of_a_model(band: int, predicts: bo
 
 
 def test_losses_against_work_are_drawn_where_work_was_limited() -> None:
-    trellis = [("best-4", 3.9, 0.015), ("best", 60.0, 0.005)]
-    uniform = [("work-4", 3.9, 0.02), ("work-8", 7.5, 0.01)]
-    frame = pd.DataFrame(
-        [*uniform, *trellis], columns=["composition", "attention_work", "added_nll"]
-    )
+    rows = [("work-4", 3.9, 0.02), ("work-8", 7.5, 0.01), ("best", 60.0, 0.005)]
+    frame = pd.DataFrame(rows, columns=["composition", "attention_work", "added_nll"])
     frame = pd.concat([frame.assign(requested_ratio=ratio) for ratio in (0.25, 0.125)])
     frame = frame.assign(kind="text", measured_on="a", nll_error=0.001, model="tiny")
     frame = frame.assign(items=2, window=64)
     figure = frontier.draw(frame)["loss_against_work"]
     (axes,) = figure.axes
-    found = {str(line.get_label()): points(line.lines[0]) for line in axes.containers}
-    expected = {
-        f"{times} times smaller, {quantizer}": [pytest.approx(row[1:]) for row in rows]
-        for times in (4, 8)
-        for quantizer, rows in (("trellis code", trellis), ("uniform quantisers", uniform))
-    }
-    assert found == expected
+    assert [line.get_label() for line in axes.containers] == ["4 times smaller", "8 times smaller"]
+    expected = [pytest.approx(row[1:]) for row in rows]
+    assert all(points(line.lines[0]) == expected for line in axes.containers)
     assert not frontier.draw(frame[frame["composition"] == "best"])
