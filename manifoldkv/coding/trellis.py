@@ -72,7 +72,7 @@ CODES = (
     Code(3611720204, 2027349928, 6.27123e-05),
     Code(4074583149, 509956342, 6.33329e-05),
 )
-"""Codes of 0 to 8 bits, chosen by `studies/choose_codes.py`."""
+"""Codes of 0 to 8 bits, chosen by `studies/train_codes.py`."""
 
 
 @cache

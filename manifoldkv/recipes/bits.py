@@ -100,8 +100,8 @@ class BitRecipe(CodedRecipe[Bits]):
 
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
-    text the divergence was 1.3 and 1.6 times the prediction (SmolLM2, ratio 1/8, work 16 and 4,
-    16 × 512 calibration tokens, 8 × 512 held-out tokens of C4).
+    text the divergence was 1.3 and 1.4 times the prediction (SmolLM2, ratio 1/8, work 16 and 4,
+    16 × 512 calibration tokens, 4 × 1,024 held-out tokens of C4).
 
     Parameters
     ----------
@@ -117,8 +117,8 @@ class BitRecipe(CodedRecipe[Bits]):
         Largest number of layers below whose keys predict values; 0 for the keys of the same layer
         only, None to predict nothing.
     trellis : bool
-        Whether latents are trellis-coded (`TrellisCoded`), instead of rounded by uniform
-        quantisers.
+        Whether latents are trellis-coded (`TrellisCoded`). Uniform quantisers (`MixedWidths`) lose
+        more, and encode prompts sooner.
 
     Raises
     ------

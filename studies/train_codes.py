@@ -1,6 +1,6 @@
-"""Choose the codes of trellis-coded latents, constants of the package.
+"""Train the codes of trellis-coded latents, constants of the package.
 
-    python studies/choose_codes.py
+    python studies/train_codes.py
 
 A codeword is computed from its state by a multiplier and an offset (`trellis.Code`). Of many random
 pairs of the two, those with the least mean squared error on a Gaussian source, at the best unit of
