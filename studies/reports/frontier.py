@@ -38,11 +38,13 @@ def draw(results: pd.DataFrame) -> dict[str, Figure]:
         _works(panel, on)
     first = part.iloc[0]
     windows = common.counted(int(first["items"]), "window")
+    unlimited = (part["composition"] == UNLIMITED).any()
+    further = ", and without one (at the right of each line)" if unlimited else ""
     return {
         "loss_against_work": finished(
             figure,
-            f"{first['model']}: least loss within a limit of work, and without one (at the right "
-            f"of each line); {windows} of {first['window']} tokens of each text (standard errors)",
+            f"{first['model']}: least loss within a limit of work{further}; {windows} of "
+            f"{first['window']} tokens of each text (standard errors)",
         )
     }
 
