@@ -16,6 +16,7 @@ from numba.types import Tuple
 from numpy.typing import NDArray
 
 from manifoldkv.coding.scales import NAN_CODE, SMALLEST_SCALE
+from manifoldkv.coding.trellis import View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
@@ -34,8 +35,6 @@ _TABLES = Tuple((int64[::1], _MATRIX, _MATRIX, _FLOATS, float32))
 _VIEW = Tuple((_BYTES, int64, int64))
 _SCRATCH = Tuple((_MATRIX, uint8[:, ::1], _FLOATS, uint16[::1]))
 Array = NDArray[Any]
-View = tuple[Array, int, int]
-"""Elements of a tensor (B, rows, m), and its strides by batch and row."""
 
 
 @numba.njit(**_OPTIONS)
@@ -55,68 +54,56 @@ def _add_errors(out: Array, least: Array, codewords: Array, x: float, weight: fl
         out[i] = least[i] + weight * error * error
 
 
-@numba.njit(void(_FLOATS, int64[::1], _FLOATS, _MATRIX, _SCRATCH, uint16[::1]), **_OPTIONS)
-def _search(
-    x: Array,
-    bits: Array,
-    weights: Array,
-    codebooks: Array,
-    scratch: tuple[Array, ...],
-    states: Array,
-) -> None:
-    """Write the states (r,) whose codewords have the least weighted squared error.
-
-    Latents (r,) are in units of the codebooks (9, states), one for every width in `bits` (r,). The
-    state of a latent is a window of the stream of all bits that begins with its own; bits beyond
-    the last latent are 0. Scratch begins with costs (3, states) and branches (r, states).
-    """
-    costs, branches = scratch[0], scratch[1]
-    now, then, tree = costs[0], costs[1], costs[2]
-    count, size = len(x), codebooks.shape[1]
-    now[:] = WORST
-    now[0] = np.float32(0)
-    for i in range(count - 1, -1, -1):
-        kept, start, end = size, 0, 0
-        for _ in range(bits[i]):
-            source = now if end == 0 else tree[start:end]
-            kept >>= 1
-            start = end
-            end += kept
-            _halve(source, tree[start:end], branches[i, start:end])
-        for own in range(1 << bits[i]):
-            first, stop = own * kept, (own + 1) * kept
-            codewords = codebooks[bits[i], first:stop]
-            _add_errors(then[first:stop], tree[start:end], codewords, x[i], weights[i])
-        now, then = then, now
-    state = 0
-    for other in range(1, size):
-        if now[other] < now[state]:
-            state = other
-    for i in range(count):
-        states[i] = state
-        kept = size >> bits[i]
-        state &= kept - 1
-        start = size - 2 * kept  # of the last halving's row
-        for _ in range(bits[i]):
-            state = 2 * state + int64(branches[i, start + state])
-            kept <<= 1
-            start -= kept
-
-
 @numba.njit(
     void(_MATRIX, int64[::1], _FLOATS, _MATRIX, _SCRATCH, uint16[:, ::1]), cache=True, **_OPTIONS
 )
 def search(
-    x: Array,
+    latents: Array,
     bits: Array,
     weights: Array,
     codebooks: Array,
     scratch: tuple[Array, ...],
     states: Array,
 ) -> None:
-    """Write what `_search` does, for every row of x (n, r)."""
-    for token in range(len(x)):
-        _search(x[token], bits, weights, codebooks, scratch, states[token])
+    """Write the states (n, r) whose codewords have the least weighted squared error.
+
+    Latents (n, r) are in units of the codebooks (9, states), one for every width in `bits` (r,).
+    The state of a latent is a window of the stream of all bits that begins with its own; bits
+    beyond the last latent are 0. Scratch begins with costs (3, states) and branches (r, states).
+    """
+    costs, branches = scratch[0], scratch[1]
+    now, then, tree = costs[0], costs[1], costs[2]
+    tokens, count = latents.shape
+    size = codebooks.shape[1]
+    for token in range(tokens):
+        now[:] = WORST
+        now[0] = np.float32(0)
+        for i in range(count - 1, -1, -1):
+            kept, start, end = size, 0, 0
+            for _ in range(bits[i]):
+                source = now if end == 0 else tree[start:end]
+                kept >>= 1
+                start = end
+                end += kept
+                _halve(source, tree[start:end], branches[i, start:end])
+            for own in range(1 << bits[i]):
+                first, stop = own * kept, (own + 1) * kept
+                codewords, x = codebooks[bits[i], first:stop], latents[token, i]
+                _add_errors(then[first:stop], tree[start:end], codewords, x, weights[i])
+            now, then = then, now
+        state = 0
+        for other in range(1, size):
+            if now[other] < now[state]:
+                state = other
+        for i in range(count):
+            states[token, i] = state
+            kept = size >> bits[i]
+            state &= kept - 1
+            start = size - 2 * kept  # of the last halving's row
+            for _ in range(bits[i]):
+                state = 2 * state + int64(branches[i, start + state])
+                kept <<= 1
+                start -= kept
 
 
 @numba.njit(int64(_FLOATS, float32), **_OPTIONS)
@@ -181,10 +168,12 @@ def encode(
     Only those of tokens first to stop are written. Tables are the bits (r,); deviation, step,
     factor of a codeword, largest latent that is no outlier, and weight of squared errors, (5, r);
     the codebooks (9, states); all finite scales; and the squared error of a token without outliers
-    at a scale of one. Scratch is that of `_search`, and rows for scaled latents and for states.
+    at a scale of one. Scratch is that of `search`, and rows for scaled latents and for states.
     """
     bits, numbers, codebooks, of_codes, _ = tables
-    scaled, states = scratch[2][: len(bits)], scratch[3]
+    count = len(bits)
+    scaled, states = scratch[2][:count], scratch[3][:count]
+    row = scaled.reshape((1, count)), states.reshape((1, count))
     size, length = 0, codebooks.shape[1]
     while 1 << size < length:
         size += 1
@@ -196,16 +185,16 @@ def encode(
         divisor = SMALLEST if scale < SMALLEST else scale
         for i in range(len(x)):
             scaled[i] = x[i] / divisor / numbers[1, i]
-        _search(scaled, bits, numbers[4], codebooks, scratch, states)
-        row, held, pending = batch * codes[1] + column, 0, 0
+        search(row[0], bits, numbers[4], codebooks, scratch, row[1])
+        place, held, pending = batch * codes[1] + column, 0, 0
         for i in range(len(x)):
             width, state = bits[i], int64(states[i])
             held = held << width | state >> (size - width)
             pending += width
             if pending >= 8:
                 pending -= 8
-                codes[0][row] = held >> pending & 255
-                row += codes[2]
+                codes[0][place] = held >> pending & 255
+                place += codes[2]
             out[token, i] = codebooks[width, state] * numbers[2, i] * scale
         if pending:
-            codes[0][row] = held << (8 - pending) & 255
+            codes[0][place] = held << (8 - pending) & 255

@@ -44,13 +44,6 @@ class Bits(BitMethod):
     recipe = BitRecipe()
 
 
-@register_method("bits-rounded")
-class BitsRounded(BitMethod):
-    """Bits with uniform quantisers in place of the trellis code."""
-
-    recipe = BitRecipe(trellis=False)
-
-
 @register_method("bits-few-widths")
 class BitsFewWidths(BitMethod):
     """Bits with latents of 0, 2, 4 and 8 bits only."""

@@ -70,7 +70,6 @@ METHODS = {
     "work-32": Mark(SKY, "P"),
     "dense-bits": Mark(SKY, "o"),
     "bits-few-widths": Mark(SKY, "d"),
-    "bits-rounded": Mark(SKY, "X"),
     "own-keys": Mark(BLUE, "^"),
     "one-layer-below": Mark(BLUE, "v"),
     "stored": Mark(BLUE, "*"),
