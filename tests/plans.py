@@ -14,7 +14,6 @@ from transformers.masking_utils import eager_mask
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.coding.allocation import WIDTHS
 from manifoldkv.coding.predictor import Input, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
@@ -124,12 +123,11 @@ def bits_plan(
     model: PreTrainedModel,
     tokens: Tensor,
     *,
-    widths: tuple[int, ...] = WIDTHS,
     sinks: int = 4,
     **settings: Any,
 ) -> CompressionPlan:
     """Rank and bits from one budget, nothing predicted and keys in one block."""
-    recipe = BitRecipe(sinks, inf, widths, bands=(None,), depth=None)
+    recipe = BitRecipe(sinks, inf, bands=(None,), depth=None)
     return compress(model, tokens, recipe=recipe, **settings)
 
 

@@ -258,7 +258,7 @@ def _quantizer(layers: Sequence[LayerPlan], index: int, one: Input) -> MixedWidt
 
 
 def _latent_tables(quantizer: MixedWidths) -> LatentTables:
-    bits = quantizer.bits[: quantizer.stored]
     if isinstance(quantizer, TrellisCoded):
-        return LatentTables.of_trellis(bits)
+        return LatentTables.of_trellis(quantizer.own_bits)
+    bits = quantizer.bits[: quantizer.stored]
     return LatentTables.of(BitPlanes(bits.tolist(), bits.device), bits)

@@ -33,7 +33,7 @@ class TrellisStore(WidthStore):
         self._quantizer = quantizer
         self._stored = stored = quantizer.stored
         self._features = len(quantizer.bits)
-        self._bits = quantizer.bits[:stored].long()
+        self._bits = quantizer.own_bits
         self._fields = state_fields(self._bits).to(device)
         self._codebooks = codebooks().to(device)
         factor = quantizer.step[:stored] * quantizer.gain[:stored]

@@ -2,8 +2,8 @@
 
 Reverse water-filling (Cover and Thomas, Elements of Information Theory, chapter 10) for integers:
 a latent of b bits has a distortion D(b), and bits go where they reduce it most. Zero bits are the
-rank cut. Latents are given bits in byte-aligned groups of neighbours (packs), so that the counted
-bytes are the stored bytes.
+rank cut. The counted bytes are the stored bytes: rounded latents are given bits in byte-aligned
+groups of neighbours (packs), trellis-coded ones, whose bits are one stream, whole bytes per site.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
+from math import ceil, gcd
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from manifoldkv.errors import ArgumentError
 
 WIDTHS = tuple(range(9))
-"""Bits that a latent may have."""
+"""Bits that a rounded latent may have."""
 COHERENCE = 3.0
 """Cost of an error proportional to the latent, relative to that of noise of equal power.
 
@@ -39,8 +39,18 @@ GAUSSIAN_STEPS = {
     8: 0.0308,
 }
 """Best step of a uniform quantizer of b bits for a Gaussian of variance one (Max, 1960)."""
-GAUSSIAN_DISTORTION = (1, 0.3634, 0.1188, 0.03744, 0.01154, 3.495e-3, 1.04e-3, 3.043e-4, 8.769e-5)
-"""Mean squared errors of these quantizers, for 0 to 8 bits."""
+GAUSSIAN_DISTORTION: dict[float, float] = {
+    0: 1,
+    1: 0.3634,
+    2: 0.1188,
+    3: 0.03744,
+    4: 0.01154,
+    5: 3.495e-3,
+    6: 1.04e-3,
+    7: 3.043e-4,
+    8: 8.769e-5,
+}
+"""Mean squared errors of these quantizers, by bits."""
 ROUNDING = 1e-12
 """Rounding error of costs, relative to the cost at 0 bits."""
 TINY = torch.finfo(torch.float32).tiny
@@ -155,6 +165,15 @@ def coherent_costs(distortion: Tensor, coherence: float = COHERENCE) -> Tensor:
     return power * coherence * missed / (coherence * (1 - missed) + missed)
 
 
+def gaussian_costs(variances: Tensor, distortion: dict[float, float]) -> Tensor:
+    """Return the costs in nats of Gaussian latents (D,), (D, widths).
+
+    `distortion` is the mean squared errors of a latent of variance one, by bits.
+    """
+    relative = torch.tensor(list(distortion.values()), dtype=variances.dtype)
+    return coherent_costs(variances.unsqueeze(1) * relative) / 2
+
+
 def best_gains(samples: Tensor, reconstructed: Tensor, coherence: float = COHERENCE) -> Tensor:
     """Return the gains (coordinates,) that minimise the cost of quantized latents, positive.
 
@@ -215,15 +234,102 @@ def allocate(
     bytes_of = np.array(widths) * pack_size(widths) // 8
     rows = np.concatenate([np.asarray(cost, dtype=np.float64) for cost in costs])
     cached = np.repeat([1] * len(costs) if tokens is None else tokens, [len(c) for c in costs])
-    chosen = np.zeros(len(rows), dtype=np.int64)
-    remaining = budget
-    for _, pack, before, after in _steps(rows, bytes_of, cached):
-        size = int((bytes_of[after] - bytes_of[before]) * cached[pack])
-        if size <= remaining and chosen[pack] == before:
-            chosen[pack] = after
-            remaining -= size
-    bits = np.array(widths)[chosen]
+    bits = np.array(widths)[_widened(rows, bytes_of, cached, budget)]
     return np.split(bits, np.cumsum([len(cost) for cost in costs])[:-1])
+
+
+def allocate_streams(
+    costs: Sequence[NDArray[np.float64]],
+    widths: Sequence[float],
+    budget: int,
+    tokens: Sequence[int] | None = None,
+) -> list[NDArray[np.float64]]:
+    """Return the bits of every latent that minimise the total cost within a budget.
+
+    The bits of a site's latents are one stream in whole bytes. Latents are widened along the lower
+    convex hulls of their costs, largest saving per bit first, and sites by whole bytes, as in
+    `allocate`.
+
+    Parameters
+    ----------
+    costs : sequence of array
+        Cost of each latent at each width, by site, (D, widths); differences per bit may not rise
+        from one width to the next, the first excepted.
+    widths : sequence of float
+        Widths in bits, increasing from 0.
+    budget : int
+        Bytes of all streams.
+    tokens : sequence of int, optional
+        Number of cached tokens of every site; 1 if omitted.
+
+    Returns
+    -------
+    list of array
+        Bits by site and latent, (D,).
+
+    Raises
+    ------
+    ArgumentError
+        If the budget is negative.
+    """
+    if budget < 0:
+        raise ArgumentError(f"budget must be >= 0, got {budget}")
+    sites = [_Stream.of(np.asarray(cost, dtype=np.float64), np.array(widths)) for cost in costs]
+    longest = max(len(site.costs) for site in sites)
+    rows = np.stack([np.pad(site.costs, (0, longest - len(site.costs)), "edge") for site in sites])
+    cached = np.array([1] * len(costs) if tokens is None else tokens)
+    chosen = _widened(rows, np.arange(longest), cached, budget)
+    return [site.bits(8 * int(size)) for site, size in zip(sites, chosen, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Latents of a site in the order in which they are widened.
+
+    Parameters
+    ----------
+    size : int
+        Number of latents.
+    latents, widened : ndarray
+        Latent that is widened and its new width, by step.
+    total : ndarray
+        Bits of all latents after the steps so far, by step.
+    costs : ndarray
+        Cost of all latents after the steps that fit, by number of bytes.
+    """
+
+    size: int
+    latents: NDArray[np.int64]
+    widened: NDArray[np.float64]
+    total: NDArray[np.float64]
+    costs: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, costs: NDArray[np.float64], widths: NDArray[np.float64]) -> _Stream:
+        """Return the stream of latents of some costs, (D, widths)."""
+        # Widths below the one that saves most per bit over 0 bits are not on the hull.
+        first = ((costs[:, :1] - costs[:, 1:]) / widths[1:]).argmax(axis=1)[:, np.newaxis]
+        index = np.arange(len(widths) - 1)  # of steps, each to the width after
+        before = np.where(index == first, 0, index)
+        saved = np.take_along_axis(costs, before, axis=1) - costs[:, 1:]
+        bits = widths[1:] - widths[before]
+        worth = np.take_along_axis(saved, first, axis=1) > 0
+        is_step = (index >= first) & (saved > 0) & worth
+        # Rounding must not change the order of the steps of a latent.
+        rates = np.minimum.accumulate(np.where(index < first, np.inf, saved / bits), axis=1)
+        order = np.argsort(-rates[is_step], kind="stable")
+        latents, steps = (of[order] for of in np.nonzero(is_step))
+        total = bits[latents, steps].cumsum()
+        left = costs[:, 0].sum() - np.append(0, saved[latents, steps].cumsum())
+        sizes = np.arange(1 + (ceil(total[-1] / 8) if len(total) else 0))
+        fitting = np.searchsorted(total, 8 * sizes, side="right")
+        return cls(len(costs), latents, widths[1 + steps], total, left[fitting])
+
+    def bits(self, most: int) -> NDArray[np.float64]:
+        """Return the bits of all latents, (D,), at most `most` in total."""
+        found, fitting = np.zeros(self.size), np.searchsorted(self.total, most, side="right")
+        np.maximum.at(found, self.latents[:fitting], self.widened[:fitting])
+        return found
 
 
 def checked_widths(widths: Sequence[int]) -> tuple[int, ...]:
@@ -233,6 +339,35 @@ def checked_widths(widths: Sequence[int]) -> tuple[int, ...]:
     if len(widths) < 2 or not increasing or widths[0] != 0 or widths[-1] > 8:
         raise ArgumentError(f"widths must increase from 0 to at most 8 bits, got {widths}")
     return widths
+
+
+def _widened(
+    costs: NDArray[np.float64],
+    bytes_of: NDArray[np.int64],
+    cached: NDArray[np.int64],
+    budget: int,
+) -> NDArray[np.int64]:
+    """Return the index of the size of every row of costs (rows, sizes), widened as in `allocate`.
+
+    Parameters
+    ----------
+    costs : ndarray
+        Cost of every row at every size.
+    bytes_of : ndarray
+        Bytes of a cached token at every size.
+    cached : ndarray
+        Cached tokens of every row.
+    budget : int
+        Bytes of all rows and tokens.
+    """
+    chosen = np.zeros(len(costs), dtype=np.int64)
+    remaining = budget
+    for _, row, before, after in _steps(costs, bytes_of, cached):
+        size = int((bytes_of[after] - bytes_of[before]) * cached[row])
+        if size <= remaining and chosen[row] == before:
+            chosen[row] = after
+            remaining -= size
+    return chosen
 
 
 def _steps(

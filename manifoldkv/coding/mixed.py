@@ -49,6 +49,7 @@ class MixedWidths(Quantizer):
 
     name: ClassVar[str] = "mixed-widths"
     variable_width: ClassVar[bool] = True
+    dtype_of_bits: ClassVar[torch.dtype] = torch.uint8
 
     bits: Tensor
     step: Tensor
@@ -57,12 +58,13 @@ class MixedWidths(Quantizer):
 
     def __post_init__(self) -> None:
         bits = self.bits
-        if bits.dtype != torch.uint8 or bits.ndim != 1 or not len(bits):
+        if bits.dtype != self.dtype_of_bits or bits.ndim != 1 or not len(bits):
             raise PlanError(
-                f"bits of latents must be (features,) in uint8, got {tuple(bits.shape)} in "
-                f"{bits.dtype}"
+                f"bits of latents must be (features,) in {self.dtype_of_bits}, got "
+                f"{tuple(bits.shape)} in {bits.dtype}"
             )
-        if bool((bits > WIDEST).any()) or bool((bits.int().diff() > 0).any()):
+        possible = bool(((bits >= 0) & (bits <= WIDEST)).all())  # nor NaN
+        if not possible or bool((bits.float().diff() > 0).any()):
             raise PlanError(f"bits of latents must not increase, and be at most {WIDEST}")
         for name in ("step", "deviation", "gain"):
             check_numbers(f"{name} of latents", getattr(self, name), (len(bits),))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,18 @@ from manifoldkv.coding.allocation import (
     coherent_costs,
     fit_quantizers,
     floored,
-    pack_size,
+    gaussian_costs,
     quantized,
 )
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
-from manifoldkv.coding.trellis import TrellisCoded
+from manifoldkv.coding.trellis import (
+    GAUSSIAN_DISTORTION,
+    TrellisCoded,
+    codebooks,
+    relative_steps,
+)
 
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""
@@ -79,30 +84,23 @@ class WeightedKLT:
             grouping,
         )
 
-    def costs(
-        self, widths: tuple[int, ...], distortion: Sequence[float] | None = None
-    ) -> NDArray[np.float64]:
-        """Return the cost of rounding in nats per token, by pack and width, (packs, widths).
+    def rounding_costs(self) -> NDArray[np.float64]:
+        """Return the cost of uniform quantisers of `WIDTHS` in nats per token, (D, widths).
 
         Latents without variance cost nothing at any width, and so get no bits.
-
-        Parameters
-        ----------
-        widths : tuple of int
-            Widths in bits.
-        distortion : sequence of float, optional
-            Mean squared errors of a Gaussian latent of variance one, of 0 to 8 bits; those of
-            uniform quantisers fitted to the latents if omitted.
         """
         varying = self.varying
-        if distortion is None:
-            scales = _scales(self.latents[:, varying])
-            errors = fit_quantizers(self.latents, widths, scales).distortion
-        else:
-            relative = torch.tensor([distortion[width] for width in widths], dtype=torch.float64)
-            errors = self.latents.square().mean(dim=0).unsqueeze(1) * relative
-        costs = coherent_costs(errors) / 2 * varying.unsqueeze(1)
-        return costs.unflatten(0, (-1, pack_size(widths))).sum(dim=1).numpy()
+        scales = _scales(self.latents[:, varying])
+        errors = fit_quantizers(self.latents, norms=scales).distortion
+        return (coherent_costs(errors) / 2 * varying.unsqueeze(1)).numpy()
+
+    def trellis_costs(self) -> NDArray[np.float64]:
+        """Return the cost of trellis codes in nats per token, (D, widths).
+
+        Widths are those of `trellis.GAUSSIAN_DISTORTION`.
+        """
+        variances = self.latents.square().mean(dim=0)
+        return gaussian_costs(variances, GAUSSIAN_DISTORTION).numpy()
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -247,7 +245,7 @@ def sampled(x: Tensor, samples: int) -> Tensor:
 
 
 def mixed_widths(
-    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+    site: WeightedKLT, bits: NDArray[Any], grouping: HeadGrouping
 ) -> tuple[Basis, MixedWidths]:
     """Return basis and quantizer of the latents that have bits, widest first.
 
@@ -256,42 +254,40 @@ def mixed_widths(
     site : WeightedKLT
         Transform of keys or values.
     bits : ndarray
-        Bits of each pack of latents, (packs,).
-    widths : tuple of int
-        Possible widths of a latent in bits.
+        Bits of each latent, (D,).
     grouping : HeadGrouping
         Single group of all heads.
     """
-    columns, chosen = _stored(site, bits, widths, grouping)
+    columns, chosen = _stored(site, bits, grouping)
+    chosen = chosen.to(torch.uint8)
     step, deviation, gain = _quantizers(site.latents[:, columns], chosen)
     return site.basis(columns, grouping), MixedWidths(chosen, step, deviation, gain)
 
 
 def trellis_coded(
-    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
+    site: WeightedKLT, bits: NDArray[Any], grouping: HeadGrouping
 ) -> tuple[Basis, TrellisCoded]:
     """Return basis and trellis code of the latents that have bits; parameters as above."""
-    columns, chosen = _stored(site, bits, widths, grouping)
+    columns, chosen = _stored(site, bits, grouping)
     latents = sampled(site.latents[:, columns], TRELLIS_SAMPLES)
     stored = latents[:, chosen > 0]
     deviation = torch.ones(len(chosen))
     deviation[: stored.shape[1]] = floored(_deviations(stored)).float()
     step = deviation / float(_scales(stored).square().mean().sqrt())
+    step[: stored.shape[1]] *= relative_steps(chosen[chosen > 0], codebooks())
     code = TrellisCoded(chosen, step, deviation, torch.ones(len(chosen)))
     gain = best_gains(latents, code.reconstruct(latents)).float()
     return site.basis(columns, grouping), replace(code, gain=gain)
 
 
-def _stored(
-    site: WeightedKLT, bits: NDArray[np.int64], widths: tuple[int, ...], grouping: HeadGrouping
-) -> tuple[Tensor, Tensor]:
-    """Return the indices of the latents that have bits, widest first, and their bits, uint8."""
-    of_latents = torch.from_numpy(bits).repeat_interleave(pack_size(widths)) * site.varying
+def _stored(site: WeightedKLT, bits: NDArray[Any], grouping: HeadGrouping) -> tuple[Tensor, Tensor]:
+    """Return the indices of the latents that have bits, widest first, and their bits, float32."""
+    of_latents = torch.from_numpy(bits).float() * site.varying
     order = of_latents.argsort(descending=True, stable=True)
     stored = int((of_latents > 0).sum())
     # Every head has as many latents: some of 0 bits may be among them.
     columns = order[: max(1, -(-stored // grouping.width)) * grouping.width]
-    return columns, of_latents[columns].to(torch.uint8)
+    return columns, of_latents[columns]
 
 
 def _quantizers(latents: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,13 +17,32 @@ from torch.nn.functional import normalize
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import straight_through
 from manifoldkv.coding.scales import INFINITY_CODE, TOKEN_SCALE_BYTES, scales_of
+from manifoldkv.errors import PlanError
 from manifoldkv.runs.threads import run_in_parts
 
 STATES = 1024
 """States of the trellis. A search takes as long as there are states; with 256 the error is 1.03 to
 1.1 times as large."""
-GAUSSIAN_DISTORTION = (1, 0.2829, 0.0761, 0.0205, 5.59e-3, 1.56e-3, 4.35e-4, 1.42e-4, 3.8e-5)
-"""Mean squared errors of a Gaussian of variance one, for 0 to 8 bits."""
+GAUSSIAN_DISTORTION: dict[float, float] = {
+    0: 1,
+    0.5: 0.542,
+    1: 0.2829,
+    1.5: 0.1483,
+    2: 0.0761,
+    2.5: 0.0404,
+    3: 0.0205,
+    3.5: 0.01074,
+    4: 5.59e-3,
+    4.5: 2.95e-3,
+    5: 1.56e-3,
+    5.5: 8.29e-4,
+    6: 4.35e-4,
+    6.5: 2.51e-4,
+    7: 1.42e-4,
+    7.5: 8.15e-5,
+    8: 3.8e-5,
+}
+"""Mean squared errors of a Gaussian of variance one, by bits."""
 REACH = 1.15
 """Largest latent that is no outlier, relative to the largest codeword. Of 0.8, 1, 1.15, 1.35 and
 1.7, SmolLM2 diverges least with 1.15 at an eighth and at a twelfth, and by 4 to 8 % more with 1
@@ -62,7 +81,7 @@ class Code(NamedTuple):
 
 
 CODES = (
-    Code(0, 0, 0.0),
+    Code(3297283680, 3097918984, 2.06136e-05),
     Code(866141347, 168276604, 3.27234e-05),
     Code(2436574081, 2833641068, 3.82359e-05),
     Code(2968743885, 1102983237, 4.39558e-05),
@@ -72,25 +91,61 @@ CODES = (
     Code(3611720204, 2027349928, 6.27123e-05),
     Code(4074583149, 509956342, 6.33329e-05),
 )
-"""Codes of 0 to 8 bits, chosen by `studies/train_codes.py`."""
+"""Codes of latents that add 0 to 8 bits to the stream, chosen by `studies/train_codes.py`."""
 
 
 @cache
 def codebooks() -> Tensor:
-    """Return the codewords for Gaussians of variance one, (9, `STATES`), float32, by width."""
+    """Return the codewords for Gaussians of variance one, (9, `STATES`), float32, by own bits."""
     return torch.stack([code.codewords() for code in CODES])
+
+
+def own_bits(bits: Tensor) -> Tensor:
+    """Return the bits that each latent adds to the stream, (r,), int64.
+
+    Of latents of half a bit more than b every second one adds b + 1, the others b. One that adds
+    none has the state of the next latent, and so the last adds one at least.
+
+    Parameters
+    ----------
+    bits : Tensor
+        Bits of every latent, (r,), positive multiples of 1/2.
+    """
+    stop = (2 * bits).long().cumsum(0) // 2
+    own = stop.diff(prepend=stop.new_zeros(1))
+    own[-1:] = own[-1:].clamp(min=1)
+    return own
+
+
+def relative_steps(bits: Tensor, books: Tensor) -> Tensor:
+    """Return the steps of latents of variance one, (r,), float32: 1 for a whole number of bits.
+
+    Others have codewords of two codes by turns (`own_bits`). Their steps give both the same root
+    mean square, the geometric mean.
+
+    Parameters
+    ----------
+    bits : Tensor
+        Bits of every latent, (r,), positive multiples of 1/2.
+    books : Tensor
+        Codewords by own bits and state, as `codebooks`.
+    """
+    spread, own = books.square().mean(dim=1).sqrt(), own_bits(bits)
+    of_both = (spread[bits.floor().long()] * spread[bits.ceil().long()]).sqrt()
+    return torch.where(bits == bits.floor(), torch.ones_like(of_both), of_both / spread[own])
 
 
 @dataclass(frozen=True, eq=False)
 class TrellisCoded(MixedWidths):
     """Latents in mixed widths whose reconstructions depend on the bits of later latents too.
 
-    Widths and gains are those of `MixedWidths`. So are scales of tokens, except those of tokens
-    with outliers. The bits of all latents of a token, widest first, form one stream. A latent is
-    reconstructed as ``codeword(state) * step`` times its gain and the scale of the token, where the
-    state is the ten bits of the stream that begin with the latent's own, zeros beyond the end, and
-    codewords are those of its width (`Code`): a trellis code of rate b for every latent (Marcellin
-    and Fischer 1990; states of a stream as in QTIP, Tseng et al. 2024). The Viterbi algorithm finds
+    Gains are those of `MixedWidths`. So are scales of tokens, except those of tokens with outliers.
+    The bits of all latents of a token, widest first, form one stream. A latent is reconstructed as
+    ``codeword(state) * step`` times its gain and the scale of the token, where the state is the ten
+    bits of the stream that begin with the latent's own, zeros beyond the end, and codewords are
+    those of the number of its own bits (`Code`): a trellis code of rate b for every latent
+    (Marcellin and Fischer 1990; states of a stream as in QTIP, Tseng et al. 2024). Rates are
+    multiples of half a bit, since states outlast a latent (`own_bits`). The Viterbi algorithm finds
     the bits of a token whose squared error is least. At equal bits the error is 0.78 (1 bit), 0.64
     (2 bits) and 0.55 (3 bits) times that of `MixedWidths` on Gaussians; the least possible ones are
     0.69, 0.53 and 0.42.
@@ -107,13 +162,21 @@ class TrellisCoded(MixedWidths):
 
     Parameters
     ----------
-    bits, deviation, gain : Tensor
+    bits : Tensor
+        Bits of every latent, (features,), float32, multiples of 1/2, at most 8 and not increasing.
+    deviation, gain : Tensor
         As in `MixedWidths`.
     step : Tensor
         Unit of the codewords of every latent, (features,), float32, positive.
     """
 
     name: ClassVar[str] = "trellis-coded"
+    dtype_of_bits: ClassVar[torch.dtype] = torch.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not bool((2 * self.bits == (2 * self.bits).floor()).all()):
+            raise PlanError("bits of trellis-coded latents must be multiples of 1/2")
 
     @property
     def format(self) -> str:
@@ -157,23 +220,29 @@ class TrellisCoded(MixedWidths):
     @cached_property
     def stream_bytes(self) -> int:
         """Return the bytes of the latents of a token."""
-        return ceil(int(self.bits.long().sum()) / 8)
+        return ceil(int(self.own_bits.sum()) / 8)
+
+    @cached_property
+    def own_bits(self) -> Tensor:
+        """Return the bits that each stored latent adds to the stream, (r,), int64."""
+        return own_bits(self.bits[: self.stored])
 
     @cached_property
     def _tables(self) -> tuple[Any, ...]:
         """Tables of `viterbi.encode`."""
         stored, books = self.stored, codebooks()
-        bits, step = self.bits[:stored].long(), self.step[:stored]
-        noise = (torch.tensor(GAUSSIAN_DISTORTION)[bits] * step.square()).sum()
+        bits, own, step = self.bits[:stored], self.own_bits, self.step[:stored]
+        distortion = torch.tensor([GAUSSIAN_DISTORTION[width] for width in bits.tolist()])
+        noise = (distortion * (step / relative_steps(bits, books)).square()).sum()
         numbers = [
             self.deviation[:stored],
             step,
             step * self.gain[:stored],
-            REACH * books.amax(dim=1)[bits] * step,
+            REACH * books.amax(dim=1)[own] * step,
             normalize(step, dim=0).square(),
         ]
         of_codes = scales_of(torch.arange(INFINITY_CODE)).numpy()
-        arrays = bits.numpy(), torch.stack(numbers).contiguous().numpy(), books.numpy()
+        arrays = own.numpy(), torch.stack(numbers).contiguous().numpy(), books.numpy()
         return *arrays, of_codes, np.float32(noise)
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
@@ -185,10 +254,12 @@ _HELD = local()
 
 def _scratch(latents: int) -> tuple[NDArray[Any], ...]:
     """Return scratch of `viterbi` for that many latents at least, the same for all calls."""
+    from manifoldkv.coding.viterbi import SHORTEST
+
     held: tuple[NDArray[Any], ...] | None = getattr(_HELD, "scratch", None)
     if held is None or len(held[1]) < latents:
         held = _HELD.scratch = (
-            np.empty((3, STATES), np.float32),
+            np.empty((3, STATES + SHORTEST), np.float32),
             np.empty((latents, STATES), np.uint8),
             np.empty(latents, np.float32),
             np.empty(latents, np.uint16),
@@ -197,7 +268,7 @@ def _scratch(latents: int) -> tuple[NDArray[Any], ...]:
 
 
 def state_fields(bits: Tensor) -> Tensor:
-    """Return where the states of latents of some bits (r,) are in a stream, (r, 5), int64.
+    """Return where the states of latents of some own bits (r,) are in a stream, (r, 5), int64.
 
     Per latent: three bytes, the right shift of the integer that they make, first byte highest, and
     the mask that cuts the state out of it, 0 for bits beyond the end of the stream.
@@ -220,11 +291,11 @@ def search(scaled: Tensor, bits: Tensor, weights: Tensor, codebooks: Tensor) -> 
     scaled : Tensor
         Latents in units of the codebooks, (n, r), float32.
     bits : Tensor
-        Bits of every latent, (r,), int64.
+        Own bits of every latent, (r,), int64.
     weights : Tensor
         Weights of squared errors, (r,), float32.
     codebooks : Tensor
-        Codewords of every width and state, (9, `STATES`), float32.
+        Codewords by own bits and state, (9, `STATES`), float32.
     """
     from manifoldkv.coding import viterbi
 

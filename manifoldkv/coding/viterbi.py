@@ -20,6 +20,8 @@ from manifoldkv.coding.trellis import View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
+SHORTEST = 64
+"""Costs that errors are added to at a time, at least: fewer are repeated."""
 SMALLEST = np.float32(SMALLEST_SCALE)
 LARGER_SCALES = 13
 """Scales that are tried: every second one from the root mean square on, eight of which double a
@@ -69,27 +71,32 @@ def search(
 
     Latents (n, r) are in units of the codebooks (9, states), one for every width in `bits` (r,).
     The state of a latent is a window of the stream of all bits that begins with its own; bits
-    beyond the last latent are 0. Scratch begins with costs (3, states) and branches (r, states).
+    beyond the last latent are 0. Scratch begins with costs (3, states + `SHORTEST`) and branches
+    (r, states).
     """
     costs, branches = scratch[0], scratch[1]
-    now, then, tree = costs[0], costs[1], costs[2]
     tokens, count = latents.shape
     size = codebooks.shape[1]
+    now, then, tree = costs[0, :size], costs[1, :size], costs[2]
     for token in range(tokens):
         now[:] = WORST
         now[0] = np.float32(0)
         for i in range(count - 1, -1, -1):
-            kept, start, end = size, 0, 0
+            kept, start, least = size, 0, now
             for _ in range(bits[i]):
-                source = now if end == 0 else tree[start:end]
                 kept >>= 1
-                start = end
-                end += kept
-                _halve(source, tree[start:end], branches[i, start:end])
-            for own in range(1 << bits[i]):
-                first, stop = own * kept, (own + 1) * kept
-                codewords, x = codebooks[bits[i], first:stop], latents[token, i]
-                _add_errors(then[first:stop], tree[start:end], codewords, x, weights[i])
+                half = tree[start : start + kept]
+                _halve(least, half, branches[i, start : start + kept])
+                start, least = start + kept, half
+            if kept < SHORTEST:
+                start -= kept
+                least = tree[start : start + SHORTEST]
+                for j in range(kept, SHORTEST):
+                    least[j] = least[j - kept]
+            x, weight = latents[token, i], weights[i]
+            for first in range(0, size, len(least)):
+                part = slice(first, first + len(least))
+                _add_errors(then[part], least, codebooks[bits[i], part], x, weight)
             now, then = then, now
         state = 0
         for other in range(1, size):

@@ -239,20 +239,19 @@ def add_product(out: View, slots: Array, source: Array, matrix: View, k: int, to
 
 
 @_inner
-def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile, turned: Array) -> None:
-    """Rotate pairs of scratch rows; short loops need few checks that rows do not overlap."""
+def _rotate(keys: Array, pairs: Array, cos: View, sin: View, tile: Tile) -> None:
+    """Rotate pairs of scratch rows."""
     tokens = tile[2]
     for i in range(len(pairs)):
         first, second, of_first, of_second = pairs[i]
-        x, y = keys[first * TILE : (first + 1) * TILE], keys[second * TILE : (second + 1) * TILE]
-        cosine, sine = _row(cos, tile, of_first), _row(sin, tile, of_first)
+        x = keys[first * TILE : first * TILE + tokens]
+        y = keys[second * TILE : second * TILE + tokens]
+        x_cos, x_sin = _row(cos, tile, of_first), _row(sin, tile, of_first)
+        y_cos, y_sin = _row(cos, tile, of_second), _row(sin, tile, of_second)
         for t in range(tokens):
-            turned[t] = x[t] * cosine[t] - y[t] * sine[t]
-        cosine, sine = _row(cos, tile, of_second), _row(sin, tile, of_second)
-        for t in range(tokens):
-            y[t] = y[t] * cosine[t] + x[t] * sine[t]
-        for t in range(tokens):
-            x[t] = turned[t]
+            before, other = x[t], y[t]
+            x[t] = before * x_cos[t] - other * x_sin[t]
+            y[t] = other * y_cos[t] + before * y_sin[t]
 
 
 @_inner
@@ -282,8 +281,8 @@ def score_tile(
     """Add the scores of a tile to rows of `out`: its array, first element and stride of rows.
 
     Predictions and angles have tiles of their own. The shape is heads, query rows of a head and d.
-    Scratch is rows for D keys, for the scales and for the latents, predictions or a rotated row,
-    and a row of integers.
+    Scratch is rows for D keys, for the scales and for the latents or predictions, and a row of
+    integers.
     """
     groups, blocks, slots, weights, segments, pairs, mean, predictor, _ = tables
     _, rows, head_dim = shape
@@ -307,7 +306,7 @@ def score_tile(
             used = numbers[: next_feature - feature]
             matrix = predictor.reshape(-1), feature * p, p
             add_product((keys, 0, TILE), used, latents, matrix, p, tokens)
-        _rotate(keys, pairs[pair:next_pair], angles[0], angles[1], angles[2], latents)
+        _rotate(keys, pairs[pair:next_pair], angles[0], angles[1], angles[2])
         for i in range(segment, next_segment):
             head, feature, slot, count = segments[i]
             row = head * rows

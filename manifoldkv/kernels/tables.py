@@ -49,12 +49,11 @@ class LatentTables:
 
     @classmethod
     def of_trellis(cls, bits: Tensor) -> LatentTables:
-        """Return the tables of trellis-coded latents of some bits, (r,)."""
-        bits = bits.cpu().long()
+        """Return the tables of trellis-coded latents of some own bits, (r,)."""
         found = state_fields(bits)
         fields = torch.zeros(len(bits), 4, 4, dtype=torch.int64)
         fields[:, 0] = found[:, :4]
-        codes = [CODES[width] for width in bits.tolist()]
+        codes = [CODES[own] for own in bits.tolist()]
         fields[:, 1, 0], fields[:, 3, 0] = found[:, 4], 1
         fields[:, 1, 1:3] = torch.tensor([code[:2] for code in codes]).view(-1, 2)
         return cls(fields, torch.tensor([code.unit for code in codes]))
@@ -165,7 +164,7 @@ class KeyTables:
 
     @cached_property
     def scratch_rows(self) -> int:
-        """Return the rows of a tile: keys, scales, and latents, predictions or a rotated row."""
+        """Return the rows of a tile: keys, scales, and latents or predictions."""
         return len(self.mean) + 1 + max(1, self.predictor.shape[1], *self.blocks[:, 3].tolist())
 
     def multiplications(self, rows: int) -> int:

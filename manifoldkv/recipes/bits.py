@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf, isfinite
@@ -22,8 +22,9 @@ from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION as OF_UNIFORM
 from manifoldkv.coding.allocation import (
     WIDTHS,
     allocate,
-    checked_widths,
+    allocate_streams,
     fit_quantizers,
+    gaussian_costs,
     pack_size,
 )
 from manifoldkv.coding.quantizer import Quantizer
@@ -43,7 +44,7 @@ from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
 from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space
 from manifoldkv.recipes.held_out import with_measured_loss
-from manifoldkv.recipes.menu import Menu, StepWork, gaussian_costs
+from manifoldkv.recipes.menu import Menu, StepWork
 from manifoldkv.recipes.probe import Estimate, timed
 from manifoldkv.recipes.run import Run
 from manifoldkv.recipes.smallest import smallest_plan
@@ -68,13 +69,15 @@ FRONTIER = (2.0, 4.0, 8.0, 16.0)
 """Amounts of work whose losses an estimate shows."""
 FRONTIER_SEQUENCES = 8
 """Calibration sequences that these losses are estimated on."""
-DEARER, LEAST_PRICE = 1.1, 1e-12
+DEARER, LEAST_PRICE = 1.03, 1e-12
 """Factor by which the price of work rises until a plan is within its limit, and where it begins."""
 
 LOG = logging.getLogger(__name__)
 
-Bits = list[NDArray[np.int64]]
-"""Of the latents of every pack, by site."""
+PACK = pack_size(WIDTHS)
+"""Neighbouring latents of equal width, if they are rounded."""
+Bits = list[NDArray[Any]]
+"""Of the latents, by site."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,6 @@ class BitRecipe(CodedRecipe[Bits]):
         As in `CodedRecipe`.
     work : float
         Largest `CompressionPlan.work`; infinite for no limit.
-    widths : tuple of int
-        Bits that a latent may have, increasing from 0 to at most 8.
     bands : tuple of (int or None)
         Possible widths of a band in frequencies; None for all frequencies together.
     depth : int or None
@@ -123,22 +124,20 @@ class BitRecipe(CodedRecipe[Bits]):
     Raises
     ------
     ArgumentError
-        If the widths do not increase from 0 to at most 8 bits, `sinks` or `depth` is negative, a
-        band is not positive, or `work` is not a positive number.
+        If `sinks` or `depth` is negative, a band is not positive, or `work` is not a positive
+        number.
     """
 
     meets_nats = True
     refits_last_round = False
 
     work: float = DEFAULT_WORK
-    widths: tuple[int, ...] = WIDTHS
     bands: tuple[int | None, ...] = BANDS
     depth: int | None = DEPTH
     trellis: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_widths(self.widths)
         if not self.work > 0:  # nor NaN
             raise ArgumentError(f"work must be a positive number, got {self.work}")
         if self.depth is not None and self.depth < 0:
@@ -155,7 +154,7 @@ class BitRecipe(CodedRecipe[Bits]):
         return super().describe() | structure
 
     def describe_allocation(self) -> dict[str, Any]:
-        return {"name": "bits", "widths": list(self.widths), "trellis": self.trellis}
+        return {"name": "bits", "trellis": self.trellis}
 
     def check(
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
@@ -202,8 +201,8 @@ class BitRecipe(CodedRecipe[Bits]):
         return Space(self.bands, self.depth, chains if self.predicts else ())
 
     @property
-    def _distortion(self) -> Sequence[float]:
-        """Return the mean squared errors of a Gaussian of variance one, of 0 to 8 bits."""
+    def _distortion(self) -> dict[float, float]:
+        """Return the mean squared errors of a Gaussian of variance one, by bits."""
         return OF_TRELLIS if self.trellis else OF_UNIFORM
 
     @property
@@ -249,16 +248,9 @@ class BitRecipe(CodedRecipe[Bits]):
             step = StepWork.of(sites, menu.cached, limit, choice.work_price)
         if not any(one.inputs for one in designs):
             return Designs(designs, 1, None, step)
-        size, widths = pack_size(self.widths), list(self.widths)
-        costs = [
-            gaussian_costs(one.variances, self._distortion)[:, widths]
-            .unflatten(0, (-1, size))
-            .sum(dim=1)
-            .numpy()
-            for one in sites
-        ]
+        costs = [gaussian_costs(one.variances, self._distortion).numpy() for one in sites]
         # Of the inputs of predictions; allocated again, within the work, from measured distortions.
-        bits = allocate(costs, self.widths, int(run.budget), menu.cached)
+        bits = self._widths(costs, run, menu.cached)
         return Designs(designs, ROUNDS - 1, bits, step)
 
     def estimate(self, decoder: Decoder, run: Run) -> Estimate:
@@ -283,10 +275,10 @@ class BitRecipe(CodedRecipe[Bits]):
     def budget(self, decoder: Decoder, ratio: float, context: int) -> int:
         """Return the bytes of the latents of a text, without sink tokens and scales."""
         features = decoder.features
-        if features % pack_size(self.widths):
+        if not self.trellis and features % PACK:
             raise ArgumentError(
-                f"widths {self.widths} need features in multiples of {pack_size(self.widths)}, a "
-                f"layer has {features}: leave out the odd widths"
+                f"without a trellis code the features of a layer must be a multiple of {PACK}, got "
+                f"{features}: leave trellis out"
             )
         of_sinks, of_scales, full = self._fixed_bytes(decoder, context)
         remaining = int(ratio * full + 1e-9) - of_sinks - of_scales
@@ -305,13 +297,11 @@ class BitRecipe(CodedRecipe[Bits]):
         return of_sinks, 2 * TOKEN_SCALE_BYTES * sum(cached), 4 * decoder.features * sum(cached)
 
     def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[Bits]) -> Bits:
-        distortion = self._distortion if self.trellis else None  # None: fitted to the latents
-        costs = [site.costs(self.widths, distortion) for site in sites]
+        costs = [site.trellis_costs() if self.trellis else site.rounding_costs() for site in sites]
         cached = [cached_tokens(run.context, window) for window in run.windows for _ in range(2)]
-        budget, step = int(run.budget), designs.step
+        step = designs.step
         if step is None:
-            return allocate(costs, self.widths, budget, cached)
-        size = pack_size(self.widths)
+            return self._widths(costs, run, cached)
         rows = [
             site.rows if index % 2 == 0 else torch.zeros_like(site.rows)
             for index, site in enumerate(sites)
@@ -319,26 +309,34 @@ class BitRecipe(CodedRecipe[Bits]):
         price = step.price
         while True:
             priced = [
-                with_work(cost, price * tokens * (mapped + uses), size)
+                with_work(cost, price * tokens * (mapped + uses))
                 for cost, tokens, mapped, uses in zip(costs, cached, rows, step.uses, strict=True)
             ]
-            bits = allocate(priced, self.widths, budget, cached)
+            bits = self._widths(priced, run, cached)
             stored = [
-                torch.from_numpy(one > 0).repeat_interleave(size) * site.varying
+                torch.from_numpy(one > 0) * site.varying
                 for one, site in zip(bits, sites, strict=True)
             ]
             if step.total(stored, rows) <= step.limit:
                 return bits
             price = max(DEARER * price, LEAST_PRICE)
 
+    def _widths(self, costs: list[NDArray[np.float64]], run: CodedRun, cached: list[int]) -> Bits:
+        """Return the bits of latents of some costs, (D, widths), within the budget of a run."""
+        budget = int(run.budget)
+        if self.trellis:
+            return allocate_streams(costs, tuple(OF_TRELLIS), budget, cached)
+        packs = [cost.reshape(-1, PACK, len(WIDTHS)).sum(axis=1) for cost in costs]
+        return [np.repeat(bits, PACK) for bits in allocate(packs, WIDTHS, budget, cached)]
+
     def quantize(
         self, site: WeightedKLT, allocation: Bits, index: int, grouping: HeadGrouping
     ) -> tuple[Basis, Quantizer]:
         quantizer = trellis_coded if self.trellis else mixed_widths
-        return quantizer(site, allocation[index], self.widths, grouping)
+        return quantizer(site, allocation[index], grouping)
 
     def fitting_seconds(self, features: int) -> float:
-        seconds, _ = timed(partial(fit_quantizers, torch.randn(SAMPLES, features), self.widths))
+        seconds, _ = timed(partial(fit_quantizers, torch.randn(SAMPLES, features)))
         return seconds
 
 
@@ -348,8 +346,8 @@ def _limit(decoder: Decoder, run: CodedRun, work: float) -> float:
     return work * 2 * decoder.query_heads * decoder.head_dim * cached
 
 
-def with_work(cost: NDArray[np.float64], price: Tensor, size: int) -> NDArray[np.float64]:
-    """Return costs of packs (packs, widths) with the price of the work of their latents, (D,)."""
+def with_work(cost: NDArray[np.float64], price: Tensor) -> NDArray[np.float64]:
+    """Return costs of latents (D, widths) with the price of their work, (D,)."""
     priced = cost.copy()
-    priced[:, 1:] += price.unflatten(0, (-1, size)).sum(dim=1, keepdim=True).numpy()
+    priced[:, 1:] += price.unsqueeze(1).numpy()
     return priced

@@ -114,7 +114,7 @@ class MenuBuilder:
                 most = int(min(index % length, below, INPUTS_BELOW))
                 sites += choices.in_chain(range(1, most + 1) if length == inf else (most,))
 
-    def menus(self, distortion: Sequence[float]) -> list[Menu]:
+    def menus(self, distortion: dict[float, float]) -> list[Menu]:
         """Return a menu without chains, then one for each length of chains.
 
         `distortion` is as in `Menu`.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import SITES, Site
-from manifoldkv.coding.allocation import COHERENCE, coherent_costs
+from manifoldkv.coding.allocation import gaussian_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
 
@@ -142,13 +142,13 @@ class Menu:
         Choices by site.
     cached : list of int
         Cached tokens by site.
-    distortion : sequence of float
-        Mean squared errors of a Gaussian latent of variance one, of 0 to 8 bits.
+    distortion : dict of float to float
+        Mean squared errors of a Gaussian latent of variance one, by bits.
     """
 
     sites: list[list[Choice]]
     cached: list[int]
-    distortion: Sequence[float]
+    distortion: dict[float, float]
 
     def best(self, bits: float, work: float) -> Chosen:
         """Return the choices that cost least within two budgets.
@@ -181,9 +181,10 @@ class Menu:
         stored = [0.0] * len(self.sites)
         indices: list[int] = []
         nats = work = bits = 0.0
+        of_widths = torch.tensor(list(self.distortion), dtype=torch.float64)
         for site, (choices, t) in enumerate(zip(self.sites, self.cached, strict=True)):
             costs, per_latent = self._stacked[site]
-            prices = costs + bit_price * t * torch.arange(costs.shape[2], dtype=costs.dtype)
+            prices = costs + bit_price * t * of_widths
             prices[:, :, 1:] += work_price * t * per_latent.unsqueeze(2)
             least, widths = prices.min(dim=2)  # (choices, D)
             # Multiplications beyond those of the site's own latents.
@@ -200,7 +201,7 @@ class Menu:
             stored[site] = float(kept.sum())
             indices.append(index)
             nats += float(costs[index].gather(1, widths[index].unsqueeze(1)).sum())
-            bits += float(widths[index].sum()) * t
+            bits += float(of_widths[widths[index]].sum()) * t
             work += (further[index] + float(per_latent[index][kept].sum())) * t
         return Chosen(indices, work, nats, bit_price, work_price), bits
 
@@ -233,15 +234,6 @@ def _lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: floa
 def _index_of(site: int, below: int, of: Site) -> int:
     """Return the index of an input of a site, keys and values of all layers counted."""
     return site - site % 2 - 2 * below + SITES.index(of)
-
-
-def gaussian_costs(variances: Tensor, distortion: Sequence[float]) -> Tensor:
-    """Return the costs in nats of Gaussian latents (D,) of 0 to 8 bits, (D, 9).
-
-    `distortion` is as in `Menu`.
-    """
-    relative = torch.tensor(distortion, dtype=variances.dtype)
-    return coherent_costs(variances.unsqueeze(1) * relative, COHERENCE) / 2
 
 
 def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple[Tensor, ...]:

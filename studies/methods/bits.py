@@ -44,13 +44,6 @@ class Bits(BitMethod):
     recipe = BitRecipe()
 
 
-@register_method("bits-few-widths")
-class BitsFewWidths(BitMethod):
-    """Bits with latents of 0, 2, 4 and 8 bits only."""
-
-    recipe = BitRecipe(widths=(0, 2, 4, 8))
-
-
 @register_method("dense-bits")
 class DenseBits(BitMethod):
     """Bits with one transform of all frequencies and nothing predicted."""

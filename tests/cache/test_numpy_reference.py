@@ -42,9 +42,21 @@ def mid_rise(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndar
     return np.where(bits > 0, (codes + 0.5) * step, 0)
 
 
+def whole(bits: np.ndarray) -> np.ndarray:
+    """Bits with every second half rounded up, the others down, and the last one up."""
+    found, half = bits.astype(int), False
+    for i in range(len(bits)):
+        found[i] += half and bits[i] % 1 > 0
+        half ^= bool(bits[i] % 1)
+    last = int((bits > 0).sum()) - 1
+    found[last] = max(1, found[last])
+    return found
+
+
 def of_trellis(latents: np.ndarray, bits: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Latents (tokens, features) as the codewords of the stream with the least squared error."""
     found, stored = np.zeros_like(latents), int((bits > 0).sum())
+    bits = whole(bits)
     states, books = np.arange(STATES), codebooks().numpy()
     costs = np.where(states == 0, np.float32(0), np.float32(1e30)) * np.ones((len(latents), 1))
     chosen = []
@@ -73,7 +85,7 @@ def reconstructed(
         predicted = np.concatenate(inputs, axis=1) @ planned.predictor.weights.numpy()
         expansion = planned.predictor.expansion
         expected = expected + (predicted if expansion is None else predicted @ expansion.numpy())
-    bits = quantizer.bits.numpy().astype(int)
+    bits = quantizer.bits.numpy()
     stored = bits > 0
     latents = ((x - expected) @ down).astype(np.float32)
     deviation, step, gain = (
@@ -93,8 +105,11 @@ def without_overload(
     latents: np.ndarray, norms: np.ndarray, bits: np.ndarray, step: np.ndarray
 ) -> np.ndarray:
     """The scales of tokens, at least their norms, with the least estimated squared error."""
-    largest = REACH * codebooks().numpy().max(axis=1)[bits] * step
-    noise = (np.array(GAUSSIAN_DISTORTION)[bits] * step**2).sum()
+    largest = REACH * codebooks().numpy().max(axis=1)[whole(bits)] * step
+    spread = np.sqrt((codebooks().numpy() ** 2).mean(axis=1))
+    both = np.sqrt(spread[np.floor(bits).astype(int)] * spread[np.ceil(bits).astype(int)])
+    step = np.where(bits % 1 > 0, step * spread[whole(bits)] / both, step)
+    noise = (np.array([GAUSSIAN_DISTORTION[b] for b in bits]) * step**2).sum()
     norms = norms.copy()
     for token, norm in enumerate(norms[:, 0]):
         scales = [norm]

@@ -71,9 +71,9 @@ class TestMixedWidths(QuantizerConformance):
 
 
 class TestTrellisCoded(QuantizerConformance):
-    bits = TestMixedWidths.bits
+    bits = (8, 7, 5, 4, 3.5, 3, 2, 1.5, 1, 0.5, 0.5, 0)
     quantizer = TrellisCoded(
-        torch.tensor(bits, dtype=torch.uint8),
+        torch.tensor(bits),
         step=torch.full((12,), 0.9),
         deviation=torch.logspace(1, -1, 12),
         gain=torch.full((12,), 1.1),
@@ -318,9 +318,9 @@ def test_latents_of_all_widths_fill_their_bits(bits: int) -> None:
         ({"bits": torch.tensor([2, 4], dtype=torch.uint8)}, "must not increase, and be at most 8"),
         ({"bits": torch.tensor([9, 4], dtype=torch.uint8)}, "must not increase, and be at most 8"),
         ({"bits": torch.tensor([16, 4], dtype=torch.uint8)}, "must not increase, and be at most 8"),
-        ({"bits": torch.tensor([4, 2])}, r"in uint8, got \(2,\) in torch.int64"),
-        ({"bits": torch.tensor([[4, 2]], dtype=torch.uint8)}, "must be .features,. in uint8"),
-        ({"bits": torch.tensor([], dtype=torch.uint8)}, "must be .features,. in uint8"),
+        ({"bits": torch.tensor([4, 2])}, r"in torch.uint8, got \(2,\) in torch.int64"),
+        ({"bits": torch.tensor([[4, 2]], dtype=torch.uint8)}, "must be .features,. in torch.uint8"),
+        ({"bits": torch.tensor([], dtype=torch.uint8)}, "must be .features,. in torch.uint8"),
         ({"step": torch.zeros(2)}, "step of every latent must be positive"),
         ({"step": torch.ones(3)}, r"step of latents must be \(2,\) in float32, got \(3,\)"),
         ({"step": torch.ones(1, 2)}, r"step of latents must be \(2,\) in float32, got \(1, 2\)"),
@@ -334,6 +334,22 @@ def test_latents_of_all_widths_fill_their_bits(bits: int) -> None:
 def test_impossible_mixed_widths_are_refused(changes: dict[str, Tensor], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         replace(mixed_of([4, 2]), **changes)
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ([4, 2], "in torch.float32, got .2,. in torch.int64"),
+        ([4.0, 1.25], "must be multiples of 1/2"),
+        ([4.0, torch.nan], "at most 8"),
+        ([4.0, -0.5], "at most 8"),
+        ([4.0, 4.5], "must not increase"),
+    ],
+)
+def test_impossible_bits_of_a_trellis_are_refused(bits: list[float], message: str) -> None:
+    ones = torch.ones(2)
+    with pytest.raises(PlanError, match=message):
+        TrellisCoded(torch.tensor(bits), ones, ones, ones)
 
 
 @pytest.mark.parametrize(

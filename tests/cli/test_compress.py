@@ -158,11 +158,12 @@ def test_a_dry_run_shows_the_loss_by_work(tmp_path: Path) -> None:
 
 
 def test_fields_of_several_parts_are_set(tmp_path: Path) -> None:
-    settings = ("--set", "bands=8", "--set", "depth=none", "--set", "work=9", "--set", "widths=0,2")
+    given = ("bands=8", "depth=none", "work=9", "trellis=false")
+    settings = [part for one in given for part in ("--set", one)]
     lines(*FIFTH, *settings, "--out", tmp_path)
     recipe = CompressionPlan.load(tmp_path).provenance.recipe
     assert (recipe["bands"], recipe["depth"], recipe["work"]) == ([8], None, 9)
-    assert recipe["ranks"]["widths"] == [0, 2]
+    assert recipe["ranks"]["trellis"] is False
 
 
 def test_a_model_without_a_text_is_calibrated_on_what_it_writes(

@@ -52,14 +52,12 @@ BEFORE_LOADING = [
     ((*COMPRESS, "--set", f"seed=-{LARGE}"), f"seed -{LARGE} is not an integer"),
     (
         ("compress", MODEL, "--set", "ranks=uniform"),
-        "recipe bits has no field 'ranks'; "
-        "known: sinks, work, widths, bands, depth, trellis, rotary",
+        "recipe bits has no field 'ranks'; known: sinks, work, bands, depth, trellis, rotary",
     ),
     (("compress", MODEL, "--set", "sinks.x=1"), "sinks of recipe bits has no field 'x'"),
     (("compress", MODEL, "--set", "sinks=many"), "sinks=many must be int"),
     (("compress", MODEL, "--set", "bands=8,x"), "bands=8,x must be int or none"),
     (("compress", MODEL, "--set", "bands="), "bands= must be int or none"),
-    (("compress", MODEL, "--set", "widths=4"), "widths must increase from 0"),
     (("compress", MODEL, "--set", "depth=-1"), "depth must be >= 0, got -1"),
     (("compress", MODEL, "--set", "bits=4"), "leave the quantisation out"),
     (("evaluate", "no-model", "--plan", "no-plan"), "name a text to measure no-model on with --te"),

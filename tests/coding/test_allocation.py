@@ -1,6 +1,7 @@
 """Bits from one budget: against brute force, SciPy and the theory of quantisers."""
 
 import itertools
+from math import ceil
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from manifoldkv.coding.allocation import (
     GAUSSIAN_STEPS,
     WIDTHS,
     allocate,
+    allocate_streams,
     best_gains,
     coherent_costs,
     fit_quantizers,
+    gaussian_costs,
     pack_size,
     quantized,
 )
+from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as GAUSSIAN_OF_TRELLIS
 from manifoldkv.errors import ArgumentError
 
 FEW_WIDTHS = (0, 2, 4, 8)
@@ -158,6 +162,35 @@ def test_no_choice_of_bits_is_better(problem: tuple[list[np.ndarray], int]) -> N
     assert sum(int(chosen.sum()) for chosen in bits) <= budget
     best = brute_force(costs, [0, 1, 2, 3], budget)
     assert cost_of(costs, bits, widths) == pytest.approx(best)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.01, 9), min_size=2, max_size=30), min_size=1, max_size=3),
+    st.floats(0, 2),
+    st.integers(0, 40),
+)
+def test_bits_of_streams_are_within_some_bytes_of_the_best(
+    variances: list[list[float]], price: float, budget: int
+) -> None:
+    """Nothing within a budget costs less than its Lagrangian dual; sites may leave some bytes."""
+    widths = tuple(GAUSSIAN_OF_TRELLIS)
+    costs = [
+        gaussian_costs(torch.tensor(one, dtype=torch.float64), GAUSSIAN_OF_TRELLIS).numpy()
+        for one in variances
+    ]
+    for cost in costs:
+        cost[:, 1:] += price  # of a latent that is stored
+    bits = allocate_streams(costs, widths, budget)
+    assert sum(ceil(chosen.sum() / 8) for chosen in bits) <= budget
+    found = cost_of(costs, bits, widths)
+    rows = np.concatenate(costs)
+
+    def dual(size: int) -> float:
+        prices = np.append(0, np.geomspace(1e-9, 100, 2000))
+        priced = rows + prices[:, np.newaxis, np.newaxis] * np.array(widths)  # (prices, D, widths)
+        return float((priced.min(axis=2).sum(axis=1) - 8 * size * prices).max())
+
+    assert dual(budget) - 1e-9 <= found <= 1.01 * dual(max(0, budget - 3 * len(costs)))
 
 
 @given(

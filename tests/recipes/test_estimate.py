@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,10 @@ def test_bits_take_time_for_moments_and_for_quantisers() -> None:
     assert found.cache_bytes == found.stock_bytes / 2
     with pytest.raises(ArgumentError, match="too small"):
         estimate(model, tokens, ratio=0.01, recipe=recipe)
-    with pytest.raises(ArgumentError, match="need features in multiples of 8"):
-        estimate(tiny_model("llama", head_dim=6), tokens, ratio=0.5, recipe=recipe)
+    six = tiny_model("llama", head_dim=6)
+    assert estimate(six, tokens, ratio=0.5, recipe=recipe).cache_bytes > 0
+    with pytest.raises(ArgumentError, match="must be a multiple of 8, got 12: leave trellis out"):
+        estimate(six, tokens, ratio=0.5, recipe=replace(recipe, trellis=False))
 
 
 def test_a_plan_for_stored_caches_takes_time_for_moments_and_tables() -> None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION
+from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION, gaussian_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
-from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork, gaussian_costs
+from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork
 
 LATENTS, WIDTHS = 2, 9
 CACHED = 3

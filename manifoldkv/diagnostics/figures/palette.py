@@ -69,7 +69,6 @@ METHODS = {
     "work-16": Mark(SKY, "^"),
     "work-32": Mark(SKY, "P"),
     "dense-bits": Mark(SKY, "o"),
-    "bits-few-widths": Mark(SKY, "d"),
     "own-keys": Mark(BLUE, "^"),
     "one-layer-below": Mark(BLUE, "v"),
     "stored": Mark(BLUE, "*"),
