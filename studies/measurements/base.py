@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import common
 import pandas as pd
-from methods import METHODS, Method, PlanMethod, Setting
+from methods import METHODS, Method, Setting
 from torch import Tensor
 from tqdm import tqdm
 
@@ -210,10 +210,10 @@ class MethodBenchmark(Benchmark):
 
     def _point(self, name: str, ratio: float) -> OperatingPoint:
         method = METHODS.get(name)(self.setting, ratio)
-        checkpoints = self.checkpoints_of(method)
-        if isinstance(method, PlanMethod) and not self.given.force:
-            method.plan_folder = self.plans / f"{name}-{checkpoints.digest[:16]}"
-        facts = checkpoints.frame("made", partial(self._facts, method))
+        for one in () if self.given.force else method.planned():
+            digest = self.checkpoints_of(one).digest[:16]
+            one.plan_folder = self.plans / f"{METHODS.describe(one)['name']}-{digest}"
+        facts = self.checkpoints_of(method).frame("made", partial(self._facts, method))
         columns = {str(column): value for column, value in facts.iloc[0].items()}
         return OperatingPoint(name, method, columns)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from manifoldkv.models.support import (
 )
 from manifoldkv.registry import Registry
 from manifoldkv.windows import cached_tokens
+
+if TYPE_CHECKING:
+    from methods.plans import PlanMethod
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,10 @@ class Method(ABC):
         self, model: PreTrainedModel, prompts: Prompts
     ) -> AbstractContextManager[Callable[[], Cache]]:
         """Hold prompts in the cache, as `manifoldkv.evaluation.retrieval.Holder` does."""
+
+    def planned(self) -> Sequence[PlanMethod]:
+        """Return the methods whose plans are kept for other runs: itself if it is one."""
+        return ()
 
     def facts(self) -> dict[str, float]:
         """Return the bytes of the bases, and as `attention_work` the work of a plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from math import ceil, inf, nan
@@ -26,6 +26,7 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.support import linear_weight
 from methods.base import Baseline, Setting, register_method
 from methods.bits import Best
+from methods.plans import PlanMethod
 from methods.windows import heads, stacked
 
 SHARE = 1 / 2
@@ -61,6 +62,9 @@ class Evicted(Baseline):
     def plan(self) -> CompressionPlan:
         """The plan of the kept tokens."""
         return self._of_all.plan
+
+    def planned(self) -> Sequence[PlanMethod]:
+        return (self._of_all,)
 
     def nbytes(self, tokens: int) -> int:
         window = self.setting.window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,9 @@ class PlanMethod(Method):
         """Return a plan with integer latents."""
         tokens = self.setting.calibration[:CALIBRATION_OF_BITS]
         return quantize(plan, self.setting.model, tokens, quantization)
+
+    def planned(self) -> Sequence[PlanMethod]:
+        return (self,)
 
     def nbytes(self, tokens: int) -> int:
         return self.plan.nbytes(tokens)

@@ -52,6 +52,17 @@ def method_with(plan: CompressionPlan, model: PreTrainedModel, ratio: float = 0.
     return method
 
 
+def test_the_plan_is_read_where_another_run_has_left_it(
+    model: PreTrainedModel, plan: CompressionPlan, tmp_path: Path
+) -> None:
+    method = METHODS.get("evicted")(Setting(model, tiny_tokens(), TOKENS, "pre", 0, tmp_path), 0.2)
+    assert isinstance(method, Evicted)
+    plan.save(tmp_path / "plan")
+    for one in method.planned():
+        one.plan_folder = tmp_path / "plan"
+    assert method.plan.digest() == plan.digest()
+
+
 @torch.no_grad()
 def answers(model: PreTrainedModel, cache: DynamicCache) -> Tensor:
     return model(input_ids=tiny_tokens(TEXTS, ANSWER), past_key_values=cache).logits
