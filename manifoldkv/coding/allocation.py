@@ -26,7 +26,9 @@ COHERENCE = 3.0
 """Cost of an error proportional to the latent, relative to that of noise of equal power.
 
 Attention averages noise over many tokens, but not a common shrinkage. Of 1, 2, 4 and 16 the two in
-the middle diverged least on a language model of 135 million parameters.
+the middle diverged least on a language model of 135 million parameters. At a thirty-second of the
+cache, trellis-coded, it diverges by 0.195 and 0.211 nats (two texts) with 1.7, by 0.167 and 0.182
+with 3, and by 0.164 and 0.191 with 5.
 """
 GAUSSIAN_STEPS = {
     1: 1.596,
