@@ -18,6 +18,8 @@ from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import Packed, View
 
+_NO_TOKENS = torch.empty(1, 1, 1, 0, dtype=torch.uint8)
+
 
 class WidthStore(Store):
     """Packed latents of several widths and scales of tokens, tokens along the last dimension."""
@@ -51,6 +53,13 @@ class WidthStore(Store):
         """Return some tokens as kernels take them; memory is shared."""
         return Packed(self._codes.flat(start), self._scales.flat(start), stop - start)
 
+    def _extend(self, size: int, batch: int, tokens: int) -> tuple[View, View]:
+        """Return codes (B, size, m) and scales (B, 1, m) of new tokens on a CPU, to be written."""
+        first = len(self)
+        self._codes.extend(_NO_TOKENS.expand(batch, 1, size, 0), tokens)
+        self._scales.extend(_NO_TOKENS.expand(batch, 1, 1, 0), tokens)
+        return self._codes.flat(first), self._scales.flat(first)
+
 
 class MixedWidthStore(WidthStore):
     """Integers of mixed widths.
@@ -79,11 +88,9 @@ class MixedWidthStore(WidthStore):
         self._tables: QuantizerTables | None = None
         if device.type == "cpu" and dtype == torch.float32 and is_available():
             latents = LatentTables.of(self._planes, bits)
-            size = quantizer.nbytes(1, stored, 1) - TOKEN_SCALE_BYTES
+            self._size = quantizer.nbytes(1, stored, 1) - TOKEN_SCALE_BYTES
             numbers = (quantizer.deviation[:stored], quantizer.step[:stored])
-            self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], size)
-            of_codes = torch.empty(1, 1, size, 0, dtype=torch.uint8)
-            self._like = of_codes, torch.empty(1, 1, 1, 0, dtype=torch.uint8)
+            self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], self._size)
 
     def append(self, latents: Tensor) -> None:
         if self._tables is not None:
@@ -101,20 +108,13 @@ class MixedWidthStore(WidthStore):
         if self._tables is None:
             return super().append_and_read(latents)
         stored = latents[:, 0, :, : self._stored].float()
-        found = quantize(stored, self._tables, *self._extend(*stored.shape[:2]))
+        found = quantize(stored, self._tables, *self._extend(self._size, *stored.shape[:2]))
         found = functional.pad(found, (0, self._features - self._stored))
         return found.unsqueeze(1).to(self._dtype)
 
     def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
         assert self._tables is not None
-        return encode(x, expected, down, self._tables, *self._extend(*x.shape[:2]))
-
-    def _extend(self, batch: int, tokens: int) -> tuple[View, View]:
-        """Return the codes (B, bytes, m) and scales (B, 1, m) of new tokens, to be written."""
-        first = len(self)
-        self._codes.extend(self._like[0].expand(batch, -1, -1, -1), tokens)
-        self._scales.extend(self._like[1].expand(batch, -1, -1, -1), tokens)
-        return self._codes.flat(first), self._scales.flat(first)
+        return encode(x, expected, down, self._tables, *self._extend(self._size, *x.shape[:2]))
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)

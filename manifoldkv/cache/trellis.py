@@ -55,9 +55,12 @@ class TrellisStore(WidthStore):
     def _append(self, latents: Tensor) -> Tensor:
         """Append latents (B, m, r or more), and return their reconstructions, (B, m, r)."""
         batch, tokens = latents.shape[:2]
-        codes = torch.empty(batch, self._quantizer.stream_bytes, tokens, dtype=torch.uint8)
-        scales = torch.empty(batch, 1, tokens, dtype=torch.uint8)
+        size = self._quantizer.stream_bytes
         x = latents[..., : self._stored].float().cpu()
+        if self._device.type == "cpu":
+            return self._quantizer.encode(x, *self._extend(size, batch, tokens))
+        codes = torch.empty(batch, size, tokens, dtype=torch.uint8)
+        scales = torch.empty(batch, 1, tokens, dtype=torch.uint8)
         found = self._quantizer.encode(x, flat_view(codes), flat_view(scales))
         self.append_packed(*(x.unsqueeze(1).to(self._device) for x in (codes, scales)))
         return found

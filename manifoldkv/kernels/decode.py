@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from threading import local
 from types import ModuleType
 
 import numpy as np
@@ -87,7 +88,7 @@ def scores(
     kernel = kernels().scores
 
     def add(first: int, stop: int) -> None:
-        kernel(*arguments, new_scratch(tables.scratch_rows, size), views[2], first, stop)
+        kernel(*arguments, held_scratch(tables.scratch_rows, size), views[2], first, stop)
 
     in_parts(packed.tokens, add, packed.tokens)
 
@@ -120,7 +121,7 @@ def mix(
 
     def add(first: int, stop: int) -> None:
         part = out if first == 0 else torch.zeros_like(out)
-        kernel(*arguments, new_scratch(scratch), part.numpy(), column, first, stop)
+        kernel(*arguments, held_scratch(scratch), part.numpy(), column, first, stop)
         if first:
             parts.append(part)
 
@@ -149,7 +150,7 @@ def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -
 
     def add(first: int, stop: int) -> None:
         kernel(
-            *arguments, new_scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop
+            *arguments, held_scratch(len(tables.fields) + 1), flat_view(out), len(out), first, stop
         )
 
     in_parts(packed.tokens, add, packed.tokens)
@@ -160,10 +161,21 @@ def _check_tokens_last(out: Tensor) -> None:
         raise ValueError(f"out must have tokens last in memory, its strides are {out.stride()}")
 
 
-def new_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
-    """Return numbers, as rows of a tile of tokens and some more, and a row of integers."""
+_HELD = local()
+
+
+def held_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
+    """Return numbers, as rows of a tile of tokens and some more, and a row of integers.
+
+    There may be more numbers. All calls of a thread return the same memory, since the first use of
+    new memory takes as long as a kernel on few tokens.
+    """
     tile = kernels().TILE
-    return np.empty(rows * tile + more, np.float32), np.empty(tile, np.uint8)
+    size = rows * tile + more
+    held: tuple[Array, Array] | None = getattr(_HELD, "scratch", None)
+    if held is None or len(held[0]) < size:
+        held = _HELD.scratch = np.empty(size, np.float32), np.empty(tile, np.uint8)
+    return held
 
 
 def in_parts(count: int, kernel: Callable[[int, int], None], tokens: int) -> None:

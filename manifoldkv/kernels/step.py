@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.decode import in_parts, kernels, new_scratch
+from manifoldkv.kernels.decode import held_scratch, in_parts, kernels
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Array, Packed, flat_view
 
@@ -168,7 +168,7 @@ def attend(
     def add(first: int, stop: int) -> None:
         mixed = np.zeros((batch, count, tables.maps.shape[1]), np.float32)
         largest = np.full((batch, count), -np.inf, np.float32)
-        scratch = new_scratch(scratch_rows, count * head_dim)
+        scratch = held_scratch(scratch_rows, count * head_dim)
         kernels().attend(*arguments, scratch, mixed, largest, first, stop)
         parts.append((mixed, largest))
 
