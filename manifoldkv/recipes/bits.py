@@ -44,7 +44,7 @@ from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
 from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space
 from manifoldkv.recipes.held_out import with_measured_loss
-from manifoldkv.recipes.menu import Menu, StepWork
+from manifoldkv.recipes.menu import WORK_TOLERANCE, Menu, StepWork, lowest
 from manifoldkv.recipes.probe import Estimate, timed
 from manifoldkv.recipes.run import Run
 from manifoldkv.recipes.smallest import smallest_plan
@@ -69,9 +69,6 @@ FRONTIER = (2.0, 4.0, 8.0, 16.0)
 """Amounts of work whose losses an estimate shows."""
 FRONTIER_SEQUENCES = 8
 """Calibration sequences that these losses are estimated on."""
-DEARER, LEAST_PRICE = 1.03, 1e-12
-"""Factor by which the price of work rises until a plan is within its limit, and where it begins."""
-
 LOG = logging.getLogger(__name__)
 
 PACK = pack_size(WIDTHS)
@@ -245,7 +242,7 @@ class BitRecipe(CodedRecipe[Bits]):
         designs = [one.design for one in sites]
         step = None
         if isfinite(limit):
-            step = StepWork.of(sites, menu.cached, limit, choice.work_price)
+            step = StepWork.of(sites, menu.cached, limit)
         if not any(one.inputs for one in designs):
             return Designs(designs, 1, None, step)
         costs = [gaussian_costs(one.variances, self._distortion).numpy() for one in sites]
@@ -306,20 +303,22 @@ class BitRecipe(CodedRecipe[Bits]):
             site.rows if index % 2 == 0 else torch.zeros_like(site.rows)
             for index, site in enumerate(sites)
         ]
-        price = step.price
-        while True:
+
+        def at(price: float) -> Bits:
             priced = [
                 with_work(cost, price * tokens * (mapped + uses))
                 for cost, tokens, mapped, uses in zip(costs, cached, rows, step.uses, strict=True)
             ]
-            bits = self._widths(priced, run, cached)
+            return self._widths(priced, run, cached)
+
+        def fits(bits: Bits) -> bool:
             stored = [
                 torch.from_numpy(one > 0) * site.varying
                 for one, site in zip(bits, sites, strict=True)
             ]
-            if step.total(stored, rows) <= step.limit:
-                return bits
-            price = max(DEARER * price, LEAST_PRICE)
+            return step.total(stored, rows) <= step.limit
+
+        return lowest(at, fits, WORK_TOLERANCE)
 
     def _widths(self, costs: list[NDArray[np.float64]], run: CodedRun, cached: list[int]) -> Bits:
         """Return the bits of latents of some costs, (D, widths), within the budget of a run."""

@@ -71,26 +71,21 @@ class StepWork:
         Cached tokens, by site.
     limit : float
         Largest number of multiplications.
-    price : float
-        Of a multiplication of one cached token, in nats.
     """
 
     fixed: list[float]
     uses: list[float]
     cached: list[int]
     limit: float
-    price: float
 
     @classmethod
-    def of(
-        cls, choices: Sequence[Choice], cached: list[int], limit: float, price: float
-    ) -> StepWork:
+    def of(cls, choices: Sequence[Choice], cached: list[int], limit: float) -> StepWork:
         """Return the multiplications of some choices, one by site."""
         uses = [one.mixing for one in choices]
         for site, one in enumerate(choices):
             for (below, of), times in one.mixed:
                 uses[_index_of(site, below, of)] += times
-        return cls([one.fixed for one in choices], uses, cached, limit, price)
+        return cls([one.fixed for one in choices], uses, cached, limit)
 
     def total(self, stored: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
         """Return the multiplications of all cached tokens.
@@ -163,7 +158,7 @@ class Menu:
         free = self._within(bits, 0.0)
         if free.work <= work:
             return free
-        return _lowest(
+        return lowest(
             lambda price: self._within(bits, price),
             lambda chosen: chosen.work <= work,
             WORK_TOLERANCE,
@@ -171,7 +166,7 @@ class Menu:
 
     def _within(self, bits: float, work_price: float) -> Chosen:
         """Return the choices at a price of work and the lowest price of bits within a budget."""
-        chosen, _ = _lowest(
+        chosen, _ = lowest(
             lambda price: self._at(price, work_price), lambda tried: tried[1] <= bits, BIT_TOLERANCE
         )
         return chosen
@@ -217,7 +212,7 @@ class Menu:
         ]
 
 
-def _lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float) -> T:
+def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float) -> T:
     """Return the choice at the lowest price that fits a budget, or at the largest price."""
     low, high = LEAST_PRICE, LARGEST_PRICE
     best = at(high)

@@ -78,7 +78,7 @@ def taken(menu: Menu, chosen: Chosen) -> tuple[float, float]:
         stored.append(widths > 0)
         bits += int(widths.sum()) * CACHED
     choices = [site[index] for site, index in zip(menu.sites, chosen.indices, strict=True)]
-    step = StepWork.of(choices, menu.cached, 0.0, 0.0)
+    step = StepWork.of(choices, menu.cached, 0.0)
     return bits, step.total(stored, [one.rows for one in choices])
 
 
