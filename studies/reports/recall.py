@@ -128,6 +128,10 @@ def summary(results: pd.DataFrame, name: str, described: dict[str, str]) -> list
     return [*lines, *(f"- `{method}`: {text}" for method, text in described.items())]
 
 
+def _cell(row: pd.Series) -> str:
+    return f"{common.with_error(row['score'], row['score_error'], 2)}, {row['added_nll']:+.2f}"
+
+
 def _table(part: pd.DataFrame) -> list[str]:
     counted = part[part["composition"] == STOCK].set_index("task")["counted"]
     titles = [task if counted[task] else f"({task})" for task in counted.index]
@@ -136,9 +140,9 @@ def _table(part: pd.DataFrame) -> list[str]:
     for (method, _, prefill), line in caches:
         of_counted = line[line["counted"]]
         average = f"{of_counted['score'].mean():.2f}, {of_counted['added_nll'].mean():+.2f}"
+        by_task = line.set_index("task")
         cells = [
-            f"{common.with_error(row['score'], row['score_error'], 2)}, {row['added_nll']:+.2f}"
-            for _, row in line.iterrows()
+            _cell(by_task.loc[task]) if task in by_task.index else "-" for task in counted.index
         ]
         times = f"{1 / line['ratio'].iloc[0]:.2f}"
         rows.append([f"`{method}`", times, prefill, average if len(of_counted) else "-", *cells])
