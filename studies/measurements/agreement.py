@@ -84,4 +84,5 @@ class AgreementBenchmark(MethodBenchmark):
         frames = [read[UNCOMPRESSED].assign(composition=UNCOMPRESSED, ratio=1.0)]
         frames += [point.labelled(read[str(index)]) for index, point in enumerate(points)]
         results = pd.concat(frames, ignore_index=True).drop(columns="cache")
-        return results.assign(**self.columns, new_tokens=new_tokens)
+        length = self.given.prompt_length
+        return results.assign(**self.columns, prompt_length=length, new_tokens=new_tokens)

@@ -14,24 +14,29 @@ from manifoldkv.evaluation.agreement import UNCOMPRESSED
 from manifoldkv.evaluation.perplexity import standard_error
 from reports.axes import mark_times
 
+LINEAR_BELOW = 1e-3
+"""Share of tokens below which the axis is linear, to include zero."""
+
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
-    """Return acceptance rates and same tokens against the size of the cache."""
+    """Return tokens that are not accepted and same tokens against the size of the cache."""
     caches = results[results["composition"] != UNCOMPRESSED]
     methods = list(dict.fromkeys(caches["composition"]))
     figure = Figure(figsize=(9.2, 4.4), layout="constrained")
-    accepted, same = figure.subplots(1, 2)
+    missed, same = figure.subplots(1, 2)
     for method in methods:
         by_ratio = caches[caches["composition"] == method].groupby("ratio")
         style = {"markersize": 5, "lw": 1.4, "label": method, **mark_of(method, methods).style}
         error = by_ratio["accepted"].agg(lambda x: standard_error(x.tolist()))
         mean, median = by_ratio["accepted"].mean(), by_ratio["same_tokens"].median()
-        accepted.errorbar(1 / mean.index, mean, error, elinewidth=0.8, **style)
+        missed.errorbar(1 / mean.index, 1 - mean, error, elinewidth=0.8, **style)
         same.plot(1 / median.index, median, **style)
     x = "times smaller than in 16 bits"
-    label_axes(accepted, x, "share of greedy tokens accepted", "acceptance rate")
+    missed.set_yscale("symlog", linthresh=LINEAR_BELOW)
+    y = f"share of greedy tokens\n(logarithmic above {LINEAR_BELOW:g})"
+    label_axes(missed, x, y, "not accepted, mean")
     label_axes(same, x, "tokens before the first difference", "same text, median")
-    for panel in (accepted, same):
+    for panel in (missed, same):
         mark_times(panel, 1 / caches["ratio"])
         panel.set_ylim(bottom=0)
     legend_below(figure)
@@ -48,7 +53,7 @@ def summary(results: pd.DataFrame, name: str, described: dict[str, str]) -> list
         f"# Greedy texts from a smaller cache of {name}",
         "",
         f"Greedy tokens of the uncompressed model, {first['new_tokens']} after each of "
-        f"{results['prompt'].nunique()} held-out prompts of {first['window']} tokens of "
+        f"{results['prompt'].nunique()} held-out prompts of {first['prompt_length']} tokens of "
         f"{common.short(first['calibration'])}: the share that is also the most probable token "
         "given the cache (standard error), and the median number of tokens before the first that "
         f"is not. {first['sequences']} calibration sequences of {first['length']} tokens, seed "

@@ -21,4 +21,5 @@ def test_more_bits_agree_longer_and_a_repeated_run_reads_its_steps(tmp_path: Pat
     assert integers.iloc[0] < integers.iloc[-1]
     assert results.groupby(["composition", "ratio"])["prompt"].count().eq(4).all()
     assert "| `sinks-recent` | 2.0" in done.text()
+    assert "held-out prompts of 90 tokens" in done.text()
     pd.testing.assert_frame_equal(finished(*arguments).table(), results)
