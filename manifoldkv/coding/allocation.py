@@ -244,7 +244,7 @@ def allocate_streams(
     costs: Sequence[NDArray[np.float64]],
     widths: Sequence[float],
     budget: int,
-    tokens: Sequence[int] | None = None,
+    tokens: Sequence[int],
 ) -> list[NDArray[np.float64]]:
     """Return the bits of every latent that minimise the total cost within a budget.
 
@@ -255,14 +255,14 @@ def allocate_streams(
     Parameters
     ----------
     costs : sequence of array
-        Cost of each latent at each width, by site, (D, widths); differences per bit may not rise
-        from one width to the next, the first excepted.
+        Cost of each latent at each width, by site, (D, widths), convex from the first width above
+        0 on.
     widths : sequence of float
         Widths in bits, increasing from 0.
     budget : int
         Bytes of all streams.
-    tokens : sequence of int, optional
-        Number of cached tokens of every site; 1 if omitted.
+    tokens : sequence of int
+        Number of cached tokens of every site.
 
     Returns
     -------
@@ -279,8 +279,7 @@ def allocate_streams(
     sites = [_Stream.of(np.asarray(cost, dtype=np.float64), np.array(widths)) for cost in costs]
     longest = max(len(site.costs) for site in sites)
     rows = np.stack([np.pad(site.costs, (0, longest - len(site.costs)), "edge") for site in sites])
-    cached = np.array([1] * len(costs) if tokens is None else tokens)
-    chosen = _widened(rows, np.arange(longest), cached, budget)
+    chosen = _widened(rows, np.arange(longest), np.array(tokens), budget)
     return [site.bits(8 * int(size)) for site, size in zip(sites, chosen, strict=True)]
 
 

@@ -21,7 +21,7 @@ from manifoldkv.coding.trellis import View
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
 SHORTEST = 64
-"""Costs that errors are added to at a time, at least: fewer are repeated."""
+"""Fewest costs that `_add_errors` takes: shorter rows are repeated to fill vector registers."""
 SMALLEST = np.float32(SMALLEST_SCALE)
 LARGER_SCALES = 13
 """Scales that are tried: every second one from the root mean square on, eight of which double a
@@ -69,10 +69,10 @@ def search(
 ) -> None:
     """Write the states (n, r) whose codewords have the least weighted squared error.
 
-    Latents (n, r) are in units of the codebooks (9, states), one for every width in `bits` (r,).
-    The state of a latent is a window of the stream of all bits that begins with its own; bits
-    beyond the last latent are 0. Scratch begins with costs (3, states + `SHORTEST`) and branches
-    (r, states).
+    Latents (n, r) are in units of the codebooks (9, states), one for every number of own bits in
+    `bits` (r,). The state of a latent is a window of the stream of all bits that begins with its
+    own; bits beyond the last latent are 0. Scratch begins with costs (3, states + `SHORTEST`) and
+    branches (r, states).
     """
     costs, branches = scratch[0], scratch[1]
     tokens, count = latents.shape

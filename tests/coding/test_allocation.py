@@ -180,7 +180,7 @@ def test_bits_of_streams_are_within_some_bytes_of_the_best(
     ]
     for cost in costs:
         cost[:, 1:] += price  # of a latent that is stored
-    bits = allocate_streams(costs, widths, budget)
+    bits = allocate_streams(costs, widths, budget, [1] * len(costs))
     assert sum(ceil(chosen.sum() / 8) for chosen in bits) <= budget
     found = cost_of(costs, bits, widths)
     rows = np.concatenate(costs)
