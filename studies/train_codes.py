@@ -5,7 +5,7 @@
 A codeword is computed from its state by a multiplier and an offset (`trellis.Code`). Of many random
 pairs of the two, those with the least mean squared error on a Gaussian source, at the best unit of
 their codewords, are kept and compared again on more samples. The code of latents that add no bits
-is compared at half a bit, by turns with the code of one bit. Takes ten minutes on one core; prints
+is compared at half a bit, by turns with the code of one bit. Takes four minutes on one core; prints
 a row of `trellis.CODES` for every number of bits, with its distortion on other samples, and the
 distortions of half widths.
 """
