@@ -8,15 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.composed import ComposedSites, NewTokens, offset_of, store_of
+from manifoldkv.cache.composed import (
+    ComposedSites,
+    NewTokens,
+    of_integers,
+    offset_of,
+    store_of,
+)
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import Store, constant_dtype, split_tiles, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import Input, PredictorContext
-from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -25,7 +29,6 @@ from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
-from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
 FEW_TOKENS = 16
@@ -51,16 +54,11 @@ class CompiledSites(ComposedSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        needed = {(0, "key"), *self._key_predicted, *self._value_maps}
-        quantizers = {one: _quantizer(composer.layers, index, one) for one in needed}
-        self._tables = {one: _latent_tables(quantizer) for one, quantizer in quantizers.items()}
+        quantizers = self._quantizers(composer.layers, index)
+        self._tables = {one: LatentTables.of_quantizer(x) for one, x in quantizers.items()}
 
         def folded(one: Input, part: Tensor) -> Tensor:
-            """Return a map of latents as one of integers less their centres."""
-            quantizer = quantizers[one]
-            stored = quantizer.stored
-            factor = quantizer.step[:stored] * quantizer.gain[:stored]
-            return (part[:, :stored].float() * factor).contiguous()
+            return of_integers(part, quantizers[one])
 
         self._integer_up = folded((0, "key"), self._key_up)
         self._integer_predicted = {one: folded(one, x) for one, x in self._key_predicted.items()}
@@ -248,17 +246,3 @@ def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Packed
     assert isinstance(store, WidthStore)
     first = offset_of(layers, store, seen)
     return store.packed(first, first + seen.latents)
-
-
-def _quantizer(layers: Sequence[LayerPlan], index: int, one: Input) -> MixedWidths:
-    below, site = one
-    quantizer = layers[index - below].of(site).quantizer
-    assert isinstance(quantizer, MixedWidths)
-    return quantizer
-
-
-def _latent_tables(quantizer: MixedWidths) -> LatentTables:
-    if isinstance(quantizer, TrellisCoded):
-        return LatentTables.of_trellis(quantizer.own_bits)
-    bits = quantizer.bits[: quantizer.stored]
-    return LatentTables.of(BitPlanes(bits.tolist(), bits.device), bits)

@@ -51,7 +51,8 @@ class _HeldAngles:
         surplus = self._positions.shape[1] - before
         angles = call.angles
         if (
-            batch == len(positions)
+            self._positions.device == positions.device
+            and batch == len(positions)
             and surplus >= 0
             and torch.equal(self._positions[:, surplus:], positions[:, :before])
             and all(map(torch.equal, frequencies, self._frequencies))

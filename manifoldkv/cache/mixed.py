@@ -18,8 +18,6 @@ from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import Packed, View
 
-_NO_TOKENS = torch.empty(1, 1, 1, 0, dtype=torch.uint8)
-
 
 class WidthStore(Store):
     """Packed latents of several widths and scales of tokens, tokens along the last dimension."""
@@ -46,18 +44,26 @@ class WidthStore(Store):
 
     def newest_packed(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the newest tokens, codes (B, 1, bytes, count) and scales (B, 1, 1, count)."""
-        first = len(self) - count
-        return self._codes.view[..., first:], self._scales.view[..., first:]
+        return self.visible(len(self) - count, len(self))
+
+    def visible(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return views of some tokens, codes (B, 1, bytes, m) and scales (B, 1, 1, m)."""
+        return self._codes.view[..., start:stop], self._scales.view[..., start:stop]
 
     def packed(self, start: int, stop: int) -> Packed:
         """Return some tokens as kernels take them; memory is shared."""
         return Packed(self._codes.flat(start), self._scales.flat(start), stop - start)
 
+    def _allocate(self, size: int, batch: int, tokens: int, device: torch.device) -> None:
+        """Append tokens with codes (B, 1, size, m) that are to be written."""
+        none = torch.empty(batch, 1, 1, 0, dtype=torch.uint8, device=device)
+        self._codes.extend(none.expand(batch, 1, size, 0), tokens)
+        self._scales.extend(none, tokens)
+
     def _extend(self, size: int, batch: int, tokens: int) -> tuple[View, View]:
         """Return codes (B, size, m) and scales (B, 1, m) of new tokens on a CPU, to be written."""
         first = len(self)
-        self._codes.extend(_NO_TOKENS.expand(batch, 1, size, 0), tokens)
-        self._scales.extend(_NO_TOKENS.expand(batch, 1, 1, 0), tokens)
+        self._allocate(size, batch, tokens, torch.device("cpu"))
         return self._codes.flat(first), self._scales.flat(first)
 
 

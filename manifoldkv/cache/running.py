@@ -11,6 +11,7 @@ from manifoldkv.cache.grouped import GroupedSites
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.sites import Sites
 from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.kernels.decode import runs_triton
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 
@@ -47,6 +48,10 @@ def running_attention(
         isinstance(planned.quantizer, MixedWidths) for _, planned in layer.sites
     ):
         kind = CompiledSites if can_compile(dtype, device) else ComposedSites
+        if runs_triton(device):
+            from manifoldkv.cache.gpu import GPUSites
+
+            kind = GPUSites
         sites = kind(composer, index, dtype, device)
     else:
         key = RunningBasis(layer.key.basis, dtype, device, layer.key.mean)

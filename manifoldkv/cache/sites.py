@@ -15,6 +15,8 @@ from manifoldkv.models.rotary import Angles
 
 ELEMENTS_AT_A_TIME = 1 << 19
 """Elements of up-projected keys or dequantized latents held at a time, for a processor's cache."""
+ELEMENTS_ON_GPU = 1 << 26
+"""The same on a GPU, where every tile costs the start of its kernels."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ class Sites(ABC):
 
 def tile_tokens(x: Tensor) -> int:
     """Return the number of tokens of a tile with the batch, heads and features of x."""
-    return max(1, ELEMENTS_AT_A_TIME // (x.shape[0] * x.shape[1] * x.shape[3]))
+    elements = ELEMENTS_AT_A_TIME if x.device.type == "cpu" else ELEMENTS_ON_GPU
+    return max(1, elements // (x.shape[0] * x.shape[1] * x.shape[3]))
 
 
 def split_tile(latents: Tensor, start: int, first: int, last: int) -> Tensor:

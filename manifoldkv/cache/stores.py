@@ -13,6 +13,7 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.coding.trellis import TrellisCoded
+from manifoldkv.kernels.decode import runs_triton
 
 
 def store_for(
@@ -47,6 +48,10 @@ def store_for(
     match quantizer:
         case Unquantized():
             return ExactStore()
+        case TrellisCoded() if runs_triton(device):
+            from manifoldkv.cache.gpu_trellis import GPUTrellisStore
+
+            return GPUTrellisStore(quantizer, working, device)
         case TrellisCoded():
             return TrellisStore(quantizer, working, device)
         case MixedWidths():

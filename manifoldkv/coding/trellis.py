@@ -208,7 +208,7 @@ class TrellisCoded(MixedWidths):
         tokens = batch * per_text
         found = torch.empty(tokens, stored)
         x = latents.reshape(tokens, stored).contiguous().numpy()
-        arguments = x, per_text, self._tables, codes, scales, found.numpy()
+        arguments = x, per_text, self.tables, codes, scales, found.numpy()
 
         def encode_part(first: int, stop: int) -> None:
             viterbi.encode(*arguments, _scratch(stored), first, stop)
@@ -228,7 +228,7 @@ class TrellisCoded(MixedWidths):
         return own_bits(self.bits[: self.stored])
 
     @cached_property
-    def _tables(self) -> tuple[Any, ...]:
+    def tables(self) -> tuple[Any, ...]:
         """Tables of `viterbi.encode`."""
         stored, books = self.stored, codebooks()
         bits, own, step = self.bits[:stored], self.own_bits, self.step[:stored]

@@ -36,6 +36,23 @@ def is_available() -> bool:
     return True
 
 
+GPUS = ("cuda",)
+"""Types of devices for which there are Triton kernels."""
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels run on a device: on a GPU, if Triton is installed."""
+    return device.type in GPUS and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    if find_spec("triton") is None:
+        logger.warning("triton is not installed: decoding uses slower torch operations")
+        return False
+    return True
+
+
 @cache
 def kernels() -> ModuleType:
     logger.info("loading the decode kernels, which are compiled once per machine, in about 10 s")

@@ -2,8 +2,8 @@
 
 Nothing imports this file before a CUDA device is used: it alone needs Triton. Tensors of tokens
 have them last, with stride 1. A program has a tile of tokens or latents and a part of the sum;
-the parts are added at the end. Products are of codes less their centres, which have at most 8
-significant bits, so that tensor cores round one operand only; scales multiply the results.
+the parts are added at the end. Products are of latents before their scales, which multiply the
+results. Operands of tensor cores are float32 or bfloat16; sums are float32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
 import torch
 import triton
 from scipy.sparse import block_array
@@ -19,6 +20,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
+
+from manifoldkv.kernels.tables import LatentTables
 
 TOKENS = tl.constexpr(64)  # of a tile
 LATENTS = tl.constexpr(32)  # unpacked at a time
@@ -36,19 +39,28 @@ class Latents:
     ----------
     fields : Tensor
         Byte, right shift, mask and left shift of every bit field, (r, fields, 4), int32,
-        contiguous. Missing fields have mask 0.
+        contiguous. Missing fields have mask 0. Of trellis-coded latents three bytes, the right
+        shift and the mask of a state, a multiplier and an offset (`coding.trellis.Code`), (r, 8).
     centres : Tensor
-        Codes whose latent is 0, (r,), float32.
+        Codes whose latent is 0, (r,), float32; of trellis-coded latents the units of their codes.
+    depth : int
+        Number of fields; 0 for trellis-coded latents.
     """
 
     fields: Tensor
     centres: Tensor
+    depth: int
 
 
-def tabulate_latents(fields: Tensor, centres: Tensor) -> Latents:
-    """Return the tables of fields (r, fields, 4), of which those of no latent are dropped."""
-    depth = int((fields[..., 2] > 0).any(dim=0).sum())
-    return Latents(fields[:, :depth].to(torch.int32).contiguous(), centres)
+def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
+    """Return the tables of a site on a GPU."""
+    fields, centres = tables.fields, tables.centres.to(device)
+    if tables.is_trellis:
+        flat = torch.cat([fields[:, 0], functional.pad(fields[:, 1, :3], (0, 1))], dim=1)
+        unsigned = flat.numpy().astype(np.uint32)  # as multipliers and offsets are
+        return Latents(torch.from_numpy(unsigned.view(np.int32)).to(device), centres, 0)
+    depth = int((fields[..., 2] > 0).any(dim=0).sum())  # without fields that no latent has
+    return Latents(fields[:, :depth].to(device, torch.int32).contiguous(), centres, depth)
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,7 @@ def scores(
     cos: Tensor,
     sin: Tensor,
     predicted: Tensor | None = None,
+    dtype: tl.dtype = tl.float32,
 ) -> Tensor:
     """Return the products of queries and rotated keys, (B, H_kv, R, n), float32.
 
@@ -190,6 +203,8 @@ def scores(
         Of the angles of the tokens, (1 or B, n, angles).
     predicted : Tensor, optional
         Inputs p of the predictor, (B, p, n), float32.
+    dtype : tl.dtype
+        Of the operands of tensor cores: ``tl.float32`` or ``tl.bfloat16``.
     """
     batch, heads, rows_per_head, head_dim = queries.shape
     n, rows = codes.shape[-1], heads * rows_per_head
@@ -208,13 +223,19 @@ def scores(
         *(inputs, inputs.stride(0), inputs.stride(1), keys.prediction, keys.prediction.shape[-1]),
         *(keys.tiles, keys.columns, keys.features, keys.up, keys.mean, len(keys.tiles)),
         *(keys.latents.fields, keys.latents.centres),
-        *(row_tiles, row_size, keys.latents.fields.shape[1]),
+        *(row_tiles, row_size, keys.latents.depth, dtype),
         num_warps=8,  # with 4, registers spill
     )
     return parts.sum(dim=0)
 
 
-def mix(weights: Tensor, codes: Tensor, scales: Tensor, latents: Latents) -> Tensor:
+def mix(
+    weights: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    latents: Latents,
+    dtype: tl.dtype = tl.float32,
+) -> Tensor:
     """Return the sums of latents over tokens, times weights, (B, rows, r), float32.
 
     Parameters
@@ -223,6 +244,8 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, latents: Latents) -> Ten
         (B, rows, n), float32.
     codes, scales, latents
         Packed latents and scales, as in `scores`, and tables of the site.
+    dtype
+        As in `scores`.
     """
     batch, rows, n = weights.shape
     stored = len(latents.centres)
@@ -236,12 +259,19 @@ def mix(weights: Tensor, codes: Tensor, scales: Tensor, latents: Latents) -> Ten
         *(weights, weights.stride(0), weights.stride(1)),
         *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
         *(latents.fields, latents.centres, stored, parts, n, rows, per_split),
-        *(row_tiles, row_size, latents.fields.shape[1]),
+        *(row_tiles, row_size, latents.depth, dtype),
     )
     return parts.sum(dim=0)
 
 
-def project(matrix: Tensor, codes: Tensor, scales: Tensor, latents: Latents, out: Tensor) -> None:
+def project(
+    matrix: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    latents: Latents,
+    out: Tensor,
+    dtype: tl.dtype = tl.float32,
+) -> None:
     """Add projected latents to `out`.
 
     Parameters
@@ -252,6 +282,8 @@ def project(matrix: Tensor, codes: Tensor, scales: Tensor, latents: Latents, out
         Packed latents and scales, as in `scores`, and tables of the site.
     out : Tensor
         (B, p, n), float32.
+    dtype
+        As in `scores`.
     """
     batch, rows, n = out.shape
     row_tiles, row_size = _row_tiles(rows)
@@ -260,13 +292,33 @@ def project(matrix: Tensor, codes: Tensor, scales: Tensor, latents: Latents, out
         *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
         *(latents.fields, latents.centres, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),
-        *(row_tiles, row_size, latents.fields.shape[1]),
+        *(row_tiles, row_size, latents.depth, dtype),
     )
 
 
 @triton.jit
-def _unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
-    """Return codes less centres, (latents, tokens); 0 for latents that are not chosen."""
+def _codewords(codes, stride, token, valid, fields, units, latent, chosen):
+    """Return the codewords of trellis-coded latents, (latents, tokens), as `unpack` does."""
+    entry = fields + latent * 8
+    there = chosen[:, None] & valid[None, :]
+    stream = latent[:, None] * 0 + token[None, :] * 0
+    for place in tl.static_range(3):
+        byte = tl.load(entry + place, mask=chosen, other=0)
+        packed = tl.load(codes + byte[:, None] * stride + token[None, :], mask=there, other=0)
+        stream = stream << 8 | packed.to(tl.int32)
+    right = tl.load(entry + 3, mask=chosen, other=0)
+    mask = tl.load(entry + 4, mask=chosen, other=0)
+    multiplier = tl.load(entry + 5, mask=chosen, other=0)
+    offset = tl.load(entry + 6, mask=chosen, other=0)
+    state = (stream >> right[:, None]) & mask[:, None]
+    mixed = state * multiplier[:, None] + offset[:, None]
+    halves = ((mixed << 16) >> 16) + (mixed >> 16)
+    return halves.to(tl.float32) * tl.load(units + latent, mask=chosen, other=0.0)[:, None]
+
+
+@triton.jit
+def _integers(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
+    """Return codes less centres, (latents, tokens), as `unpack` does."""
     centre = tl.load(centres + latent, mask=chosen, other=0.0)
     code = latent[:, None] * 0 + token[None, :] * 0
     for field in tl.static_range(depth):
@@ -282,7 +334,17 @@ def _unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth:
 
 
 @triton.jit
-def _scales(address, valid):
+def unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
+    """Return latents before their scales, (latents, tokens); 0 for those that are not chosen."""
+    if depth == 0:
+        z = _codewords(codes, stride, token, valid, fields, centres, latent, chosen)
+    else:
+        z = _integers(codes, stride, token, valid, fields, centres, latent, chosen, depth)
+    return z
+
+
+@triton.jit
+def scales_of(address, valid):
     """Return the scales of tokens, whose codes are the first bits of float16 behind its sign."""
     code = tl.load(address, mask=valid, other=0)
     return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
@@ -295,7 +357,7 @@ def _scores_kernel(
     cos, cos_batch, cos_stride, cos_feature, sin, sin_batch, sin_stride, sin_feature,
     cosines, sines, inputs, input_batch, input_stride, prediction, p,
     tiles, columns, features, up, mean, count, fields, centres,
-    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
+    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of tokens with every `splits`-th tile of features."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
@@ -307,7 +369,7 @@ def _scores_kernel(
     inputs += sequence * input_batch
     cos, sin = cos + sequence * cos_batch, sin + sequence * sin_batch
     query = (sequence * rows + row[:, None]) * head_dim
-    scale = _scales(scales + sequence * scale_batch + token, valid)
+    scale = scales_of(scales + sequence * scale_batch + token, valid)
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for tile in range(split, count, splits):
         member = tile * FEATURES + tl.arange(0, FEATURES)
@@ -318,18 +380,18 @@ def _scores_kernel(
             column = first + chunk
             inside = column < width
             latent = tl.load(columns + start + column, mask=inside, other=0)
-            z = _unpack(codes, code_stride, token, valid, fields, centres, latent, inside, depth)
+            z = unpack(codes, code_stride, token, valid, fields, centres, latent, inside, depth)
             u = tl.load(matrix + column[None, :], mask=inside[None, :], other=0.0)
-            k = tl.dot(u, z, k, input_precision=PRECISION)
+            k = tl.dot(u.to(dtype), z.to(dtype), k, input_precision=PRECISION)
         k = k * scale[None, :] + tl.load(mean + member)[:, None]
         for first in range(0, p, LATENTS):
             column = first + chunk
             inside = column < p
             address = inputs + column[:, None] * input_stride + token[None, :]
-            z = tl.load(address, mask=inside[:, None] & valid[None, :], other=0.0).to(tl.float32)
+            z = tl.load(address, mask=inside[:, None] & valid[None, :], other=0.0).to(dtype)
             address = prediction + member[:, None] * p + column[None, :]
             u = tl.load(address, mask=inside[None, :], other=0.0)
-            k = tl.dot(u, z, k, input_precision=PRECISION)
+            k = tl.dot(u.to(dtype), z, k, input_precision=PRECISION)
         feature = tl.load(features + member)
         at = feature % head_dim
         angle = tl.load(cosines + at, mask=feature >= 0, other=-1)[:, None]
@@ -341,9 +403,9 @@ def _scores_kernel(
         own = (row // rows_per_head)[:, None] == (feature // head_dim)[None, :]
         own &= (row < rows)[:, None] & (feature >= 0)[None, :]
         q = tl.load(queries + query + at[None, :], mask=own, other=0.0)
-        total = tl.dot(q, k * c, total, input_precision=PRECISION)
+        total = tl.dot(q.to(dtype), (k * c).to(dtype), total, input_precision=PRECISION)
         q = tl.load(turned + query + at[None, :], mask=own, other=0.0)
-        total = tl.dot(q, k * s, total, input_precision=PRECISION)
+        total = tl.dot(q.to(dtype), (k * s).to(dtype), total, input_precision=PRECISION)
     part = split * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
     address = out + (part * rows + row[:, None]) * n + token[None, :]
     tl.store(address, total, mask=(row < rows)[:, None] & valid[None, :])
@@ -353,7 +415,7 @@ def _scores_kernel(
 def _mix_kernel(
     weights, weight_batch, weight_stride, codes, code_batch, code_stride, scales, scale_batch,
     fields, centres, r, out, n, rows, per_split,
-    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
+    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of latents over the tokens of a part."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
@@ -367,11 +429,11 @@ def _mix_kernel(
     for tile in range(tl.program_id(2) * per_split, (tl.program_id(2) + 1) * per_split):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         valid = token < n
-        scale = _scales(scales + token, valid)
+        scale = scales_of(scales + token, valid)
         address = weights + row[:, None] * weight_stride + token[None, :]
         w = tl.load(address, mask=held & valid[None, :], other=0.0) * scale[None, :]
-        z = _unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
-        total = tl.dot(w, tl.trans(z), total, input_precision=PRECISION)
+        z = unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
+        total = tl.dot(w.to(dtype), tl.trans(z).to(dtype), total, input_precision=PRECISION)
     part = tl.program_id(2) * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
     address = out + (part * rows + row[:, None]) * r + latent[None, :]
     tl.store(address, total, mask=held & chosen[None, :])
@@ -381,7 +443,7 @@ def _mix_kernel(
 def _project_kernel(
     matrix, codes, code_batch, code_stride, scales, scale_batch, fields, centres, r,
     out, out_batch, out_stride, n, rows,
-    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr,
+    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Project a tile of tokens."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
@@ -393,11 +455,11 @@ def _project_kernel(
     for first in range(0, r, LATENTS):
         latent = first + tl.arange(0, LATENTS)
         chosen = latent < r
-        z = _unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
+        z = unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
         address = matrix + row[:, None] * r + latent[None, :]
         q = tl.load(address, mask=held & chosen[None, :], other=0.0)
-        total = tl.dot(q, z, total, input_precision=PRECISION)
-    scale = _scales(scales + sequence * scale_batch + token, valid)
+        total = tl.dot(q.to(dtype), z.to(dtype), total, input_precision=PRECISION)
+    scale = scales_of(scales + sequence * scale_batch + token, valid)
     address = out + sequence * out_batch + row[:, None] * out_stride + token[None, :]
     mask = held & valid[None, :]
     old = tl.load(address, mask=mask, other=0.0)

@@ -12,8 +12,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.trellis import CODES, state_fields
+from manifoldkv.coding.trellis import CODES, TrellisCoded, state_fields
 from manifoldkv.kernels.views import Array
 from manifoldkv.models.rotation import Rotation
 
@@ -43,6 +44,14 @@ class LatentTables:
     centres: Tensor
 
     @classmethod
+    def of_quantizer(cls, quantizer: MixedWidths) -> LatentTables:
+        """Return the tables of the stored latents of a site."""
+        if isinstance(quantizer, TrellisCoded):
+            return cls.of_trellis(quantizer.own_bits)
+        bits = quantizer.bits[: quantizer.stored]
+        return cls.of(BitPlanes(bits.tolist(), bits.device), bits)
+
+    @classmethod
     def of(cls, planes: BitPlanes, bits: Tensor) -> LatentTables:
         """Return the tables of latents of some bits, (r,), all of which are stored."""
         return cls(planes.fields(), 2.0 ** (bits.cpu().float() - 1) - 0.5)
@@ -57,6 +66,11 @@ class LatentTables:
         fields[:, 1, 0], fields[:, 3, 0] = found[:, 4], 1
         fields[:, 1, 1:3] = torch.tensor([code[:2] for code in codes]).view(-1, 2)
         return cls(fields, torch.tensor([code.unit for code in codes]))
+
+    @property
+    def is_trellis(self) -> bool:
+        """Return whether the latents are trellis-coded."""
+        return bool(self.fields[:, 3, 0].any())
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:

@@ -21,10 +21,11 @@ from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention
 from manifoldkv.cache.sites import Seen
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
+from manifoldkv.coding.quantizer import Quantizer
+from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.evaluation.speed import elapsed
-from manifoldkv.kernels.decode import mix, scores
+from manifoldkv.kernels.decode import mix, runs_triton, scores
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Packed
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
@@ -42,17 +43,19 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 FEATURES = KV_HEADS * HEAD_DIM
 ROTATION_BASE = 500_000
 PLANS = {
-    "bands of 1, values alone": (1, False),
-    "bands of 1": (1, True),
-    "bands of 4": (4, True),
-    "bands of 8": (8, True),
+    "bands of 1, values alone": (1, False, False),
+    "bands of 1": (1, True, False),
+    "bands of 4": (4, True, False),
+    "bands of 8": (8, True, False),
+    "bands of 1, trellis": (1, True, True),
 }
-"""Frequencies of a band of keys, and whether values are predicted from the keys of the layer."""
+"""Frequencies of a band of keys, whether values are predicted from the keys of the layer, and
+whether latents are trellis-coded."""
 PACKS, WIDEST, NARROWEST = 75, 6.15, 0.55
 """Packs of 8 latents that are stored of a site, and the bits of the first and the last."""
 SINKS = 4
 TOKENS_AT_A_TIME = 2048
-COPIED, MULTIPLIED = 1 << 25, 1024
+COPIED, MULTIPLIED = 1 << 25, 2048
 """Elements of the copy and rows of the product that floors are computed from."""
 STOCK = {"stock bfloat16": torch.bfloat16, "stock float32": torch.float32}
 Steps = dict[str, Callable[[], object]]
@@ -66,7 +69,9 @@ def site_bits() -> Tensor:
     return bits.to(torch.uint8)
 
 
-def site_plan(blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = None) -> SitePlan:
+def site_plan(
+    blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = None, *, trellis: bool = False
+) -> SitePlan:
     """Return a random plan of a site whose basis has blocks of features."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.zeros(FEATURES, FEATURES)
@@ -76,12 +81,15 @@ def site_plan(blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = No
         latents = torch.arange(index, FEATURES, len(blocks))  # the widest of every block first
         columns[block.unsqueeze(1), latents] = torch.linalg.qr(random).Q.float()
     ones, bits = torch.ones(FEATURES), site_bits()
-    quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), ones, ones)
+    if trellis:
+        quantizer: MixedWidths = TrellisCoded(bits.float(), ones, ones, ones)
+    else:
+        quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), ones, ones)
     basis = Basis(columns[None], columns[None], HeadGrouping("all", KV_HEADS))
     return SitePlan(basis, quantizer, torch.zeros(FEATURES), predictor)
 
 
-def layer_plan(band: int, predicts: bool, tokens: int) -> CompressionPlan:
+def layer_plan(band: int, predicts: bool, trellis: bool, tokens: int) -> CompressionPlan:
     """Return a random plan of one layer, 8 times smaller.
 
     Parameters
@@ -90,6 +98,8 @@ def layer_plan(band: int, predicts: bool, tokens: int) -> CompressionPlan:
         Frequencies of a band of keys.
     predicts : bool
         Whether values are predicted from the keys of the layer.
+    trellis : bool
+        Whether latents are trellis-coded.
     tokens : int
         Cached tokens.
     """
@@ -97,9 +107,9 @@ def layer_plan(band: int, predicts: bool, tokens: int) -> CompressionPlan:
     weights = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
     predictor = LinearPredictor(((0, "key"),), weights) if predicts else None
     frequencies = [feature % (HEAD_DIM // 2) for feature in range(HEAD_DIM)]
-    key = site_plan(blocks_of(frequencies, KV_HEADS, band))
+    key = site_plan(blocks_of(frequencies, KV_HEADS, band), trellis=trellis)
     whole = (torch.arange(FEATURES),)
-    value = site_plan(whole, predictor)
+    value = site_plan(whole, predictor, trellis=trellis)
     recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
     return CompressionPlan(
         (LayerPlan(key, value),),
@@ -112,13 +122,18 @@ def layer_plan(band: int, predicts: bool, tokens: int) -> CompressionPlan:
     )
 
 
-def random_tokens(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random keys and values, (1, H_kv, t, d)."""
+def random_tokens(count: int, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random keys and values, (B, H_kv, t, d), the same of all sequences."""
     generator = torch.Generator().manual_seed(2)
     for start in range(0, count, TOKENS_AT_A_TIME):
         shape = 2, 1, KV_HEADS, min(TOKENS_AT_A_TIME, count - start), HEAD_DIM
-        keys, values = torch.randn(shape, generator=generator).to(device)
-        yield keys, values
+        keys, values = torch.randn(shape, generator=generator).to(device, dtype_on(device))
+        yield keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Return the dtype of models on a device, float32 on a CPU."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def angles_of(tokens: int, device: torch.device) -> Angles:
@@ -132,23 +147,24 @@ def angles_of(tokens: int, device: torch.device) -> Angles:
 
 @dataclass(frozen=True)
 class Query:
-    """Queries of one token, (1, H_q, 1, d), its keys and values, and the angles of all tokens."""
+    """Queries of one token, (B, H_q, 1, d), its keys and values, and the angles of all tokens."""
 
     queries: Tensor
     of_token: tuple[Tensor, Tensor]
     angles: Angles
 
     @classmethod
-    def after(cls, tokens: int, device: torch.device) -> Query:
+    def after(cls, tokens: int, batch: int, device: torch.device) -> Query:
         generator = torch.Generator().manual_seed(3)
-        x = torch.randn(1, QUERY_HEADS + 2 * KV_HEADS, 1, HEAD_DIM, generator=generator)
-        queries, keys, values = x.to(device).split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
+        x = torch.randn(batch, QUERY_HEADS + 2 * KV_HEADS, 1, HEAD_DIM, generator=generator)
+        x = x.to(device, dtype_on(device))
+        queries, keys, values = x.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
         return cls(queries, (keys, values), angles_of(tokens + 1, device))
 
     @property
     def by_head(self) -> Tensor:
-        """Return scaled queries by KV head, (1, H_kv, R, d)."""
-        return self.queries.reshape(1, KV_HEADS, -1, HEAD_DIM) * HEAD_DIM**-0.5
+        """Return scaled queries by KV head, (B, H_kv, R, d)."""
+        return self.queries.reshape(len(self.queries), KV_HEADS, -1, HEAD_DIM) * HEAD_DIM**-0.5
 
 
 class CompressedStep:
@@ -165,17 +181,19 @@ class CompressedStep:
     def __init__(self, plan: CompressionPlan, query: Query) -> None:
         self.plan, self.tokens = plan, query.angles.cos.shape[1] - 1
         device = query.queries.device
-        dtype = torch.float32
+        dtype, batch = dtype_on(device), len(query.queries)
         self._query, self._settings = query, AttentionSettings(HEAD_DIM**-0.5)
         self._layer = CompressedLayer(self.plan.layers[0], dtype, device, SINKS)
         self._attention = running_attention(self.plan, 0, dtype, device, Composer(self.plan.layers))
-        for keys, values in random_tokens(self.tokens, device):
+        for keys, values in random_tokens(self.tokens, batch, device):
             past = self._layer.tokens_seen
             self._attention.store(self._layer, keys, values, self._context())
             self._layer.sinks.take(keys, values, past, None, query.angles)
         self.steps: Steps = {"step": self._attend, "new token": self._store}
         if can_compile(dtype, device):
             self.steps |= self._parts()
+        elif runs_triton(device):
+            self.steps |= self._parts_on_gpu()
 
     def _context(self) -> PredictorContext:
         context = self.plan.predictor_context()
@@ -207,7 +225,7 @@ class CompressedStep:
         seen = Seen(0, n, [], None)
         rotation = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
         assert rotation is not None
-        latents = _tables(plan.key.quantizer), _tables(plan.value.quantizer)
+        latents = [_latents(plan.key.quantizer), _latents(plan.value.quantizer)]
         up = plan.key.basis.up[0][:, : plan.key.latents]
         tables = KeyTables.of(latents[0], up, torch.zeros(FEATURES), KV_HEADS, rotation)
         rebuilt = _without(tables, groups=(2, 3), segments=(), pairs=())
@@ -237,15 +255,31 @@ class CompressedStep:
             "mixed latents only": unpack_for_mixing,
         }
 
+    def _parts_on_gpu(self) -> Steps:
+        """Return parts of a step by name, on the Triton kernels."""
+        from manifoldkv.cache.gpu import GPUSites
+
+        device, n, query = self._query.queries.device, self.tokens, self._query
+        sites = GPUSites(Composer(self.plan.layers), 0, dtype_on(device), device)
+        angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
+        seen = Seen(0, n, [], None)
+        (by_head,) = sites.scores([self._layer], query.by_head, angles, seen)
+        by_row, weights = by_head.unflatten(2, (-1, 1)), by_head.softmax(dim=-1)
+        return {
+            "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
+            "softmax": lambda: weights_from_scores(by_row, None, self._settings),
+            "mixture": lambda: sites.mix([self._layer], weights, seen),
+        }
+
     def _packed(self) -> list[Packed]:
         """Return the latents of both sites."""
         stores: Any = self._layer.key_store, self._layer.value_store
         return [store.packed(0, self.tokens) for store in stores]
 
 
-def _tables(quantizer: Any) -> LatentTables:
-    bits = quantizer.bits[: quantizer.stored]
-    return LatentTables.of(BitPlanes(bits.tolist(), bits.device), bits)
+def _latents(quantizer: Quantizer) -> LatentTables:
+    assert isinstance(quantizer, MixedWidths)
+    return LatentTables.of_quantizer(quantizer)
 
 
 def _without(tables: KeyTables, **left_out: tuple[int, ...]) -> KeyTables:
@@ -262,6 +296,14 @@ def parts_of(seconds: dict[str, float]) -> dict[str, float]:
     """Return what the time of a step is made of, by subtraction of medians."""
     if "scores" not in seconds:
         return {"attention": seconds["step"]}
+    if "keys only" not in seconds:
+        parts = {
+            "scores of keys": seconds["scores"],
+            "softmax": seconds["softmax"],
+            "mixing": seconds["mixture"],
+            "new token": seconds["new token"],
+        }
+        return parts | {"rest": seconds["step"] - sum(parts.values())}
     rebuilt, unpacked = seconds["keys only"], seconds["key latents only"]
     of_mixture = seconds["mixed latents only"]
     parts = {
@@ -276,21 +318,21 @@ def parts_of(seconds: dict[str, float]) -> dict[str, float]:
     return parts
 
 
-def stock_steps(tokens: int, device: torch.device) -> dict[str, Steps]:
+def stock_steps(tokens: int, batch: int, device: torch.device) -> dict[str, Steps]:
     """Return steps of torch's kernel on stock caches, by cache and by the way to share heads.
 
     A step of one query may also attend as rows of queries of every KV head, which models do not do
     and is faster.
     """
-    pieces = list(random_tokens(tokens, device))
+    pieces = list(random_tokens(tokens, batch, device))
     both = [torch.cat(x, dim=2) for x in zip(*pieces, strict=True)]
     stock: dict[str, Steps] = {}
     for name, dtype in STOCK.items():
         keys, values = both[0].to(dtype), both[1].to(dtype)
-        queries = Query.after(1, device).queries.to(dtype)
+        queries = Query.after(1, batch, device).queries.to(dtype)
         shared = QUERY_HEADS // KV_HEADS
         repeated = [x.repeat_interleave(shared, dim=1) for x in (keys, values)]
-        rows = queries.reshape(1, KV_HEADS, shared, HEAD_DIM)
+        rows = queries.reshape(batch, KV_HEADS, shared, HEAD_DIM)
         attend = scaled_dot_product_attention
         stock[name] = {
             "enable_gqa": partial(attend, queries, keys, values, enable_gqa=True),
@@ -301,33 +343,35 @@ def stock_steps(tokens: int, device: torch.device) -> dict[str, Steps]:
 
 
 def floors(rounds: int, device: torch.device) -> tuple[float, float]:
-    """Return bytes and multiplications per second, of a copy and of a float32 product."""
+    """Return bytes and multiplications per second, of a copy and of a product of matrices."""
     x, y = (torch.ones(COPIED, device=device) for _ in range(2))
-    a = torch.ones(MULTIPLIED, MULTIPLIED, device=device)
+    a = torch.randn(MULTIPLIED, MULTIPLIED, device=device).to(dtype_on(device))
     copies = [elapsed(lambda: y.copy_(x), device) for _ in range(rounds + 1)]
     products = [elapsed(lambda: a @ a, device) for _ in range(rounds + 1)]
     return 2 * x.nbytes / median(copies[1:]), MULTIPLIED**3 / median(products[1:])
 
 
 @torch.no_grad()
-def measure(tokens: int, rounds: int, device: torch.device) -> pd.DataFrame:
+def measure(tokens: int, batch: int, rounds: int, device: torch.device) -> pd.DataFrame:
     """Return the parts of a decode step of every cache in seconds, all timed in turns.
 
     Parameters
     ----------
     tokens : int
-        Cached tokens.
+        Cached tokens of every sequence.
+    batch : int
+        Number of sequences.
     rounds : int
         Number of rounds, after one that warms up.
     device : torch.device
         Of the layer.
     """
-    query = Query.after(tokens, device)
+    query = Query.after(tokens, batch, device)
     compressed = {
         name: CompressedStep(layer_plan(*settings, tokens), query)
         for name, settings in PLANS.items()
     }
-    steps = stock_steps(tokens, device)
+    steps = stock_steps(tokens, batch, device)
     steps |= {name: one.steps for name, one in compressed.items()}
     taken: dict[str, dict[str, list[float]]] = {
         name: {part: [] for part in of_cache} for name, of_cache in steps.items()
@@ -344,7 +388,8 @@ def measure(tokens: int, rounds: int, device: torch.device) -> pd.DataFrame:
         seconds = {part: median(of_part[1:]) for part, of_part in times.items()}
         plan = compressed[name].plan if name in compressed else None
         parts, facts = _of_compressed(plan, seconds) if plan else _of_stock(name, tokens, seconds)
-        multiplied = facts["work"] * tokens * 2 * QUERY_HEADS * HEAD_DIM
+        facts["nbytes"] *= batch
+        multiplied = facts["work"] * batch * tokens * 2 * QUERY_HEADS * HEAD_DIM
         parts |= {
             "bytes over bandwidth": facts["nbytes"] / bandwidth,
             "multiplications over peak": multiplied / peak,
@@ -353,7 +398,8 @@ def measure(tokens: int, rounds: int, device: torch.device) -> pd.DataFrame:
             {"cache": name, **facts, "part": part, "seconds": part_seconds}
             for part, part_seconds in parts.items()
         ]
-    return pd.DataFrame(rows).assign(tokens=tokens, bandwidth=bandwidth, peak=peak)
+    facts = {"tokens": tokens, "batch": batch, "bandwidth": bandwidth, "peak": peak}
+    return pd.DataFrame(rows).assign(**facts)
 
 
 def _of_compressed(

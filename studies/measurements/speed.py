@@ -64,7 +64,7 @@ def add_arguments(parser: common.Parser) -> None:
     add("--plans", nargs="+", type=Path, metavar="FOLDER", help="plans, in place of methods")
     after = "context lengths at which a decode step is timed"
     parser.add_list("--tokens", (2048, 8000), after, type=int, metavar="TOKENS")
-    add("--batch", type=int, default=8, help="sequences of a batch (%(default)s)")
+    add("--batch", type=int, help="sequences of a batch (8, and 1 with --shapes)")
     add("--rounds", type=int, default=5, help="rounds of every measurement (%(default)s)")
     parser.add_device()
     add(
@@ -78,6 +78,8 @@ def add_arguments(parser: common.Parser) -> None:
 
 
 def run(given: argparse.Namespace, out: Path) -> None:
+    if given.batch is None:
+        given.batch = 8 if given.shapes is None else 1
     counts = {"rounds": given.rounds, "batch": given.batch, "tokens": min(given.tokens)}
     counts |= {} if given.shapes is None else {"shapes": given.shapes}
     for name, count in counts.items():
@@ -86,8 +88,10 @@ def run(given: argparse.Namespace, out: Path) -> None:
     checkpoints = common.stored_in(out, given).keyed(rounds=given.rounds, **machine(given))
     checkpoints = checkpoints.keyed(kernels=digest_of_kernels())
     if given.shapes is not None:
-        compute = partial(shapes.measure, given.shapes, given.rounds, torch.device(given.device))
-        frame = checkpoints.made_by(shapes.measure).keyed(tokens=given.shapes)
+        counts = {"tokens": given.shapes, "batch": given.batch}
+        device = torch.device(given.device)
+        compute = partial(shapes.measure, **counts, rounds=given.rounds, device=device)
+        frame = checkpoints.made_by(shapes.measure).keyed(**counts)
         results = frame.frame("shapes", compute).assign(rounds=given.rounds, **machine(given))
         results.to_csv(out / SHAPES, index=False)
         common.draw(out, shapes_report.draw, SHAPES)

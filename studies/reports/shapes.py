@@ -25,6 +25,7 @@ from reports.speed import caption
 COLOURS = {
     "attention": GREY,
     "unpacking": BLUE,
+    "scores of keys": BLUE,
     "rebuilding keys": VERMILLION,
     "rotating and scoring": ORANGE,
     "softmax": YELLOW,
@@ -45,6 +46,7 @@ HOW = (
     "A part is the difference of the medians of two steps, one of which omits it; the rest is the "
     "whole step less its parts, in Python and torch."
 )
+HOW_ON_GPU = "Parts are timed alone; the rest is the whole step less its parts."
 
 
 def draw(results: pd.DataFrame) -> dict[str, Figure]:
@@ -86,15 +88,22 @@ def _finding(results: pd.DataFrame) -> str:
         for to, how in REFERENCES.items()
     ]
     return (
-        f"Attention of one layer, {SHAPE}, {results['tokens'].iloc[0]:,} tokens, random plans 8 "
+        f"Attention of one layer, {SHAPE}, {_texts(results)}, random plans 8 "
         f"times smaller, over the time of torch's kernel in bfloat16, {'; '.join(found)}"
     )
+
+
+def _texts(results: pd.DataFrame) -> str:
+    first = results.iloc[0]
+    texts = "1 sequence" if first["batch"] == 1 else f"{first['batch']} sequences"
+    return f"{texts} of {first['tokens']:,} tokens"
 
 
 def summary(results: pd.DataFrame) -> list[str]:
     """Return the lines of summary.md."""
     first, seconds = results.iloc[0], totals(results)
     shown = [*COLOURS, *FLOORS]
+    how = HOW_ON_GPU if "scores of keys" in set(results["part"]) else HOW
     rows = []
     for cache, part in results.groupby("cache", sort=False):
         by_part = part.set_index("part")["seconds"].reindex(shown) * 1e3
@@ -111,14 +120,14 @@ def summary(results: pd.DataFrame) -> list[str]:
             ]
         )
     return [
-        f"# Attention of one layer: {SHAPE}, {first['tokens']:,} tokens",
+        f"# Attention of one layer: {SHAPE}, {_texts(results)}",
         "",
-        f"Milliseconds of a decode step, {caption(results)}. {HOW} Plans are random, 8 times "
+        f"Milliseconds of a decode step, {caption(results)}. {how} Plans are random, 8 times "
         "smaller than in 16 bits, in bands of frequencies; values are predicted from the keys of "
         "the layer, or coded alone. Stock caches are attended to by torch's kernel in the faster "
         "of two ways, enable_gqa and repeated heads; grouped ones as rows of queries of every KV "
         f"head, which models do not do. Of a copy {first['bandwidth'] / 1e9:.1f} GB per second, of "
-        f"a product of float32 matrices {first['peak'] / 1e9:.1f} billion multiplications per "
+        f"a product of matrices {first['peak'] / 1e9:.1f} billion multiplications per "
         "second.",
         "",
         *common.table(

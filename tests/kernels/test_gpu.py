@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import INFINITY_CODE, NAN_CODE, scale_codes, scales_of
+from manifoldkv.coding.trellis import codebooks
 
 triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu  # noqa: E402
+from manifoldkv.kernels.tables import LatentTables  # noqa: E402
 
 CAPACITY = 13
 """Tokens allocated beyond those of a view."""
@@ -37,6 +40,7 @@ def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 class Case:
     """A layer and a step: widths, bands and rotation, sizes."""
 
+    trellis: bool = False
     widths: tuple[int, ...] = (8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1)
     bands: int = 1
     rotation: str = "halves"
@@ -59,10 +63,12 @@ CASES = [
     Case(bands=4, batch=2, rows=3, inputs=3),
     Case(bands=2, rotation="neighbours", heads=3, rows=4, tokens=1),
     Case(bands=2, rotary_dim=4, head_dim=7, inputs=40, tokens=64),
-    Case((1,) * 9, rotation="neighbours", rotary_dim=6, batch=2, rows=2, tokens=131),
-    Case((4,) * 70, heads=3, head_dim=64, rotary_dim=64, batch=2, rows=2),
-    Case((3,) * 6, bands=3, head_dim=6, rotary_dim=0, heads=1, inputs=1, tokens=65),
-    Case((2,), heads=9, head_dim=2, rotary_dim=2, rows=8),
+    Case(widths=(1,) * 9, rotation="neighbours", rotary_dim=6, batch=2, rows=2, tokens=131),
+    Case(widths=(4,) * 70, heads=3, head_dim=64, rotary_dim=64, batch=2, rows=2),
+    Case(widths=(3,) * 6, bands=3, head_dim=6, rotary_dim=0, heads=1, inputs=1, tokens=65),
+    Case(widths=(2,), heads=9, head_dim=2, rotary_dim=2, rows=8),
+    Case(trellis=True, bands=2, batch=2, rows=2, inputs=3, tokens=65),
+    Case(trellis=True, widths=(2, 1, 2, 0, 1, 0, 0, 0, 0, 1) * 4),
 ]
 
 
@@ -72,17 +78,35 @@ class Step:
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
         self.generator = torch.Generator().manual_seed(0)
-        widths = torch.tensor(case.widths)
-        codes = (self.random(case.batch, len(widths), case.tokens).abs() * 1000).long().cpu()
-        codes %= (2**widths).unsqueeze(1)
-        planes = BitPlanes(case.widths, torch.device("cpu"))
-        self.codes = self.view(planes.pack(codes.to(torch.uint8)).to(device)).unsqueeze(1)
+        tables, unscaled, packed = self._trellis() if case.trellis else self._integers()
+        self.codes = self.view(packed.to(device)).unsqueeze(1)
         scales = scale_codes(self.random(case.batch, 1, case.tokens).abs())
         self.scales = self.view(scales).unsqueeze(1)
+        self.latents = gpu.tabulate_latents(tables, device)
+        self.z = unscaled.to(device).double() * scales_of(self.scales[:, 0]).double()
+
+    def _integers(self) -> tuple[LatentTables, Tensor, Tensor]:
+        """Tables, latents before their scales, and bytes of random integers."""
+        case, widths = self.case, torch.tensor(self.case.widths)
+        codes = (self.random(case.batch, len(widths), case.tokens).abs() * 1000).long().cpu()
+        codes %= (2**widths).unsqueeze(1)
         centres = 2.0 ** (widths - 1) - 0.5
-        self.latents = gpu.tabulate_latents(fields(case.widths).to(device), centres.to(device))
-        unscaled = (codes - centres.unsqueeze(1)).to(device).double()
-        self.z = unscaled * scales_of(self.scales[:, 0]).double()
+        packed = BitPlanes(case.widths, torch.device("cpu")).pack(codes.to(torch.uint8))
+        return LatentTables(fields(case.widths), centres), codes - centres.unsqueeze(1), packed
+
+    def _trellis(self) -> tuple[LatentTables, Tensor, Tensor]:
+        """The same of trellis-coded latents: codewords of ten bits of random streams."""
+        case, widths = self.case, torch.tensor(self.case.widths)
+        count = int(widths.sum())
+        bits = torch.randint(2, (case.batch, count, case.tokens), generator=self.generator)
+        whole = functional.pad(bits, (0, 0, 0, -count % 8)).unflatten(1, (-1, 8))
+        packed = (whole << torch.arange(7, -1, -1).view(8, 1)).sum(dim=2).to(torch.uint8)
+        followed = functional.pad(bits, (0, 0, 0, 10))
+        z = torch.empty(case.batch, len(widths), case.tokens)
+        for latent, first in enumerate((widths.cumsum(0) - widths).tolist()):
+            state = (followed[:, first : first + 10] << torch.arange(9, -1, -1).view(10, 1)).sum(1)
+            z[:, latent] = codebooks()[case.widths[latent]][state]
+        return LatentTables.of_trellis(widths), z, packed
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -138,7 +162,9 @@ def assert_close(x: Tensor, reference: Tensor) -> None:
     assert (x - reference).abs().max() <= 1e-5 * reference.abs().max()
 
 
-def scores_of(step: Step, case: Case) -> tuple[Tensor, Tensor]:
+def scores_of(
+    step: Step, case: Case, dtype: triton.language.dtype = triton.language.float32
+) -> tuple[Tensor, Tensor]:
     """Scores of the kernel and of a plain reference."""
     partner, sign = rotation(case)
     up, mean = banded(case, step, partner), step.random(case.features)
@@ -157,7 +183,7 @@ def scores_of(step: Step, case: Case) -> tuple[Tensor, Tensor]:
         torch.cat([torch.arange(case.rotary_dim), 0 * still]),
         prediction,
     )
-    out = gpu.scores(queries, step.codes, step.scales, keys, cos, sin, inputs)
+    out = gpu.scores(queries, step.codes, step.scales, keys, cos, sin, inputs, dtype)
 
     k = up.double() @ step.z + mean.double().unsqueeze(1)
     if prediction is not None and inputs is not None:
@@ -198,6 +224,25 @@ def test_a_projection_is_added(case: Case, device: torch.device) -> None:
     beyond = torch.ones_like(buffer, dtype=torch.bool)
     beyond[..., 3 : 3 + case.tokens] = False
     assert torch.equal(buffer[beyond], before[beyond])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bfloat16 is for tensor cores")
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_bfloat16_are_near_those_of_float32(case: Case) -> None:
+    step = Step(case, torch.device("cuda"))
+    dtype = triton.language.bfloat16
+    weights = step.random(case.batch, case.heads * case.rows, case.tokens)
+    mixed = gpu.mix(weights, step.codes, step.scales, step.latents, dtype)
+    out = torch.zeros(case.batch, case.features, case.tokens, device="cuda")
+    matrix = step.random(case.features, len(case.widths))
+    gpu.project(matrix, step.codes, step.scales, step.latents, out, dtype)
+    references = weights.double() @ step.z.mT, matrix.double() @ step.z
+    for found, reference in [
+        scores_of(step, case, dtype),
+        *zip((mixed, out), references, strict=True),
+    ]:
+        assert (found - reference).norm() <= 0.01 * reference.norm()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

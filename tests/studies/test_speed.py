@@ -88,7 +88,7 @@ def test_prompts_are_no_longer_than_the_model_takes(capsys: pytest.CaptureFixtur
 def one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Done:
     for name, value in SHAPES.items():
         monkeypatch.setattr(shapes, name, value)
-    plans = {"bands of 1": (1, False), "bands of 4": (4, True)}
+    plans = {"bands of 1": (1, False, False), "bands of 4": (4, True, True)}
     monkeypatch.setattr(shapes, "PLANS", plans)
     return finished("benchmark", "speed", "--shapes", 50, "--rounds", 2, "--out", tmp_path)
 
@@ -112,7 +112,7 @@ def test_parts_of_one_layer_add_up_to_its_step(one_layer: Done) -> None:
     heights = [bar.get_height() for bar in shown["unpacking"]][-2:]
     assert heights == pytest.approx(list(1e3 * parts.loc[bands, "unpacking"]))
     assert_written(one_layer.folder / "parts_of_a_step")
-    assert "50 tokens" in one_layer.text()
+    assert "1 sequence of 50 tokens" in one_layer.text()
     redrawn = finished("benchmark", "speed", "--redraw", "--out", one_layer.folder)
     assert set(redrawn.figures) == {"parts_of_a_step"}
 
@@ -130,11 +130,23 @@ def test_parts_are_differences_of_steps() -> None:
         "rest": 17,
     }
     assert shapes.parts_of({"step": 2.0, "new token": 1.0}) == {"attention": 2}
+    on_gpu = {"step": 9.0, "new token": 1.0, "scores": 4.0, "softmax": 0.5, "mixture": 3.0}
+    assert shapes.parts_of(on_gpu) == {
+        "scores of keys": 4,
+        "softmax": 0.5,
+        "mixing": 3,
+        "new token": 1,
+        "rest": 0.5,
+    }
 
 
-@pytest.mark.parametrize(("band", "predicts"), [(1, False), (8, True)])
-def test_the_plan_of_one_layer_has_the_shapes_of_a_model(band: int, predicts: bool) -> None:
-    plan = shapes.layer_plan(band, predicts, 32768)
+@pytest.mark.parametrize(
+    ("band", "predicts", "trellis"), [(1, False, False), (8, True, False), (1, True, True)]
+)
+def test_the_plan_of_one_layer_has_the_shapes_of_a_model(
+    band: int, predicts: bool, trellis: bool
+) -> None:
+    plan = shapes.layer_plan(band, predicts, trellis, 32768)
     assert plan.ratio == pytest.approx(1 / 8, rel=0.02)
     latents = plan.layers[0].key.latents
     assert latents == plan.layers[0].value.latents == 600

@@ -1,0 +1,52 @@
+"""Store of trellis-coded latents on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from manifoldkv.cache.storage import Tile, split_tiles
+from manifoldkv.cache.trellis import TrellisStore
+from manifoldkv.coding.trellis import TrellisCoded
+from manifoldkv.kernels.gpu import tabulate_latents
+from manifoldkv.kernels.gpu_encode import EncoderTables, encode, read
+from manifoldkv.kernels.tables import LatentTables
+
+
+class GPUTrellisStore(TrellisStore):
+    """A `TrellisStore` that searches for bits, and reads them, by Triton kernels."""
+
+    def __init__(self, quantizer: TrellisCoded, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(quantizer, dtype, device)
+        own, numbers, codebooks, _, noise = quantizer.tables
+        self._encoder = EncoderTables(
+            tabulate_latents(LatentTables.of_quantizer(quantizer), device),
+            torch.from_numpy(own),
+            torch.from_numpy(numbers).to(device),
+            torch.from_numpy(codebooks).to(device),
+            float(noise),
+            quantizer.stream_bytes,
+        )
+
+    def append(self, latents: Tensor) -> None:
+        stored = latents[:, 0, :, : self._stored].float()
+        batch, tokens, _ = stored.shape
+        size = self._quantizer.stream_bytes
+        self._allocate(size, batch, tokens, self._device)
+        codes, scales = self.newest_packed(tokens)
+        encode(stored, self._encoder, codes[:, 0], scales[:, 0])
+
+    def _append(self, latents: Tensor) -> Tensor:
+        self.append(latents.unsqueeze(1))
+        return self.read(len(self) - latents.shape[1], len(self))[:, 0, :, : self._stored]
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        for start, stop in split_tiles(first, len(self), size):
+            codes, scales = self.visible(start, stop)
+            numbers = self._encoder.latents, self._encoder.numbers[2]
+            x = read(codes[:, 0], scales[:, 0], *numbers, self._dtype)
+            x = functional.pad(x, (0, 0, 0, self._features - self._stored))
+            yield start - first, stop - first, x.mT.unsqueeze(1)
