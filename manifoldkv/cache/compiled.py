@@ -8,13 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.composed import (
-    ComposedSites,
-    NewTokens,
-    of_integers,
-    offset_of,
-    store_of,
-)
+from manifoldkv.cache.composed import NewTokens
+from manifoldkv.cache.decoding import DecodingSites, of_integers, quantizers_of, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
@@ -25,7 +20,7 @@ from manifoldkv.kernels.decode import is_available, mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Array, Packed
-from manifoldkv.models.interface import AttentionSettings, Rotate
+from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
@@ -43,7 +38,7 @@ def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and in_float32 and is_available()
 
 
-class CompiledSites(ComposedSites):
+class CompiledSites(DecodingSites):
     """`ComposedSites` whose scores and mixtures are those of compiled kernels, on a CPU.
 
     Rotations other than in pairs of features, and many queries at once, are left to torch.
@@ -54,7 +49,8 @@ class CompiledSites(ComposedSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        quantizers = self._quantizers(composer.layers, index)
+        needed = {(0, "key"), *self._key_predicted, *self._value_maps}
+        quantizers = quantizers_of(composer.layers, index, needed)
         self._tables = {one: LatentTables.of_quantizer(x) for one, x in quantizers.items()}
 
         def folded(one: Input, part: Tensor) -> Tensor:
@@ -117,43 +113,28 @@ class CompiledSites(ComposedSites):
             column += len(tables.fields)
         return mixed.unflatten(1, weights.shape[1:3]) @ self._integer_values
 
-    def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
-        plain = settings.softcap is None and settings.sinks is None
-        begun = layer.tokens_seen > 0 and (not layer.sinks.size or layer.sinks.are_first)
-        return plain and begun and self.attends(angles)
-
     def attends(self, angles: Angles) -> bool:
         """Return whether `attend` takes a rotation, and the number of the layer's sources."""
         return len(self._sources) <= most_sources() and self._tables_of(angles) is not None
 
-    def decode(
+    def attended(
         self,
         layers: Sequence[CompressedLayer],
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
         scaling: float,
+        seen: Seen,
         angles: Angles,
-        context: PredictorContext,
+        sinks: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        layer, heads = layers[0], self._grouping.heads
-        tokens, _ = layer.get_mask_sizes(1)
-        skipped = layer.sinks.size
-        self.store(layer, keys, values, context)
-        seen = Seen(layer.tokens_held - tokens + skipped, tokens - skipped, [], None)
-        batch, _, _, head_dim = queries.shape
-        by_head = (queries.reshape(batch, heads, -1, head_dim).float() * scaling).contiguous()
-        sinks = by_head[:, :, :0], by_head[:, :, :0]
-        if skipped:
-            sink_keys, sink_values = layer.sinks.seen()
-            sinks = sink_keys.float().contiguous(), sink_values.float().contiguous()
-            angles = angles.of_tokens(skipped, tokens)
+        by_head = (queries.float() * scaling).contiguous()
+        no_tokens = by_head[:, :, :0]
+        keys, values = (no_tokens, no_tokens) if sinks is None else sinks
 
         def packed(one: Input) -> Packed:
             return _packed(layers, one, seen)
 
-        output = self.attend(by_head, packed, angles, sinks)
-        return output.to(queries.dtype).view(batch, -1, 1, head_dim)
+        further = keys.float().contiguous(), values.float().contiguous()
+        return self.attend(by_head, packed, angles, further)
 
     def attend(
         self,
@@ -242,7 +223,5 @@ class _CompiledTokens(NewTokens):
 
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Packed:
     """Return the visible latents of a site."""
-    store = store_of(layers, one)
-    assert isinstance(store, WidthStore)
-    first = offset_of(layers, store, seen)
-    return store.packed(first, first + seen.latents)
+    store, first, stop = store_and_range(layers, one, seen)
+    return store.packed(first, stop)

@@ -17,7 +17,6 @@ from manifoldkv.cache.latents import RunningBasis, scores_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.sites import Seen, Sites, tile_tokens
 from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
-from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.composition import Composer
@@ -66,15 +65,6 @@ class ComposedSites(Sites):
         self._key_mean = key.mean.to(device, self._working)
         self._value_maps = to_device(value.maps)
         self._value_mean = value.mean.to(device, self._working)
-
-    def _quantizers(self, layers: Sequence[LayerPlan], index: int) -> dict[Input, MixedWidths]:
-        """Return the quantizers of the sites that keys and values of a layer depend on."""
-        found = {}
-        for below, site in {(0, "key"), *self._key_predicted, *self._value_maps}:
-            quantizer = layers[index - below].of(site).quantizer
-            assert isinstance(quantizer, MixedWidths)
-            found[below, site] = quantizer
-        return found
 
     def _new_tokens(
         self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
@@ -187,20 +177,11 @@ class NewTokens:
     def _predicted(self, context: PredictorContext) -> Tensor | None:
         if not self._inputs:
             return None
-        predicted = torch.cat(context.of(self._inputs), dim=-1)
+        inputs = context.of(self._inputs)
+        predicted = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
         for factor in self._factors:
             predicted = predicted @ factor.to(predicted.dtype)
         return predicted
-
-
-def of_integers(part: Tensor, quantizer: MixedWidths) -> Tensor:
-    """Return a map of latents (features, r) as one of stored integers, less their centres.
-
-    Those of trellis-coded latents are their codewords.
-    """
-    stored = quantizer.stored
-    factor = quantizer.step[:stored] * quantizer.gain[:stored]
-    return (part[:, :stored].float() * factor.to(part.device)).contiguous()
 
 
 def store_of(layers: Sequence[CompressedLayer], one: Input) -> Store:

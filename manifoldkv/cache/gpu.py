@@ -8,20 +8,31 @@ import torch
 from torch import Tensor
 from triton import language as tl
 
-from manifoldkv.cache.composed import ComposedSites, of_integers, offset_of, store_of
+from manifoldkv.cache.composed import NewTokens
+from manifoldkv.cache.decoding import DecodingSites, of_integers, quantizers_of, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
-from manifoldkv.coding.predictor import Input
-from manifoldkv.kernels.gpu import Keys, mix, project, scores, tabulate_keys, tabulate_latents
+from manifoldkv.cache.storage import Store, constant_dtype, working_dtype
+from manifoldkv.coding.mixed import MixedWidths
+from manifoldkv.coding.predictor import Input, PredictorContext
+from manifoldkv.kernels.gpu import (
+    Keys,
+    mix,
+    project,
+    scores,
+    tabulate_keys,
+    tabulate_latents,
+    zeros_beside,
+)
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
+from manifoldkv.plan.site import SitePlan
 
 
-class GPUSites(ComposedSites):
+class GPUSites(DecodingSites):
     """`ComposedSites` whose scores and mixtures are those of Triton kernels.
 
     Products are of bfloat16 with models in 16 bits, sums of float32. Rotations other than in pairs
@@ -32,7 +43,8 @@ class GPUSites(ComposedSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        quantizers = self._quantizers(composer.layers, index)
+        needed = {(0, "key"), *self._key_predicted, *self._value_maps}
+        quantizers = quantizers_of(composer.layers, index, needed)
         self._latents = {
             one: tabulate_latents(LatentTables.of_quantizer(quantizer), device)
             for one, quantizer in quantizers.items()
@@ -44,9 +56,14 @@ class GPUSites(ComposedSites):
         joined = [self._value_mean.float().unsqueeze(1)]
         joined += [of_integers(part, quantizers[one]) for one, part in self._value_maps.items()]
         by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
+        self._integer_values = by_head.mT.to(self._working).contiguous()  # (H_kv, 1 + r, d)
         self._keys: tuple[Rotate, Keys | None] | None = None
         self._operands = tl.bfloat16 if dtype.itemsize == 2 else tl.float32
+
+    def _new_tokens(
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+    ) -> NewTokens:
+        return _GPUTokens(planned, dtype, device, is_input=is_input)
 
     def scores(
         self,
@@ -56,29 +73,61 @@ class GPUSites(ComposedSites):
         seen: Seen,
     ) -> Iterator[Tensor]:
         assert angles is not None  # keys are stored before rotation
-        keys = self._keys_under(angles)
-        if keys is None or not seen.latents:
+        if self._keys_under(angles) is None or not seen.latents:
             yield from super().scores(layers, queries, angles, seen)
-            return
+        else:
+            yield self._scores(layers, queries, angles, seen)
+
+    def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
+        rows = weights.float().flatten(1, 2)  # (B, H_q·m, n)
+        sources = [(*_packed(layers, one, seen), self._latents[one]) for one in self._value_maps]
+        by_row = mix(rows, seen.latents, sources, self._operands).to(self._working)
+        # By head, of all sequences: (H_kv, B·R, 1 + r).
+        by_head = by_row.unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
+        mixed = torch.bmm(by_head, self._integer_values)
+        return mixed.unflatten(1, (len(weights), -1)).transpose(0, 1)
+
+    def attends(self, angles: Angles) -> bool:
+        return self._keys_under(angles) is not None
+
+    def attended(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        scaling: float,
+        seen: Seen,
+        angles: Angles,
+        sinks: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        scores = self._scores(layers, queries, angles, seen, scaling)
+        if sinks is not None:
+            keys, values = (x.float() for x in sinks)
+            scores = torch.cat([scores, queries.float() @ (scaling * keys.mT)], dim=-1)
+        weights = scores.softmax(dim=-1)
+        output = self.mix(layers, weights, seen)
+        return output if sinks is None else output + weights[..., seen.latents :] @ values
+
+    def _scores(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        angles: Angles,
+        seen: Seen,
+        scaling: float = 1.0,
+    ) -> Tensor:
+        """Return the scores of all visible latents, (B, H_kv, R, n), float32."""
+        keys = self._keys_under(angles)
+        assert keys is not None
+        codes, scales = _packed(layers, (0, "key"), seen)
         predicted = None
         for one, part in self._integer_predicted.items():
             if predicted is None:
-                shape = len(queries), len(part), seen.latents
-                predicted = torch.zeros(shape, device=queries.device)
-            packed = _packed(layers, one, seen)
-            project(part, *packed, self._latents[one], predicted, self._operands)
-        packed = _packed(layers, (0, "key"), seen)
-        rotation = angles.cos, angles.sin
-        yield scores(queries.float(), *packed, keys, *rotation, predicted, self._operands)
-
-    def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
-        rows = weights[..., : seen.latents].float().flatten(1, 2)  # (B, H_q·m, n)
-        mixed = [rows.sum(dim=-1, keepdim=True)]
-        for one in self._value_maps:
-            packed = _packed(layers, one, seen)
-            mixed.append(mix(rows, *packed, self._latents[one], self._operands))
-        by_head = torch.cat(mixed, dim=-1).unflatten(1, weights.shape[1:3])  # (B, H_kv, R, 1 + r)
-        return torch.einsum("bhrk,hkd->bhrd", by_head, self._integer_values)
+                predicted = zeros_beside(codes, len(part))
+            project(
+                part, *_packed(layers, one, seen), self._latents[one], predicted, self._operands
+            )
+        given = codes, scales, keys, angles.cos, angles.sin, predicted
+        return scores(queries, *given, scaling=scaling, dtype=self._operands)
 
     def _keys_under(self, angles: Angles) -> Keys | None:
         """Return the tables of keys under a rotation; None for one that is not in pairs."""
@@ -101,9 +150,39 @@ class GPUSites(ComposedSites):
         return self._keys[1]
 
 
+class _GPUTokens(NewTokens):
+    """New tokens in few operations, each of which costs the start of a kernel."""
+
+    def __init__(
+        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+    ) -> None:
+        super().__init__(planned, dtype, device, is_input=is_input)
+        assert isinstance(planned.quantizer, MixedWidths)
+        stored, working = planned.quantizer.stored, working_dtype(dtype, device)
+        held = constant_dtype(dtype)
+        down, up = (
+            x[0].to(device, held).to(working) for x in (planned.basis.down, planned.basis.up)
+        )
+        self._down, self._up = down[:, :stored].contiguous(), up[:, :stored].mT.contiguous()
+        mean = torch.zeros(planned.features) if planned.mean is None else planned.mean
+        self._mean = mean.to(device, working)
+        self._offset = -(self._mean @ self._down)
+
+    def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
+        x = x.to(self._down.dtype)
+        predicted = self._predicted(context)
+        residual = x if predicted is None else x - predicted
+        latents = torch.addmm(self._offset, residual.flatten(0, 1), self._down)
+        latents = latents.view(*x.shape[:2], -1).unsqueeze(1)
+        if not self._is_input:
+            store.append(latents)
+            return x[:0]
+        found = store.append_and_read(latents)[:, 0, :, : len(self._up)]
+        found = torch.addmm(self._mean, found.flatten(0, 1), self._up).view(x.shape)
+        return found if predicted is None else found + predicted
+
+
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> tuple[Tensor, Tensor]:
     """Return the visible codes and scales of a site."""
-    store = store_of(layers, one)
-    assert isinstance(store, WidthStore)
-    first = offset_of(layers, store, seen)
-    return store.visible(first, first + seen.latents)
+    store, first, stop = store_and_range(layers, one, seen)
+    return store.visible(first, stop)

@@ -28,7 +28,6 @@ class GPUTrellisStore(TrellisStore):
             torch.from_numpy(numbers).to(device),
             torch.from_numpy(codebooks).to(device),
             float(noise),
-            quantizer.stream_bytes,
         )
 
     def append(self, latents: Tensor) -> None:
@@ -47,6 +46,6 @@ class GPUTrellisStore(TrellisStore):
         for start, stop in split_tiles(first, len(self), size):
             codes, scales = self.visible(start, stop)
             numbers = self._encoder.latents, self._encoder.numbers[2]
-            x = read(codes[:, 0], scales[:, 0], *numbers, self._dtype)
+            x = read(codes, scales, *numbers, self._dtype)
             x = functional.pad(x, (0, 0, 0, self._features - self._stored))
             yield start - first, stop - first, x.mT.unsqueeze(1)

@@ -110,6 +110,8 @@ class Sinks:
 
     def keep_first(self, tokens: int) -> None:
         """Drop all tokens after the first `tokens` slots."""
+        if self.are_first and tokens >= self.size:
+            return
         for store in self.stores:
             store.drop_last(len(store) - min(tokens, self.size))
         with torch.inference_mode(False):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from manifoldkv.kernels.decode import runs_triton
 from manifoldkv.kernels.views import Array, View
 
 SLACK = 16
@@ -155,6 +157,8 @@ class GrowingTensor:
         A tensor allocated in inference mode could not be written to outside of it.
         """
         shape = list(like.shape)
+        if self._dim == 3 and runs_triton(like.device):  # kernels load several tokens at once
+            tokens = ceil(tokens / 16) * 16
         shape[self._dim] = tokens
         with torch.inference_mode(False):
             return like.new_empty(shape)

@@ -4,13 +4,17 @@ Nothing imports this file before a CUDA device is used: it alone needs Triton. T
 have them last, with stride 1. A program has a tile of tokens or latents and a part of the sum;
 the parts are added at the end. Products are of latents before their scales, which multiply the
 results. Operands of tensor cores are float32 or bfloat16; sums are float32.
+
+Bytes are loaded for four neighbouring tokens at once, and their bits are cut out in words of 32
+bits. So programs begin at a multiple of four tokens in memory, up to three before the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +25,15 @@ from torch import Tensor
 from torch.nn import functional
 from triton import language as tl
 
+from manifoldkv.coding.trellis import STATES
 from manifoldkv.kernels.tables import LatentTables
 
-TOKENS = tl.constexpr(64)  # of a tile
-LATENTS = tl.constexpr(32)  # unpacked at a time
+TOKENS, LATENTS = tl.constexpr(128), tl.constexpr(32)  # of a tile of scores or products
 FEATURES = tl.constexpr(32)  # of a tile of keys
+MIXED_TOKENS, MIXED = tl.constexpr(32), tl.constexpr(128)  # of a tile of mixtures, and its latents
 ROWS = 32  # of queries, weights or predictions of a program, at most
+SCORES = {"num_warps": 8, "num_stages": 1}
+MIXTURES = {"num_warps": 4, "num_stages": 1}
 PROGRAMS = 512  # among which work is split: a few per multiprocessor
 PRECISION = tl.constexpr("tf32x3")  # about that of float32, on tensor cores
 
@@ -38,29 +45,43 @@ class Latents:
     Parameters
     ----------
     fields : Tensor
-        Byte, right shift, mask and left shift of every bit field, (r, fields, 4), int32,
-        contiguous. Missing fields have mask 0. Of trellis-coded latents three bytes, the right
-        shift and the mask of a state, a multiplier and an offset (`coding.trellis.Code`), (r, 8).
+        Byte, right shift, left shift and mask of every bit field, in 16, 3, 3 and 8 bits from the
+        lowest on, (r, fields), int32. Missing fields have mask 0. Of trellis-coded latents first
+        byte, right shift, bits beyond the end of the stream and own bits, in 16, 4, 4 and 4 bits,
+        then multiplier and offset (`coding.trellis.Code`), (r, 3).
     centres : Tensor
         Codes whose latent is 0, (r,), float32; of trellis-coded latents the units of their codes.
     depth : int
         Number of fields; 0 for trellis-coded latents.
+    last : int
+        Last byte of a stream.
     """
 
     fields: Tensor
     centres: Tensor
     depth: int
+    last: int
 
 
 def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
     """Return the tables of a site on a GPU."""
-    fields, centres = tables.fields, tables.centres.to(device)
+    fields, last = tables.fields, int(tables.fields[..., 0].max())
     if tables.is_trellis:
-        flat = torch.cat([fields[:, 0], functional.pad(fields[:, 1, :3], (0, 1))], dim=1)
+        last = int(fields[:, 0, :3].max())
+        words = fields[:, 0, 0] | fields[:, 0, 3] << 16 | _beyond(fields[:, 1, 0]) << 20
+        flat = torch.stack([words, *fields[:, 1, 1:3].unbind(1)], dim=1)
         unsigned = flat.numpy().astype(np.uint32)  # as multipliers and offsets are
-        return Latents(torch.from_numpy(unsigned.view(np.int32)).to(device), centres, 0)
-    depth = int((fields[..., 2] > 0).any(dim=0).sum())  # without fields that no latent has
-    return Latents(fields[:, :depth].to(device, torch.int32).contiguous(), centres, depth)
+        words, depth = torch.from_numpy(unsigned.view(np.int32)), 0
+    else:
+        depth = int((fields[..., 2] > 0).any(dim=0).sum())  # without fields that no latent has
+        byte, right, mask, left = fields[:, :depth].unbind(2)
+        words = (byte | right << 16 | left << 19 | mask << 22).to(torch.int32)
+    return Latents(words.to(device).contiguous(), tables.centres.to(device), depth, last)
+
+
+def _beyond(masks: Tensor) -> Tensor:
+    """Return the number of lowest bits that are 0 in masks of states."""
+    return (STATES - masks).float().log2().long()
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,8 @@ class Keys:
     latents : Latents
         Stored latents.
     partner, sign : Tensor
-        Partners of the features of a head, int64, and signs of the sines, (d,).
+        Partners of the features of a head, int32, and the signs of the partners' sines, float32,
+        (d,).
     cosines, sines : Tensor
         Angles that multiply the features of a head, (d,), int32; -1 if they are not rotated.
     tiles : Tensor
@@ -138,8 +160,8 @@ def tabulate_keys(
     prediction = up[:, :0] if prediction is None else prediction
     return Keys(
         latents,
-        partner,
-        sign,
+        partner.to(torch.int32),
+        sign[partner],
         angle,
         angle[partner],
         torch.stack([starts, widths, FEATURES.value * starts], dim=1).to(up.device, torch.int32),
@@ -179,6 +201,71 @@ def _splits(programs: int, most: int) -> int:
     return max(1, min(most, PROGRAMS // programs))
 
 
+class _Words(NamedTuple):
+    """Packed latents and scales as kernels take them.
+
+    Parameters
+    ----------
+    codes : Tensor
+        Memory of the codes from its start on, int32, four tokens each.
+    first : int
+        Words before those of the first token.
+    batch, row : int
+        Strides in words.
+    scales : Tensor
+        Codes of scales, uint8.
+    scale_first, scale_batch : int
+        Scales before that of the first token, rounded down to a multiple of 4, and their stride.
+    """
+
+    codes: Tensor
+    first: int
+    batch: int
+    row: int
+    scales: Tensor
+    scale_first: int
+    scale_batch: int
+
+
+def in_words(codes: Tensor, scales: Tensor) -> tuple[_Words, int]:
+    """Return packed latents as kernels take them, and the tokens before the first one, below 4.
+
+    Parameters
+    ----------
+    codes, scales : Tensor
+        (B, 1, bytes, n) and (B, 1, 1, n), uint8, views with rows of multiples of 4 tokens in
+        memory.
+    """
+    before = codes.storage_offset() % 4
+    first, second = codes.storage_offset() - before, scales.storage_offset() - before
+    strides = codes.stride(0), codes.stride(2), scales.stride(0)
+    assert codes.stride(3) == 1
+    assert not any(x % 4 for x in (*strides, second))
+    words = _start(codes).view(torch.int32)
+    return _Words(
+        *(words, first // 4, strides[0] // 4, strides[1] // 4),
+        *(_start(scales), second, strides[2]),
+    ), before
+
+
+def zeros_beside(codes: Tensor, rows: int) -> Tensor:
+    """Return zeros (B, rows, n), float32, aligned in memory as codes (B, 1, bytes, n) are."""
+    before, n = codes.storage_offset() % 4, codes.shape[3]
+    room = codes.new_zeros(len(codes), rows, ceil((before + n) / 16) * 16, dtype=torch.float32)
+    return room[..., before : before + n]
+
+
+def _start(view: Tensor) -> Tensor:
+    """Return the memory of a view from its start on."""
+    return view.as_strided((view.untyped_storage().nbytes() // view.itemsize,), (1,), 0)
+
+
+def _alignment(before: int, *views: Tensor) -> int:
+    """Return how many tokens of views (…, n) are loaded at once, if `before` are loaded too."""
+    fits = all(x.stride(-1) == 1 and (x.storage_offset() - before) % 4 == 0 for x in views)
+    return 4 if fits else 1
+
+
 def scores(
     queries: Tensor,
     codes: Tensor,
@@ -187,6 +274,8 @@ def scores(
     cos: Tensor,
     sin: Tensor,
     predicted: Tensor | None = None,
+    *,
+    scaling: float = 1.0,
     dtype: tl.dtype = tl.float32,
 ) -> Tensor:
     """Return the products of queries and rotated keys, (B, H_kv, R, n), float32.
@@ -194,7 +283,7 @@ def scores(
     Parameters
     ----------
     queries : Tensor
-        Scaled and rotated queries, (B, H_kv, R, d), float32.
+        Rotated queries, (B, H_kv, R, d), in a floating dtype.
     codes, scales : Tensor
         Packed latents, (B, 1, bytes, n), uint8, and codes of their scales, (B, 1, 1, n), uint8.
     keys : Keys
@@ -203,65 +292,85 @@ def scores(
         Of the angles of the tokens, (1 or B, n, angles).
     predicted : Tensor, optional
         Inputs p of the predictor, (B, p, n), float32.
+    scaling : float
+        Factor of the products.
     dtype : tl.dtype
         Of the operands of tensor cores: ``tl.float32`` or ``tl.bfloat16``.
     """
     batch, heads, rows_per_head, head_dim = queries.shape
     n, rows = codes.shape[-1], heads * rows_per_head
     queries = queries.contiguous()
-    turned = (queries * keys.sign)[..., keys.partner]  # sines multiply queries, not keys
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     inputs = scales[:, 0] if predicted is None else predicted
+    words, before = in_words(codes, scales)
+    align = _alignment(before, cos.mT, sin.mT, inputs)
     row_tiles, row_size = _row_tiles(rows)
-    grid = triton.cdiv(n, TOKENS.value), batch * row_tiles
+    grid = triton.cdiv(n + before, TOKENS.value), batch * row_tiles
     splits = _splits(grid[0] * grid[1], len(keys.tiles))
-    parts = queries.new_empty(splits, batch, heads, rows_per_head, n)
+    shape = splits, batch, heads, rows_per_head, n
+    parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    views = [
+        (_start(x), (x.storage_offset() - before * x.stride(-1)) // align)
+        for x in (cos.mT, sin.mT, inputs)
+    ]
     _scores_kernel[(*grid, splits)](
-        *(queries, turned, parts, n, rows, rows_per_head, head_dim),
-        *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(cos, *cos.stride(), sin, *sin.stride(), keys.cosines, keys.sines),
-        *(inputs, inputs.stride(0), inputs.stride(1), keys.prediction, keys.prediction.shape[-1]),
+        *(queries, keys.partner, keys.sign, parts, scaling, n, rows, rows_per_head, head_dim),
+        *(*words, before),
+        *(*views[0], *cos.stride(), *views[1], *sin.stride(), keys.cosines, keys.sines),
+        *(*views[2], inputs.stride(0), inputs.stride(1)),
+        *(keys.prediction, keys.prediction.shape[-1]),
         *(keys.tiles, keys.columns, keys.features, keys.up, keys.mean, len(keys.tiles)),
-        *(keys.latents.fields, keys.latents.centres),
-        *(row_tiles, row_size, keys.latents.depth, dtype),
-        num_warps=8,  # with 4, registers spill
+        *(keys.latents.fields, keys.latents.centres, keys.latents.last),
+        *(row_tiles, row_size, keys.latents.depth, align, dtype),
+        **SCORES,
     )
-    return parts.sum(dim=0)
+    return parts[0] if splits == 1 else parts.sum(dim=0)
 
 
 def mix(
     weights: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    latents: Latents,
+    n: int,
+    sources: Sequence[tuple[Tensor, Tensor, Latents]],
     dtype: tl.dtype = tl.float32,
 ) -> Tensor:
-    """Return the sums of latents over tokens, times weights, (B, rows, r), float32.
+    """Return the sums of weights, and of latents times weights, over tokens.
 
     Parameters
     ----------
     weights : Tensor
-        (B, rows, n), float32.
-    codes, scales, latents
-        Packed latents and scales, as in `scores`, and tables of the site.
+        (B, rows, n or more), float32.
+    n : int
+        Number of tokens.
+    sources : sequence of tuple
+        Packed latents and scales of the tokens, as in `scores`, and tables of the site.
     dtype
         As in `scores`.
+
+    Returns
+    -------
+    Tensor
+        (B, rows, 1 + all latents), float32.
     """
-    batch, rows, n = weights.shape
-    stored = len(latents.centres)
+    batch, rows, _ = weights.shape
+    counts = [len(latents.centres) for _, _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
-    grid = triton.cdiv(stored, LATENTS.value), batch * row_tiles
-    tiles = triton.cdiv(n, TOKENS.value)
-    per_split = ceil(tiles / _splits(grid[0] * grid[1], tiles))
+    tiles = triton.cdiv(n + 3, MIXED_TOKENS.value)
+    programs = triton.cdiv(min(counts), MIXED.value) * batch * row_tiles
+    per_split = ceil(tiles / _splits(programs, tiles))
     splits = ceil(tiles / per_split)
-    parts = weights.new_empty(splits, batch, rows, stored)
-    _mix_kernel[(*grid, splits)](
-        *(weights, weights.stride(0), weights.stride(1)),
-        *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(latents.fields, latents.centres, stored, parts, n, rows, per_split),
-        *(row_tiles, row_size, latents.depth, dtype),
-    )
-    return parts.sum(dim=0)
+    parts = weights.new_empty(splits, batch, rows, 1 + sum(counts))
+    column = 1
+    for (codes, scales, latents), count in zip(sources, counts, strict=True):
+        words, before = in_words(codes, scales)
+        _mix_kernel[triton.cdiv(count, MIXED.value), batch * row_tiles, splits](
+            *(weights, weights.stride(0), weights.stride(1), *words, before),
+            *(latents.fields, latents.centres, latents.last, count, column),
+            *(parts, parts.shape[-1], n, rows, per_split),
+            *(row_tiles, row_size, latents.depth, dtype),
+            **MIXTURES,
+        )
+        column += count
+    return parts[0] if splits == 1 else parts.sum(dim=0)
 
 
 def project(
@@ -287,60 +396,71 @@ def project(
     """
     batch, rows, n = out.shape
     row_tiles, row_size = _row_tiles(rows)
-    _project_kernel[triton.cdiv(n, TOKENS.value), batch * row_tiles](
-        matrix.contiguous(),
-        *(codes, codes.stride(0), codes.stride(2), scales, scales.stride(0)),
-        *(latents.fields, latents.centres, len(latents.centres)),
+    words, before = in_words(codes, scales)
+    _project_kernel[triton.cdiv(n + before, TOKENS.value), batch * row_tiles](
+        *(matrix.contiguous(), *words, before),
+        *(latents.fields, latents.centres, latents.last, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),
         *(row_tiles, row_size, latents.depth, dtype),
+        num_warps=8,
     )
 
 
 @triton.jit
-def _codewords(codes, stride, token, valid, fields, units, latent, chosen):
-    """Return the codewords of trellis-coded latents, (latents, tokens), as `unpack` does."""
-    entry = fields + latent * 8
-    there = chosen[:, None] & valid[None, :]
-    stream = latent[:, None] * 0 + token[None, :] * 0
-    for place in tl.static_range(3):
-        byte = tl.load(entry + place, mask=chosen, other=0)
-        packed = tl.load(codes + byte[:, None] * stride + token[None, :], mask=there, other=0)
-        stream = stream << 8 | packed.to(tl.int32)
-    right = tl.load(entry + 3, mask=chosen, other=0)
-    mask = tl.load(entry + 4, mask=chosen, other=0)
-    multiplier = tl.load(entry + 5, mask=chosen, other=0)
-    offset = tl.load(entry + 6, mask=chosen, other=0)
-    state = (stream >> right[:, None]) & mask[:, None]
-    mixed = state * multiplier[:, None] + offset[:, None]
-    halves = ((mixed << 16) >> 16) + (mixed >> 16)
-    return halves.to(tl.float32) * tl.load(units + latent, mask=chosen, other=0.0)[:, None]
+def _joined(a, b, c, d):
+    """Return every fourth token's numbers, (latents, words) each, as (latents, tokens)."""
+    both = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(both, (a.shape[0], 4 * a.shape[1]))
 
 
 @triton.jit
-def _integers(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
-    """Return codes less centres, (latents, tokens), as `unpack` does."""
-    centre = tl.load(centres + latent, mask=chosen, other=0.0)
-    code = latent[:, None] * 0 + token[None, :] * 0
-    for field in tl.static_range(depth):
-        entry = fields + (latent * depth + field) * 4
-        byte = tl.load(entry, mask=chosen, other=0)
-        right = tl.load(entry + 1, mask=chosen, other=0)
-        bits = tl.load(entry + 2, mask=chosen, other=0)
-        left = tl.load(entry + 3, mask=chosen, other=0)
-        address = codes + byte[:, None] * stride + token[None, :]
-        packed = tl.load(address, mask=(bits[:, None] > 0) & valid[None, :], other=0).to(tl.int32)
-        code += ((packed >> right[:, None]) & bits[:, None]) << left[:, None]
-    return code.to(tl.float32) - centre[:, None]
+def _codeword(first, second, third, place, right, mask, multiplier, offset, unit):
+    """Return the codewords whose states are in the bytes of three words at a place, 0 to 24."""
+    upper = (first >> place & 255) << 16
+    stream = upper | (second >> place & 255) << 8 | third >> place & 255
+    mixed = (stream >> right & mask) * multiplier + offset
+    return (((mixed << 16) >> 16) + (mixed >> 16)).to(tl.float32) * unit
 
 
 @triton.jit
-def unpack(codes, stride, token, valid, fields, centres, latent, chosen, depth: tl.constexpr):
-    """Return latents before their scales, (latents, tokens); 0 for those that are not chosen."""
+def unpack(
+    codes, row, word, near, fields, centres, last, latent, chosen,
+    depth: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return latents before their scales, (latents, tokens); 0 for those that are not chosen.
+
+    Parameters are the packed latents and their tables, then the words and latents that are loaded.
+    """
+    there = chosen[:, None] & near[None, :]
+    centre = tl.load(centres + latent, mask=chosen, other=0.0)[:, None]
     if depth == 0:
-        z = _codewords(codes, stride, token, valid, fields, centres, latent, chosen)
+        table = tl.load(fields + latent * 3, mask=chosen, other=0)
+        multiplier = tl.load(fields + latent * 3 + 1, mask=chosen, other=0)[:, None]
+        offset = tl.load(fields + latent * 3 + 2, mask=chosen, other=0)[:, None]
+        byte, right, beyond = table & 65535, (table >> 16 & 15)[:, None], table >> 20 & 15
+        mask = ((1023 >> beyond) << beyond)[:, None]
+        one = tl.load(codes + byte[:, None] * row + word[None, :], mask=there, other=0)
+        byte = tl.minimum(byte + 1, last)
+        two = tl.load(codes + byte[:, None] * row + word[None, :], mask=there, other=0)
+        byte = tl.minimum(byte + 1, last)
+        three = tl.load(codes + byte[:, None] * row + word[None, :], mask=there, other=0)
+        a = _codeword(one, two, three, 0, right, mask, multiplier, offset, centre).to(dtype)
+        b = _codeword(one, two, three, 8, right, mask, multiplier, offset, centre).to(dtype)
+        c = _codeword(one, two, three, 16, right, mask, multiplier, offset, centre).to(dtype)
+        d = _codeword(one, two, three, 24, right, mask, multiplier, offset, centre).to(dtype)
     else:
-        z = _integers(codes, stride, token, valid, fields, centres, latent, chosen, depth)
-    return z
+        code = latent[:, None] * 0 + word[None, :] * 0
+        for field in tl.static_range(depth):
+            table = tl.load(fields + latent * depth + field, mask=chosen, other=0)
+            address = codes + (table & 65535)[:, None] * row + word[None, :]
+            packed = tl.load(address, mask=there, other=0) >> (table >> 16 & 7)[:, None]
+            bits = (table >> 22) * 0x01010101  # of the same field of four tokens
+            code |= (packed & bits[:, None]) << (table >> 19 & 7)[:, None]
+        a = ((code & 255).to(tl.float32) - centre).to(dtype)
+        b = ((code >> 8 & 255).to(tl.float32) - centre).to(dtype)
+        c = ((code >> 16 & 255).to(tl.float32) - centre).to(dtype)
+        d = ((code >> 24 & 255).to(tl.float32) - centre).to(dtype)
+    return _joined(a, b, c, d)
 
 
 @triton.jit
@@ -350,26 +470,33 @@ def scales_of(address, valid):
     return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "before"])
 def _scores_kernel(
-    queries, turned, out, n, rows, rows_per_head, head_dim,
-    codes, code_batch, code_stride, scales, scale_batch,
-    cos, cos_batch, cos_stride, cos_feature, sin, sin_batch, sin_stride, sin_feature,
-    cosines, sines, inputs, input_batch, input_stride, prediction, p,
-    tiles, columns, features, up, mean, count, fields, centres,
-    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
+    queries, partner, sign, out, scaling, n, rows, rows_per_head, head_dim,
+    codes, code_first, code_batch, code_row, scales, scale_first, scale_batch, before,
+    cos, cos_first, cos_batch, cos_stride, cos_feature,
+    sin, sin_first, sin_batch, sin_stride, sin_feature, cosines, sines,
+    inputs, input_first, input_batch, input_stride, prediction, p,
+    tiles, columns, features, up, mean, count, fields, centres, last,
+    row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, align: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of tokens with every `splits`-th tile of features."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    word = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     row = tl.program_id(1) % row_tiles * row_size + tl.arange(0, row_size)
-    valid, chunk = token < n, tl.arange(0, LATENTS)
-    codes += sequence * code_batch
-    inputs += sequence * input_batch
-    cos, sin = cos + sequence * cos_batch, sin + sequence * sin_batch
+    words, chunk = (n + before + 3) // 4, tl.arange(0, LATENTS)
+    token, valid = slot - before, (slot >= before) & (slot < n + before)
+    near = slot < 4 * words if align == 4 else valid
+    codes += sequence * code_batch + code_first
+    scales += sequence * scale_batch + scale_first
+    inputs += sequence * input_batch + input_first * align
+    cos += sequence * cos_batch + cos_first * align
+    sin += sequence * sin_batch + sin_first * align
     query = (sequence * rows + row[:, None]) * head_dim
-    scale = scales_of(scales + sequence * scale_batch + token, valid)
+    scale = scales_of(scales + slot, valid)
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for tile in range(split, count, splits):
         member = tile * FEATURES + tl.arange(0, FEATURES)
@@ -380,86 +507,104 @@ def _scores_kernel(
             column = first + chunk
             inside = column < width
             latent = tl.load(columns + start + column, mask=inside, other=0)
-            z = unpack(codes, code_stride, token, valid, fields, centres, latent, inside, depth)
+            z = unpack(
+                codes, code_row, word, word < words, fields, centres, last, latent, inside,
+                depth, dtype,
+            )  # fmt: skip
             u = tl.load(matrix + column[None, :], mask=inside[None, :], other=0.0)
-            k = tl.dot(u.to(dtype), z.to(dtype), k, input_precision=PRECISION)
+            k = tl.dot(u.to(dtype), z, k, input_precision=PRECISION)
         k = k * scale[None, :] + tl.load(mean + member)[:, None]
         for first in range(0, p, LATENTS):
             column = first + chunk
             inside = column < p
-            address = inputs + column[:, None] * input_stride + token[None, :]
-            z = tl.load(address, mask=inside[:, None] & valid[None, :], other=0.0).to(dtype)
+            address = inputs + column[:, None] * input_stride + slot[None, :]
+            z = tl.load(address, mask=inside[:, None] & near[None, :], other=0.0).to(dtype)
             address = prediction + member[:, None] * p + column[None, :]
             u = tl.load(address, mask=inside[None, :], other=0.0)
             k = tl.dot(u.to(dtype), z, k, input_precision=PRECISION)
         feature = tl.load(features + member)
         at = feature % head_dim
         angle = tl.load(cosines + at, mask=feature >= 0, other=-1)[:, None]
-        address = cos + angle * cos_feature + token[None, :] * cos_stride
-        c = tl.load(address, mask=(angle >= 0) & valid[None, :], other=1.0).to(tl.float32)
+        address = cos + angle * cos_feature + slot[None, :] * cos_stride
+        c = tl.load(address, mask=(angle >= 0) & near[None, :], other=1.0).to(tl.float32)
         angle = tl.load(sines + at, mask=feature >= 0, other=-1)[:, None]
-        address = sin + angle * sin_feature + token[None, :] * sin_stride
-        s = tl.load(address, mask=(angle >= 0) & valid[None, :], other=0.0).to(tl.float32)
+        address = sin + angle * sin_feature + slot[None, :] * sin_stride
+        s = tl.load(address, mask=(angle >= 0) & near[None, :], other=0.0).to(tl.float32)
         own = (row // rows_per_head)[:, None] == (feature // head_dim)[None, :]
         own &= (row < rows)[:, None] & (feature >= 0)[None, :]
         q = tl.load(queries + query + at[None, :], mask=own, other=0.0)
         total = tl.dot(q.to(dtype), (k * c).to(dtype), total, input_precision=PRECISION)
-        q = tl.load(turned + query + at[None, :], mask=own, other=0.0)
+        # Sines multiply the partners' queries, not keys.
+        other = tl.load(partner + at)
+        q = tl.load(queries + query + other[None, :], mask=own, other=0.0).to(tl.float32)
+        q *= tl.load(sign + at)[None, :]
         total = tl.dot(q.to(dtype), (k * s).to(dtype), total, input_precision=PRECISION)
     part = split * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
     address = out + (part * rows + row[:, None]) * n + token[None, :]
-    tl.store(address, total, mask=(row < rows)[:, None] & valid[None, :])
+    tl.store(address, total * scaling, mask=(row < rows)[:, None] & valid[None, :])
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "before"])
 def _mix_kernel(
-    weights, weight_batch, weight_stride, codes, code_batch, code_stride, scales, scale_batch,
-    fields, centres, r, out, n, rows, per_split,
+    weights, weight_batch, weight_stride,
+    codes, code_first, code_batch, code_row, scales, scale_first, scale_batch, before,
+    fields, centres, last, r, first_column, out, columns, n, rows, per_split,
     row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of latents over the tokens of a part."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
     row = tl.program_id(1) % row_tiles * row_size + tl.arange(0, row_size)
-    latent = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
+    latent = tl.program_id(0) * MIXED + tl.arange(0, MIXED)
     chosen, held = latent < r, (row < rows)[:, None]
     weights += sequence * weight_batch
-    codes += sequence * code_batch
-    scales += sequence * scale_batch
-    total = tl.full((row_size, LATENTS), 0.0, tl.float32)
+    codes += sequence * code_batch + code_first
+    scales += sequence * scale_batch + scale_first
+    total = tl.full((row_size, MIXED), 0.0, tl.float32)
+    of_weights = tl.full((row_size,), 0.0, tl.float32)
     for tile in range(tl.program_id(2) * per_split, (tl.program_id(2) + 1) * per_split):
-        token = tile * TOKENS + tl.arange(0, TOKENS)
-        valid = token < n
-        scale = scales_of(scales + token, valid)
+        slot = tile * MIXED_TOKENS + tl.arange(0, MIXED_TOKENS)
+        word = tile * (MIXED_TOKENS // 4) + tl.arange(0, MIXED_TOKENS // 4)
+        token, near = slot - before, word < (n + before + 3) // 4
+        valid = (token >= 0) & (token < n)
+        scale = scales_of(scales + slot, valid)
         address = weights + row[:, None] * weight_stride + token[None, :]
-        w = tl.load(address, mask=held & valid[None, :], other=0.0) * scale[None, :]
-        z = unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
-        total = tl.dot(w.to(dtype), tl.trans(z).to(dtype), total, input_precision=PRECISION)
+        w = tl.load(address, mask=held & valid[None, :], other=0.0)
+        of_weights += tl.sum(w, axis=1)
+        w *= scale[None, :]
+        z = unpack(codes, code_row, word, near, fields, centres, last, latent, chosen, depth, dtype)
+        total = tl.dot(w.to(dtype), tl.trans(z), total, input_precision=PRECISION)
     part = tl.program_id(2) * (tl.num_programs(1) // row_tiles).to(tl.int64) + sequence
-    address = out + (part * rows + row[:, None]) * r + latent[None, :]
-    tl.store(address, total, mask=held & chosen[None, :])
+    address = out + (part * rows + row) * columns
+    where = address[:, None] + first_column + latent[None, :]
+    tl.store(where, total, mask=held & chosen[None, :])
+    if (first_column == 1) & (tl.program_id(0) == 0):
+        tl.store(address, of_weights, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "before"])
 def _project_kernel(
-    matrix, codes, code_batch, code_stride, scales, scale_batch, fields, centres, r,
-    out, out_batch, out_stride, n, rows,
+    matrix, codes, code_first, code_batch, code_row, scales, scale_first, scale_batch, before,
+    fields, centres, last, r, out, out_batch, out_stride, n, rows,
     row_tiles: tl.constexpr, row_size: tl.constexpr, depth: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Project a tile of tokens."""
     sequence = (tl.program_id(1) // row_tiles).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    word = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     row = tl.program_id(1) % row_tiles * row_size + tl.arange(0, row_size)
-    valid, held = token < n, (row < rows)[:, None]
-    codes += sequence * code_batch
+    token, near, held = slot - before, word < (n + before + 3) // 4, (row < rows)[:, None]
+    valid = (token >= 0) & (token < n)
+    codes += sequence * code_batch + code_first
+    scales += sequence * scale_batch + scale_first
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for first in range(0, r, LATENTS):
         latent = first + tl.arange(0, LATENTS)
         chosen = latent < r
-        z = unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
+        z = unpack(codes, code_row, word, near, fields, centres, last, latent, chosen, depth, dtype)
         address = matrix + row[:, None] * r + latent[None, :]
         q = tl.load(address, mask=held & chosen[None, :], other=0.0)
-        total = tl.dot(q.to(dtype), z.to(dtype), total, input_precision=PRECISION)
-    scale = scales_of(scales + sequence * scale_batch + token, valid)
+        total = tl.dot(q.to(dtype), z, total, input_precision=PRECISION)
+    scale = scales_of(scales + slot, valid)
     address = out + sequence * out_batch + row[:, None] * out_stride + token[None, :]
     mask = held & valid[None, :]
     old = tl.load(address, mask=mask, other=0.0)

@@ -15,23 +15,20 @@ from functools import cached_property
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 from triton import language as tl
 
 from manifoldkv.coding.scales import INFINITY_CODE, LARGEST_SCALE, NAN_CODE, SMALLEST_SCALE
 from manifoldkv.coding.trellis import STATES
 from manifoldkv.coding.viterbi import LARGER_SCALES, WORST
-from manifoldkv.kernels.gpu import LATENTS, TOKENS, Latents, scales_of, unpack
+from manifoldkv.kernels.gpu import LATENTS, TOKENS, Latents, in_words, scales_of, unpack
 
-BRANCH_BYTES = STATES // 16
-"""Bytes of the branches of a bit of a stream: one bit for every two states."""
 WINDOW, FOLLOWING = 128, 64
-"""Bits of a window, and of those that follow it."""
+"""Bits of a window, a multiple of 8, and of those that follow it."""
 MANY_TOKENS = 512
 """Fewest tokens whose streams are searched whole, since they fill a GPU."""
 HELD_BYTES = 1 << 28
 """Most bytes of branches at a time."""
-BLOCK = tl.constexpr(64)  # bytes of a stream that a program packs
+ROW = tl.constexpr(STATES // 16)  # bytes of the branches of a bit: one bit for every two states
 SIZE, LENGTH = tl.constexpr(STATES), tl.constexpr(STATES.bit_length() - 1)
 UNREACHED = tl.constexpr(float(WORST))
 LARGEST, SMALLEST = tl.constexpr(LARGEST_SCALE), tl.constexpr(SMALLEST_SCALE)
@@ -56,8 +53,6 @@ class EncoderTables:
         Codewords by own bits and state, (9, `STATES`), float32.
     noise : float
         Squared error of a token without outliers at a scale of one.
-    stream_bytes : int
-        Bytes of the stream of a token.
     """
 
     latents: Latents
@@ -65,42 +60,40 @@ class EncoderTables:
     numbers: Tensor
     codebooks: Tensor
     noise: float
-    stream_bytes: int
 
     @cached_property
-    def widths(self) -> Tensor:
-        """Return the own bits on the device, (r,), int32."""
-        return self.own.to(self.numbers.device, torch.int32)
+    def bits(self) -> int:
+        """Return the bits of a stream."""
+        return int(self.own.sum())
 
     @cached_property
-    def places(self) -> Tensor:
-        """Return the latent of every bit of a stream, r beyond its end, and its right shift."""
-        stop = self.own.cumsum(0)
-        bit = torch.arange(8 * self.stream_bytes)
-        latent = torch.searchsorted(stop, bit, right=True)
-        right = functional.pad(stop, (0, 1))[latent] - 1 - bit
-        return torch.stack([latent, right.clamp(min=0)]).to(self.numbers.device, torch.int32)
+    def positions(self) -> Tensor:
+        """Return the first bit and the own bits of every latent, (r, 2), int32."""
+        first = self.own.cumsum(0) - self.own
+        return torch.stack([first, self.own], dim=1).to(self.numbers.device, torch.int32)
 
-    @cached_property
-    def whole(self) -> tuple[Tensor, int]:
-        """Return a window of all latents, as `windows` does."""
-        r, bits = len(self.own), int(self.own.sum())
-        return torch.tensor([[0, r, r, bits]], dtype=torch.int32).to(self.numbers.device), bits
+    def windows(self, size: int) -> Tensor:
+        """Return the windows of some bits, (windows, 4), int32.
 
-    @cached_property
-    def windows(self) -> tuple[Tensor, int]:
-        """Return the windows of a stream, (windows, 4), int32, and the bits of the longest one.
-
-        Columns are its first latent, the one after its last, the one after those that follow, and
-        its bits.
+        Columns are the first bit, the bit after the last one, the first latent that begins in the
+        window, and the one after the last that begins in it or in the bits that follow.
         """
-        before = functional.pad(self.own.cumsum(0), (1, 0))
-        first = torch.searchsorted(before[:-1], torch.arange(0, int(before[-1]), WINDOW)).unique()
-        stop = functional.pad(first[1:], (0, 1), value=len(self.own))
-        end = torch.searchsorted(before[:-1], before[stop] + FOLLOWING)
-        bits = before[stop] - before[first]
-        table = torch.stack([first, stop, end, bits], dim=1)
-        return table.to(self.numbers.device, torch.int32), int(bits.max())
+        first = torch.arange(0, self.bits, size)
+        stop = (first + size).clamp(max=self.bits)
+        begins = self.own.cumsum(0) - self.own
+        ends = torch.searchsorted(begins, (stop + FOLLOWING).clamp(max=self.bits))
+        table = torch.stack([first, stop, torch.searchsorted(begins, first), ends], dim=1)
+        return table.to(self.numbers.device, torch.int32)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """Return a window of all bits."""
+        return self.windows(self.bits)
+
+    @cached_property
+    def short(self) -> Tensor:
+        """Return windows of `WINDOW` bits."""
+        return self.windows(WINDOW)
 
 
 def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor) -> None:
@@ -109,7 +102,7 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
     Parameters
     ----------
     latents : Tensor
-        Stored latents, (B, m, r), float32.
+        Stored latents, (B, m, r), in a floating dtype.
     tables : EncoderTables
         Of the latents.
     codes : Tensor
@@ -118,29 +111,26 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
         Codes of scales, (B, 1, m), uint8, with stride 1 in tokens, which are written.
     """
     batch, per_text, r = latents.shape
-    tokens = batch * per_text
-    scaled = torch.empty_like(latents, memory_format=torch.contiguous_format)
-    _scale_kernel[(tokens,)](
-        *(latents.contiguous(), scaled, scales, scales.stride(0), per_text),
-        *(tables.numbers, tables.noise, r, triton.next_power_of_2(r)),
-    )
-    windows, most_bits = tables.whole if tokens >= MANY_TOKENS else tables.windows
-    of_token = len(windows) * most_bits * BRANCH_BYTES
+    tokens, x = batch * per_text, latents.contiguous()
+    is_whole = tokens >= MANY_TOKENS
+    windows = tables.whole if is_whole else tables.short
+    of_window = ROW.value * (tables.bits if is_whole else WINDOW)
+    of_token = len(windows) * of_window
     at_a_time = max(1, min(tokens, HELD_BYTES // of_token))
-    branches = codes.new_empty(at_a_time, len(windows), most_bits * BRANCH_BYTES)
-    left = branches.new_empty(at_a_time, len(windows), STATES, dtype=torch.int16)
-    entries = left.new_empty(at_a_time)
-    found, by_token = codes.new_empty(tokens, r), scaled.view(tokens, r)
+    branches = codes.new_empty(at_a_time * of_token)
+    left = codes.new_empty(at_a_time, len(windows) + 1, STATES, dtype=torch.int16)
+    held = branches, of_window, left, windows
     for first in range(0, tokens, at_a_time):
-        part = by_token[first : first + at_a_time]
-        grid = len(part), len(windows)
-        held = branches, left, entries, branches.shape[2], windows, tables.widths
-        _search_kernel[grid](part, *held, tables.numbers, tables.codebooks, r)
-        _follow_kernel[grid](found[first:], *held, r, num_warps=1)
-    _pack_kernel[tokens, triton.cdiv(tables.stream_bytes, BLOCK.value)](
-        *(found, codes, codes.stride(0), codes.stride(1), per_text),
-        *(tables.places, tables.stream_bytes, r),
-    )
+        grid = min(at_a_time, tokens - first), len(windows)
+        _search_kernel[grid](
+            *(x, first, per_text, scales, scales.stride(0), *held, tables.positions),
+            *(tables.numbers, tables.codebooks, tables.noise, tables.bits, r),
+            triton.next_power_of_2(r),
+            num_warps=2,
+        )
+        _follow_kernel[grid](
+            *(codes, codes.stride(0), codes.stride(1), first, per_text, *held), num_warps=1
+        )
 
 
 def read(
@@ -151,8 +141,7 @@ def read(
     Parameters
     ----------
     codes, scales : Tensor
-        Packed latents (B, bytes, n) and codes of their scales (B, 1, n), uint8, with stride 1 in
-        tokens.
+        Packed latents and codes of their scales, as in `manifoldkv.kernels.gpu.scores`.
     latents : Latents
         Tables of the latents.
     factor : Tensor
@@ -160,25 +149,26 @@ def read(
     dtype : torch.dtype
         Of the latents.
     """
-    batch, _, n = codes.shape
-    out = torch.empty(batch, len(factor), n, dtype=dtype, device=codes.device)
-    grid = triton.cdiv(n, TOKENS.value), triton.cdiv(len(factor), LATENTS.value), batch
+    batch, n, r = len(codes), codes.shape[3], len(factor)
+    out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
+    words, before = in_words(codes, scales)
+    grid = triton.cdiv(n + before, TOKENS.value), triton.cdiv(r, LATENTS.value), batch
     _read_kernel[grid](
-        *(codes, codes.stride(0), codes.stride(1), scales, scales.stride(0)),
-        *(latents.fields, latents.centres, factor, out, len(factor), n, latents.depth),
+        *(*words, before, latents.fields, latents.centres, latents.last, factor),
+        *(out, r, n, latents.depth),
     )
     return out
 
 
 @triton.jit
-def _scale_kernel(
-    latents, scaled, codes, code_batch, per_text, numbers, noise, r, size: tl.constexpr
-):  # fmt: skip
-    """Choose the scale of a token as `coding.viterbi` does, and divide its latents by it."""
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, size)
-    there = i < r
-    x = tl.load(latents + token * r + i, mask=there, other=0.0)
+def _finite_scale(code):
+    """Return the scale of a code."""
+    return (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_code(x, numbers, noise, r, i, there):
+    """Return the code of the scale of a token, chosen as `coding.viterbi` does."""
     ratio = x / tl.load(numbers + i, mask=there, other=1.0)
     deviation = tl.sqrt(tl.sum(ratio * ratio, axis=0) / r)
     bits = tl.minimum(deviation, LARGEST).to(tl.int32, bitcast=True)
@@ -189,31 +179,18 @@ def _scale_kernel(
     best, least = smallest, float("inf")
     for trial in tl.static_range(TRIALS):
         code = tl.minimum(smallest + 2 * trial, LAST_CODE)
-        scale = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale = _finite_scale(code)
         beyond = tl.maximum(tl.abs(x) - scale * limit, 0.0)
         error = tl.sum(beyond * beyond, axis=0) + noise * scale * scale
         best = tl.where(error < least, code, best)
         least = tl.minimum(error, least)
-    is_number = deviation == deviation
-    best = tl.where(is_number, best, NOT_A_NUMBER)
-    tl.store(codes + token // per_text * code_batch + token % per_text, best.to(tl.uint8))
-    scale = (best << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    divisor = tl.where(scale < SMALLEST, SMALLEST, scale)
-    step = tl.load(numbers + r + i, mask=there, other=1.0)
-    tl.store(scaled + token * r + i, x / divisor / step, mask=there)
+    return tl.where(deviation == deviation, best, NOT_A_NUMBER)
 
 
-@triton.jit
-def _before(state, bit, branches):
-    """Return the state whose successor is a state, one bit of the stream later."""
-    kept = state & (SIZE // 2 - 1)
-    byte = tl.load(branches + bit * (SIZE // 16) + kept // 8).to(tl.int32)
-    return 2 * kept + (byte >> (kept % 8) & 1)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _search_kernel(
-    scaled, branches, left, entries, of_window, windows, widths, numbers, codebooks, r
+    latents, first, per_text, scales, scale_batch, branches, of_window, left, windows,
+    positions, numbers, codebooks, noise, bits, r, size: tl.constexpr,
 ):  # fmt: skip
     """Search a window of the stream of a token for the least weighted squared error.
 
@@ -221,90 +198,107 @@ def _search_kernel(
     branches of every bit, the state in which a window is left for every state in which it is
     entered, if there are several windows, and the best state of the first latent.
     """
-    token, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    window = token * tl.num_programs(1) + index
-    first, stop = tl.load(windows + 4 * index), tl.load(windows + 4 * index + 1)
-    end = tl.load(windows + 4 * index + 2)
-    branches += window * of_window
-    scaled += token * r
-    weights = numbers + 4 * r
+    place, index, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = first + place
+    latents += token * r
+    i = tl.arange(0, size)
+    x = tl.load(latents + i, mask=i < r, other=0.0).to(tl.float32)
+    code = _scale_code(x, numbers, noise, r, i, i < r)
+    if index == 0:
+        address = scales + token // per_text * scale_batch + token % per_text
+        tl.store(address, code.to(tl.uint8))
+    scale = _finite_scale(code)
+    scale = tl.where(scale < SMALLEST, SMALLEST, scale)
+
+    begin, stop = tl.load(windows + 4 * index), tl.load(windows + 4 * index + 1)
+    latent, last = tl.load(windows + 4 * index + 2), tl.load(windows + 4 * index + 3)
+    branches += (place * count + index) * of_window
     state = tl.arange(0, SIZE)
-    eighth, place = tl.arange(0, SIZE // 16), tl.arange(0, 8)
-    costs = tl.where((end < r) | (state == 0), 0.0, UNREACHED)
-    bit = 0
-    for back in range(0, end - first):
-        i = end - 1 - back
-        width = tl.load(widths + i)
-        x, weight = tl.load(scaled + i), tl.load(weights + i)
-        error = x - tl.load(codebooks + width * SIZE + state)
-        for _ in range(0, width):
+    column, shift = tl.arange(0, ROW), tl.arange(0, 8)
+    # Beyond the last latent bits are 0; beyond the bits that follow a window they are free.
+    costs = tl.where((last < r) | (state == 0), 0.0, UNREACHED)
+    bit = bits
+    if last < r:
+        bit = tl.load(positions + 2 * last)
+    for back in range(0, last - latent + 1):
+        j = last - 1 - back
+        start = begin  # after the last latent, the bits of one that begins before the window
+        if j >= latent:
+            start = tl.load(positions + 2 * j)
+        for _ in range(start, bit):
+            bit -= 1
             even, odd = tl.split(tl.reshape(costs, (SIZE // 2, 2)))
-            taken = tl.reshape((odd < even).to(tl.int32), (SIZE // 16, 8))
-            packed = tl.sum(taken << place[None, :], axis=1).to(tl.uint8)
-            address = branches + bit * (SIZE // 16) + eighth
-            tl.store(address, packed, mask=(eighth >= 0) & (i < stop))
+            taken = tl.reshape((odd < even).to(tl.int32), (ROW, 8))
+            packed = tl.sum(taken << shift[None, :], axis=1).to(tl.uint8)
+            address = branches + (bit - begin) * ROW + column
+            tl.store(address, packed, mask=(column >= 0) & (bit < stop))
             least = tl.minimum(even, odd)
             costs = tl.reshape(tl.broadcast_to(least[None, :], (2, SIZE // 2)), (SIZE,))
-            bit += (i < stop).to(tl.int32)
-        costs += weight * error * error
+        if j >= latent:
+            width = tl.load(positions + 2 * j + 1)
+            y = tl.load(latents + j).to(tl.float32) / scale / tl.load(numbers + r + j)
+            error = y - tl.load(codebooks + width * SIZE + state)
+            costs += tl.load(numbers + 4 * r + j) * error * error
     tl.debug_barrier()  # branches are read by other threads than wrote them
-    if tl.num_programs(1) > 1:
-        for _ in range(0, bit):
-            bit -= 1
-            state = _before(state, bit, branches)
-        tl.store(left + window * SIZE + tl.arange(0, SIZE), state.to(tl.int16))
+    left += place * (count + 1) * SIZE
+    if count > 1:
+        for bit in range(0, stop - begin):
+            kept = state & (SIZE // 2 - 1)
+            byte = tl.load(branches + bit * ROW + kept // 8).to(tl.int32)
+            state = 2 * kept + (byte >> (kept % 8) & 1)
+        tl.store(left + (index + 1) * SIZE + tl.arange(0, SIZE), state.to(tl.int16))
     if index == 0:
-        tl.store(entries + token, tl.argmin(costs, axis=0).to(tl.int16))
+        tl.store(left, tl.argmin(costs, axis=0).to(tl.int16))
 
 
-@triton.jit
-def _follow_kernel(found, branches, left, entries, of_window, windows, widths, r):
-    """Write the own bits of the latents of a window on the best path."""
-    token, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    window = token * tl.num_programs(1)
-    state = tl.load(entries + token).to(tl.int32)
-    for _ in range(0, index):
-        state = tl.load(left + window * SIZE + state).to(tl.int32)
-        window += 1
-    branches += window * of_window
-    first, stop = tl.load(windows + 4 * index), tl.load(windows + 4 * index + 1)
-    bit = tl.load(windows + 4 * index + 3)
-    for i in range(first, stop):
-        width = tl.load(widths + i)
-        tl.store(found + token * r + i, (state >> (LENGTH - width)).to(tl.uint8))
-        for _ in range(0, width):
-            bit -= 1
-            state = _before(state, bit, branches)
+@triton.jit(do_not_specialize=["first"])
+def _follow_kernel(
+    codes, code_batch, code_row, first, per_text, branches, of_window, left, windows
+):  # fmt: skip
+    """Write the bits of a window on the best path: the first one of every state."""
+    place, index, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = first + place
+    left += place * (count + 1) * SIZE
+    state = tl.load(left).to(tl.int32)
+    for window in range(0, index):
+        state = tl.load(left + (window + 1) * SIZE + state).to(tl.int32)
+    branches += (place * count + index) * of_window
+    begin, stop = tl.load(windows + 4 * index), tl.load(windows + 4 * index + 1)
+    codes += token // per_text * code_batch + token % per_text
+    row, column = tl.arange(0, 8)[:, None], tl.arange(0, ROW)[None, :]
+    for byte in range(0, (stop - begin + 7) // 8):
+        # Rows of eight bits at once, since to wait for a row takes longer than to use it.
+        inside = 8 * byte + row < stop - begin
+        eight = tl.load(branches + (8 * byte + row) * ROW + column, mask=inside, other=0)
+        eight = eight.to(tl.int32)
+        packed = 0
+        for bit in tl.static_range(8):
+            packed = 2 * packed + (state >> (LENGTH - 1))
+            kept = state & (SIZE // 2 - 1)
+            chosen = (row == bit) & (column == kept // 8)
+            branch = tl.sum(tl.sum(tl.where(chosen, eight, 0), axis=1), axis=0)
+            state = 2 * kept + (branch >> (kept % 8) & 1)
+        tl.store(codes + (begin // 8 + byte) * code_row, packed.to(tl.uint8))
 
 
-@triton.jit
-def _pack_kernel(found, codes, code_batch, code_stride, per_text, places, stream_bytes, r):
-    """Write some bytes of the stream of a token."""
-    token = tl.program_id(0).to(tl.int64)
-    byte, place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 8)
-    bit = byte[:, None] * 8 + place[None, :]
-    inside = bit < 8 * stream_bytes
-    latent = tl.load(places + bit, mask=inside, other=0)
-    right = tl.load(places + 8 * stream_bytes + bit, mask=inside, other=0)
-    own = tl.load(found + token * r + latent, mask=inside & (latent < r), other=0).to(tl.int32)
-    packed = tl.sum((own >> right & 1) << (7 - place)[None, :], axis=1)
-    address = codes + token // per_text * code_batch + byte * code_stride + token % per_text
-    tl.store(address, packed.to(tl.uint8), mask=byte < stream_bytes)
-
-
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "before"])
 def _read_kernel(
-    codes, code_batch, code_stride, scales, scale_batch, fields, centres, factor, out, r, n,
-    depth: tl.constexpr,
+    codes, code_first, code_batch, code_row, scales, scale_first, scale_batch, before,
+    fields, centres, last, factor, out, r, n, depth: tl.constexpr,
 ):  # fmt: skip
     """Reconstruct a tile of latents and tokens."""
     sequence = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    word = tl.program_id(0) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
     latent = tl.program_id(1) * LATENTS + tl.arange(0, LATENTS)
-    valid, chosen = token < n, latent < r
-    codes += sequence * code_batch
-    z = unpack(codes, code_stride, token, valid, fields, centres, latent, chosen, depth)
+    token, near, chosen = slot - before, word < (n + before + 3) // 4, latent < r
+    valid = (token >= 0) & (token < n)
+    codes += sequence * code_batch + code_first
+    scales += sequence * scale_batch + scale_first
+    z = unpack(
+        codes, code_row, word, near, fields, centres, last, latent, chosen, depth, tl.float32
+    )
     z *= tl.load(factor + latent, mask=chosen, other=0.0)[:, None]
-    z *= scales_of(scales + sequence * scale_batch + token, valid)[None, :]
+    z *= scales_of(scales + slot, valid)[None, :]
     address = out + (sequence * r + latent[:, None]) * n + token[None, :]
     tl.store(address, z.to(out.dtype.element_ty), mask=chosen[:, None] & valid[None, :])

@@ -4,6 +4,7 @@ Without a CUDA device they hold under Triton's interpreter; `pytest -m gpu` runs
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu  # noqa: E402
 from manifoldkv.kernels.tables import LatentTables  # noqa: E402
 
-CAPACITY = 13
-"""Tokens allocated beyond those of a view."""
+BEYOND = 10
+"""Fewest tokens allocated beyond those of a view."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,7 +39,7 @@ def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and a step: widths, bands and rotation, sizes."""
+    """A layer and a step: widths, bands and rotation, sizes, and tokens before those of views."""
 
     trellis: bool = False
     widths: tuple[int, ...] = (8, 7, 6, 5, 4, 3, 3, 2, 2, 2, 1, 1, 1, 1)
@@ -51,6 +52,7 @@ class Case:
     batch: int = 1
     rows: int = 1
     tokens: int = 37
+    before: int = 3
 
     @property
     def features(self) -> int:
@@ -68,6 +70,9 @@ CASES = [
     Case(widths=(3,) * 6, bands=3, head_dim=6, rotary_dim=0, heads=1, inputs=1, tokens=65),
     Case(widths=(2,), heads=9, head_dim=2, rotary_dim=2, rows=8),
     Case(trellis=True, bands=2, batch=2, rows=2, inputs=3, tokens=65),
+    Case(bands=4, batch=2, rows=3, inputs=3, before=4, tokens=300),
+    Case(trellis=True, batch=2, rows=2, before=16, tokens=290),
+    Case(rows=2, before=0, tokens=256),
     Case(trellis=True, widths=(2, 1, 2, 0, 1, 0, 0, 0, 0, 1) * 4),
 ]
 
@@ -113,9 +118,11 @@ class Step:
 
     def view(self, x: Tensor) -> Tensor:
         """Return tokens of a larger tensor."""
-        wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + CAPACITY)
-        wide[..., 3 : 3 + x.shape[-1]] = x
-        return wide[..., 3 : 3 + x.shape[-1]]
+        first = self.case.before
+        capacity = ceil((first + x.shape[-1] + BEYOND) / 16) * 16
+        wide = x.new_full((*x.shape[:-1], capacity), 77)  # finite, and no latent
+        wide[..., first : first + x.shape[-1]] = x
+        return wide[..., first : first + x.shape[-1]]
 
 
 def fields(widths: tuple[int, ...]) -> Tensor:
@@ -173,6 +180,8 @@ def scores_of(
     queries = step.random(case.batch, case.heads, case.rows, case.head_dim)
     angles = step.random(1 if case.rows == 2 else case.batch, case.tokens, case.rotary_dim)
     cos, sin = angles.cos(), angles.mT.contiguous().mT.sin()
+    if case.before % 4 == 0:
+        cos, sin = (step.view(x.mT).mT for x in (cos, sin))
     still = torch.arange(case.rotary_dim, case.head_dim)
     keys = gpu.tabulate_keys(
         step.latents,
@@ -183,7 +192,9 @@ def scores_of(
         torch.cat([torch.arange(case.rotary_dim), 0 * still]),
         prediction,
     )
-    out = gpu.scores(queries, step.codes, step.scales, keys, cos, sin, inputs, dtype)
+    out = gpu.scores(
+        queries, step.codes, step.scales, keys, cos, sin, inputs, scaling=0.5, dtype=dtype
+    )
 
     k = up.double() @ step.z + mean.double().unsqueeze(1)
     if prediction is not None and inputs is not None:
@@ -194,7 +205,7 @@ def scores_of(
     turned[..., : case.rotary_dim] = rotary * cos.double().unsqueeze(1)
     sines = sin.double().unsqueeze(1) * sign.to(step.device)
     turned[..., : case.rotary_dim] += rotary[..., partner] * sines
-    return out, queries.double() @ turned.mT
+    return out, 0.5 * queries.double() @ turned.mT
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -206,8 +217,10 @@ def test_scores_are_products_with_rotated_keys(case: Case, device: torch.device)
 def test_a_mix_is_the_weighted_sum_of_latents(case: Case, device: torch.device) -> None:
     step = Step(case, device)
     weights = step.view(step.random(case.batch, case.heads * case.rows, case.tokens))
-    out = gpu.mix(weights, step.codes, step.scales, step.latents)
-    assert_close(out, weights.double() @ step.z.mT)
+    source = step.codes, step.scales, step.latents
+    out = gpu.mix(weights, case.tokens, [source, source])
+    mixed = weights.double() @ step.z.mT
+    assert_close(out, torch.cat([weights.double().sum(-1, keepdim=True), mixed, mixed], dim=-1))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -222,7 +235,7 @@ def test_a_projection_is_added(case: Case, device: torch.device) -> None:
     gpu.project(matrix, step.codes, step.scales, step.latents, out)
     assert_close(out, reference)
     beyond = torch.ones_like(buffer, dtype=torch.bool)
-    beyond[..., 3 : 3 + case.tokens] = False
+    beyond[..., case.before : case.before + case.tokens] = False
     assert torch.equal(buffer[beyond], before[beyond])
 
 
@@ -233,7 +246,8 @@ def test_products_of_bfloat16_are_near_those_of_float32(case: Case) -> None:
     step = Step(case, torch.device("cuda"))
     dtype = triton.language.bfloat16
     weights = step.random(case.batch, case.heads * case.rows, case.tokens)
-    mixed = gpu.mix(weights, step.codes, step.scales, step.latents, dtype)
+    source = step.codes, step.scales, step.latents
+    mixed = gpu.mix(weights, case.tokens, [source], dtype)[..., 1:]
     out = torch.zeros(case.batch, case.features, case.tokens, device="cuda")
     matrix = step.random(case.features, len(case.widths))
     gpu.project(matrix, step.codes, step.scales, step.latents, out, dtype)
@@ -258,7 +272,7 @@ def test_a_scale_that_is_not_finite_stays_with_its_token(bad: int, device: torch
 
     weights = step.random(2, 4, 9)
     weights[:, 0, 4] = 0  # times infinity is NaN, as in torch
-    mixed = gpu.mix(weights, step.codes, step.scales, step.latents)
+    mixed = gpu.mix(weights, 9, [(step.codes, step.scales, step.latents)])[..., 1:]
     assert mixed[0].isfinite().all()
     assert not mixed[1].isfinite().any()
 
