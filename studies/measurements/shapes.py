@@ -80,12 +80,12 @@ def site_plan(
         random = torch.randn(size, generator=generator, dtype=torch.float64)
         latents = torch.arange(index, FEATURES, len(blocks))  # the widest of every block first
         columns[block.unsqueeze(1), latents] = torch.linalg.qr(random).Q.float()
-    ones, bits = torch.ones(FEATURES), site_bits()
+    ones, bits = [torch.ones(FEATURES) for _ in range(3)], site_bits()
     if trellis:
-        quantizer: MixedWidths = TrellisCoded(bits.float(), ones, ones, ones)
+        quantizer: MixedWidths = TrellisCoded(bits.float(), *ones)
     else:
-        quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), ones, ones)
-    basis = Basis(columns[None], columns[None], HeadGrouping("all", KV_HEADS))
+        quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), *ones[1:])
+    basis = Basis(columns[None], columns[None].clone(), HeadGrouping("all", KV_HEADS))
     return SitePlan(basis, quantizer, torch.zeros(FEATURES), predictor)
 
 

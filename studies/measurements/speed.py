@@ -45,7 +45,7 @@ from manifoldkv.evaluation.speed import decode_speed, prefill_speed
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.text.tokens import positions
-from measurements import base, shapes
+from measurements import base, random_model, shapes
 from measurements.base import MethodBenchmark
 
 USUAL = ("bits", "best")
@@ -75,6 +75,12 @@ def add_arguments(parser: common.Parser) -> None:
         metavar="TOKENS",
         help="time one layer with the shapes of an 8B model after TOKENS tokens (%(const)s)",
     )
+    add(
+        "--random",
+        type=int,
+        metavar="LAYERS",
+        help="time a random model with these shapes and so many layers; an 8B model has 32",
+    )
 
 
 def run(given: argparse.Namespace, out: Path) -> None:
@@ -82,6 +88,7 @@ def run(given: argparse.Namespace, out: Path) -> None:
         given.batch = 8 if given.shapes is None else 1
     counts = {"rounds": given.rounds, "batch": given.batch, "tokens": min(given.tokens)}
     counts |= {} if given.shapes is None else {"shapes": given.shapes}
+    counts |= {} if given.random is None else {"random": given.random}
     for name, count in counts.items():
         if count < 1:
             raise ArgumentError(f"--{name} must be >= 1, got {count}")
@@ -156,12 +163,13 @@ class Measurement:
 def measured(given: argparse.Namespace, out: Path, checkpoints: Checkpoints) -> pd.DataFrame:
     """Return a row for each plan and measurement."""
     load = saved_plans if given.plans else plans_of_methods
-    model, plans = load(given, out)
+    model, plans = random_plans(given) if given.random else load(given, out)
     model.to(given.device)
     lengths = lengths_of(given.tokens, positions(model) - NEW_TOKENS)
     kinds = [Measurement("decode", tokens, 1) for tokens in lengths]
     kinds += [Measurement("batch", lengths[0], given.batch), Measurement("prefill", lengths[0], 1)]
-    steps = checkpoints.made_by(decode_speed).keyed(weights=digest_of_model(model))
+    weights = f"{given.random} random layers" if given.random else digest_of_model(model)
+    steps = checkpoints.made_by(decode_speed).keyed(weights=weights)
     rows = []
     for name, requested_ratio, plan in tqdm(plans, desc="plans", disable=None):
         for kind in tqdm(kinds, desc="measurements", disable=None, leave=False):
@@ -182,7 +190,7 @@ def measured(given: argparse.Namespace, out: Path, checkpoints: Checkpoints) -> 
         results[f"{cache}_working_share"] = (
             results[f"{cache}_working_bytes"] / results["stock_bytes"]
         )
-    model_name = Path(given.model).name
+    model_name = f"random, {given.random} layers" if given.random else Path(given.model).name
     return results.assign(model=model_name, rounds=given.rounds, **machine(given))
 
 
@@ -193,6 +201,13 @@ def lengths_of(asked: list[int], longest: int) -> list[int]:
             message = f"{tokens:,} tokens are cut to {longest:,}: the model takes no more"
             tqdm.write(message, file=sys.stderr)
     return list(dict.fromkeys(min(tokens, longest) for tokens in asked))
+
+
+def random_plans(given: argparse.Namespace) -> tuple[PreTrainedModel, list[NamedPlan]]:
+    """Return a random model and random plans."""
+    model = random_model.random_model(given.random, torch.device(given.device))
+    plans = random_model.random_plans(model, min(given.tokens))
+    return model, [NamedPlan(name, 1 / 8, plan) for name, plan in plans.items()]
 
 
 def saved_plans(given: argparse.Namespace, out: Path) -> tuple[PreTrainedModel, list[NamedPlan]]:

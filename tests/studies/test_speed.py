@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from measurements import shapes
+from measurements import random_model, shapes
 from measurements.speed import lengths_of
 from reports import frontier, speed
 
@@ -115,6 +115,23 @@ def test_parts_of_one_layer_add_up_to_its_step(one_layer: Done) -> None:
     assert "1 sequence of 50 tokens" in one_layer.text()
     redrawn = finished("benchmark", "speed", "--redraw", "--out", one_layer.folder)
     assert set(redrawn.figures) == {"parts_of_a_step"}
+
+
+def test_a_random_model_is_timed_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SHAPES.items():
+        monkeypatch.setattr(shapes, name, value)
+    for name in ("INTERMEDIATE", "VOCABULARY", "POSITIONS"):
+        monkeypatch.setattr(random_model, name, 64)
+    done = finished(
+        *("benchmark", "speed", "--random", 2, "--tokens", 20, "--batch", 2, "--rounds", 1),
+        *("--out", tmp_path),
+    )
+    results = done.table()
+    assert set(results["composition"]) == set(random_model.PLANS)
+    assert set(results["measurement"]) == {"decode", "batch", "prefill"}
+    assert set(results["model"]) == {"random, 2 layers"}
 
 
 def test_parts_are_differences_of_steps() -> None:
