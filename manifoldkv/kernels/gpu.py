@@ -236,8 +236,9 @@ def in_words(codes: Tensor, scales: Tensor) -> tuple[_Words, int]:
         (B, 1, bytes, n) and (B, 1, 1, n), uint8, views with rows of multiples of 4 tokens in
         memory.
     """
-    before = codes.storage_offset() % 4
-    first, second = codes.storage_offset() - before, scales.storage_offset() - before
+    offset, of_scales = int(codes.storage_offset()), int(scales.storage_offset())
+    before = offset % 4
+    first, second = offset - before, of_scales - before
     strides = codes.stride(0), codes.stride(2), scales.stride(0)
     assert codes.stride(3) == 1
     assert not any(x % 4 for x in (*strides, second))

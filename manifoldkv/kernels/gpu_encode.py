@@ -271,7 +271,7 @@ def _follow_kernel(
         inside = 8 * byte + row < stop - begin
         eight = tl.load(branches + (8 * byte + row) * ROW + column, mask=inside, other=0)
         eight = eight.to(tl.int32)
-        packed = 0
+        packed = state * 0
         for bit in tl.static_range(8):
             packed = 2 * packed + (state >> (LENGTH - 1))
             kept = state & (SIZE // 2 - 1)

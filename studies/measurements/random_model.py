@@ -1,4 +1,4 @@
-"""A model with the shapes of an 8B model and random weights, and random plans for it."""
+"""A model with the shapes of an 8B model and random weights, and a random plan for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from manifoldkv.plan.model import config_hash
 from measurements import shapes
 
 INTERMEDIATE, VOCABULARY, POSITIONS = 14336, 128256, 131072
-PLANS = ("bands of 1, trellis", "bands of 1")
+PLAN = "bands of 1, trellis"
+"""Of `shapes.PLANS`, in every layer."""
 
 
 def random_model(layers: int, device: torch.device) -> PreTrainedModel:
@@ -36,12 +37,12 @@ def random_model(layers: int, device: torch.device) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def random_plans(model: PreTrainedModel, tokens: int) -> dict[str, CompressionPlan]:
-    """Return random plans of a random model, 8 times smaller after some tokens, by name."""
-    plans = {}
-    for name in PLANS:
-        plan = shapes.layer_plan(*shapes.PLANS[name], tokens)
-        layers = [deepcopy(plan.layers[0]) for _ in range(model.config.num_hidden_layers)]
-        of_model = {"config_hash": config_hash(model.config), "fingerprint": fingerprint(model)}
-        plans[name] = replace(plan, layers=tuple(layers), **of_model)
-    return plans
+def random_plan(model: PreTrainedModel, tokens: int) -> CompressionPlan:
+    """Return a random plan of a random model, 8 times smaller after some tokens."""
+    plan = shapes.layer_plan(*shapes.PLANS[PLAN], tokens)
+    return replace(
+        plan,
+        layers=tuple(deepcopy(plan.layers[0]) for _ in range(model.config.num_hidden_layers)),
+        config_hash=config_hash(model.config),
+        fingerprint=fingerprint(model),
+    )

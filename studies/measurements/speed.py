@@ -52,6 +52,7 @@ USUAL = ("bits", "best")
 NEW_TOKENS = 16
 """Decode steps of a round."""
 SHAPES = "shapes.csv"
+RANDOM = "a random model of {} layers with the shapes of an 8B model"
 PACKAGES = ("manifoldkv", "torch", "transformers", "numba")
 """Packages that times depend on."""
 
@@ -163,7 +164,7 @@ class Measurement:
 def measured(given: argparse.Namespace, out: Path, checkpoints: Checkpoints) -> pd.DataFrame:
     """Return a row for each plan and measurement."""
     load = saved_plans if given.plans else plans_of_methods
-    model, plans = random_plans(given) if given.random else load(given, out)
+    model, plans = (random_plans if given.random else load)(given, out)
     model.to(given.device)
     lengths = lengths_of(given.tokens, positions(model) - NEW_TOKENS)
     kinds = [Measurement("decode", tokens, 1) for tokens in lengths]
@@ -190,7 +191,7 @@ def measured(given: argparse.Namespace, out: Path, checkpoints: Checkpoints) -> 
         results[f"{cache}_working_share"] = (
             results[f"{cache}_working_bytes"] / results["stock_bytes"]
         )
-    model_name = f"random, {given.random} layers" if given.random else Path(given.model).name
+    model_name = RANDOM.format(given.random) if given.random else Path(given.model).name
     return results.assign(model=model_name, rounds=given.rounds, **machine(given))
 
 
@@ -203,11 +204,11 @@ def lengths_of(asked: list[int], longest: int) -> list[int]:
     return list(dict.fromkeys(min(tokens, longest) for tokens in asked))
 
 
-def random_plans(given: argparse.Namespace) -> tuple[PreTrainedModel, list[NamedPlan]]:
-    """Return a random model and random plans."""
+def random_plans(given: argparse.Namespace, out: Path) -> tuple[PreTrainedModel, list[NamedPlan]]:
+    """Return a random model, and a random plan of it."""
     model = random_model.random_model(given.random, torch.device(given.device))
-    plans = random_model.random_plans(model, min(given.tokens))
-    return model, [NamedPlan(name, 1 / 8, plan) for name, plan in plans.items()]
+    plan = random_model.random_plan(model, min(given.tokens))
+    return model, [NamedPlan(random_model.PLAN, 1 / 8, plan)]
 
 
 def saved_plans(given: argparse.Namespace, out: Path) -> tuple[PreTrainedModel, list[NamedPlan]]:
