@@ -1,4 +1,4 @@
-"""Decode steps on packed latents: what the kernels of a CPU and of a GPU have in common."""
+"""Decode steps on packed latents, common to the kernels of CPUs and of GPUs."""
 
 from __future__ import annotations
 

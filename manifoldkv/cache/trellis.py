@@ -25,7 +25,7 @@ class TrellisStore(WidthStore):
     dtype : torch.dtype
         In which latents are reconstructed.
     device : torch.device
-        Of the layer. Bits are searched for on a CPU, whichever it is.
+        Of the layer. Bits are searched for on a CPU in any case.
     """
 
     def __init__(self, quantizer: TrellisCoded, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """Encoding and reading of trellis-coded latents on GPUs, in Triton.
 
 A program searches the stream of one token, or a window of it, with the least costs of all states in
-registers. The streams of few tokens are cut into windows that are searched at once. What comes
-after a window is replaced by the bits that follow it, so that a search is almost the best one. Its
-path is followed through all windows at once too: every window tells the state it is left in for
-each state it is entered in.
+registers. The streams of few tokens are cut into windows that are searched at once, each with some
+bits that follow it in place of all of them, so that the path found is nearly the best one. For
+every state in which a path enters a window, the state in which it leaves it is stored, so that the
+path is followed in all windows at once too.
 """
 
 from __future__ import annotations

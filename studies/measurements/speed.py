@@ -80,7 +80,7 @@ def add_arguments(parser: common.Parser) -> None:
         "--random",
         type=int,
         metavar="LAYERS",
-        help="time a random model with these shapes and so many layers; an 8B model has 32",
+        help="time a random model with these shapes and LAYERS layers, of which an 8B model has 32",
     )
 
 
