@@ -15,15 +15,8 @@ from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import Store, constant_dtype, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
-from manifoldkv.kernels.gpu import (
-    Keys,
-    mix,
-    project,
-    scores,
-    tabulate_keys,
-    tabulate_latents,
-    zeros_beside,
-)
+from manifoldkv.kernels.gpu import mix, project, scores, zeros_beside
+from manifoldkv.kernels.gpu_tables import Keys, tabulate_keys, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
@@ -56,7 +49,7 @@ class GPUSites(DecodingSites):
         joined = [self._value_mean.float().unsqueeze(1)]
         joined += [of_integers(part, quantizers[one]) for one, part in self._value_maps.items()]
         by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.to(self._working).contiguous()  # (H_kv, 1 + r, d)
+        self._integer_values = by_head.mT.to(constant_dtype(dtype)).contiguous()  # (H_kv, 1 + r, d)
         self._keys: tuple[Rotate, Keys | None] | None = None
         self._operands = tl.bfloat16 if dtype.itemsize == 2 else tl.float32
 
@@ -81,7 +74,7 @@ class GPUSites(DecodingSites):
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights.float().flatten(1, 2)  # (B, H_q·m, n)
         sources = [(*_packed(layers, one, seen), self._latents[one]) for one in self._value_maps]
-        by_row = mix(rows, seen.latents, sources, self._operands).to(self._working)
+        by_row = mix(rows, seen.latents, sources, self._operands).to(self._integer_values.dtype)
         # By head, of all sequences: (H_kv, B·R, 1 + r).
         by_head = by_row.unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
         mixed = torch.bmm(by_head, self._integer_values)

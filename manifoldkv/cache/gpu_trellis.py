@@ -11,8 +11,8 @@ from torch.nn import functional
 from manifoldkv.cache.storage import Tile, split_tiles
 from manifoldkv.cache.trellis import TrellisStore
 from manifoldkv.coding.trellis import TrellisCoded
-from manifoldkv.kernels.gpu import tabulate_latents
 from manifoldkv.kernels.gpu_encode import EncoderTables, encode, read
+from manifoldkv.kernels.gpu_tables import tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
 
 

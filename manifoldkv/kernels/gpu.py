@@ -1,6 +1,6 @@
 """Products of a decode step with packed latents, for GPUs, in Triton.
 
-Nothing imports this file before a CUDA device is used: it alone needs Triton. Tensors of tokens
+This file and `gpu_encode` need Triton, and are imported for CUDA devices alone. Tensors of tokens
 have them last, with stride 1. A program has a tile of tokens or latents and a part of the sum;
 the parts are added at the end. Products are of latents before their scales, which multiply the
 results. Operands of tensor cores are float32 or bfloat16; sums are float32.
@@ -11,25 +11,21 @@ bits. So programs begin at a multiple of four tokens in memory, up to three befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import ceil
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import triton
-from scipy.sparse import block_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
-from torch.nn import functional
 from triton import language as tl
 
-from manifoldkv.coding.trellis import STATES
-from manifoldkv.kernels.tables import LatentTables
+from manifoldkv.kernels import gpu_tables
+from manifoldkv.kernels.gpu_tables import Keys, Latents
 
 TOKENS, LATENTS = tl.constexpr(128), tl.constexpr(32)  # of a tile of scores or products
-FEATURES = tl.constexpr(32)  # of a tile of keys
+FEATURES = tl.constexpr(gpu_tables.FEATURES)
 MIXED_TOKENS, MIXED = tl.constexpr(32), tl.constexpr(128)  # of a tile of mixtures, and its latents
 ROWS = 32  # of queries, weights or predictions of a program, at most
 SCORES = {"num_warps": 8, "num_stages": 1}
@@ -38,156 +34,18 @@ PROGRAMS = 512  # among which work is split: a few per multiprocessor
 PRECISION = tl.constexpr("tf32x3")  # about that of float32, on tensor cores
 
 
-@dataclass(frozen=True)
-class Latents:
-    """Tables of the stored latents of a site.
-
-    Parameters
-    ----------
-    fields : Tensor
-        Byte, right shift, left shift and mask of every bit field, in 16, 3, 3 and 8 bits from the
-        lowest on, (r, fields), int32. Missing fields have mask 0. Of trellis-coded latents first
-        byte, right shift, bits beyond the end of the stream and own bits, in 16, 4, 4 and 4 bits,
-        then multiplier and offset (`coding.trellis.Code`), (r, 3).
-    centres : Tensor
-        Codes whose latent is 0, (r,), float32; of trellis-coded latents the units of their codes.
-    depth : int
-        Number of fields; 0 for trellis-coded latents.
-    last : int
-        Last byte of a stream.
-    """
-
-    fields: Tensor
-    centres: Tensor
-    depth: int
-    last: int
+P, T = ParamSpec("P"), TypeVar("T")
 
 
-def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
-    """Return the tables of a site on a GPU."""
-    fields, last = tables.fields, int(tables.fields[..., 0].max())
-    if tables.is_trellis:
-        last = int(fields[:, 0, :3].max())
-        words = fields[:, 0, 0] | fields[:, 0, 3] << 16 | _beyond(fields[:, 1, 0]) << 20
-        flat = torch.stack([words, *fields[:, 1, 1:3].unbind(1)], dim=1)
-        unsigned = flat.numpy().astype(np.uint32)  # as multipliers and offsets are
-        words, depth = torch.from_numpy(unsigned.view(np.int32)), 0
-    else:
-        depth = int((fields[..., 2] > 0).any(dim=0).sum())  # without fields that no latent has
-        byte, right, mask, left = fields[:, :depth].unbind(2)
-        words = (byte | right << 16 | left << 19 | mask << 22).to(torch.int32)
-    return Latents(words.to(device).contiguous(), tables.centres.to(device), depth, last)
+def on_device(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """Return a function whose kernels run on the device of its first argument."""
 
+    @wraps(function)
+    def on_its_device(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.cuda.device_of(first):
+            return function(first, *args, **kwargs)
 
-def _beyond(masks: Tensor) -> Tensor:
-    """Return the number of lowest bits that are 0 in masks of states."""
-    return (STATES - masks).float().log2().long()
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Tables of the keys of a layer, cut into tiles of features.
-
-    Parameters
-    ----------
-    latents : Latents
-        Stored latents.
-    partner, sign : Tensor
-        Partners of the features of a head, int32, and the signs of the partners' sines, float32,
-        (d,).
-    cosines, sines : Tensor
-        Angles that multiply the features of a head, (d,), int32; -1 if they are not rotated.
-    tiles : Tensor
-        First entry in `columns`, number of columns and first entry in `up` of every tile,
-        (tiles, 3), int32.
-    columns, features : Tensor
-        Latents of the tiles, and features, (tiles, size), padded with -1, int32.
-    up, mean, prediction : Tensor
-        Rows of the features, (size, columns) for each tile, (tiles, size) and (tiles, size, p),
-        float32.
-    """
-
-    latents: Latents
-    partner: Tensor
-    sign: Tensor
-    cosines: Tensor
-    sines: Tensor
-    tiles: Tensor
-    columns: Tensor
-    features: Tensor
-    up: Tensor
-    mean: Tensor
-    prediction: Tensor
-
-
-def tabulate_keys(
-    latents: Latents,
-    up: Tensor,
-    mean: Tensor,
-    partner: Tensor,
-    sign: Tensor,
-    angle: Tensor,
-    prediction: Tensor | None = None,
-) -> Keys:
-    """Return the tables of keys ``up z + mean + prediction p``.
-
-    Parameters
-    ----------
-    latents : Latents
-        The r stored latents.
-    up : Tensor
-        Up-projection times the factors of the latents, (D, r), float32. Blocks that share no
-        latent are multiplied without the zeros between them.
-    mean : Tensor
-        (D,), float32.
-    partner, sign, angle : Tensor
-        Feature f of a head is rotated to ``x[f] cos[angle[f]] + sign[f] x[partner[f]]
-        sin[angle[f]]``, (d,) each; partners are each other's, and features of sign 0 are not
-        rotated.
-    prediction : Tensor, optional
-        (D, p), float32.
-    """
-    partner, sign = partner.to(up.device), sign.to(up)
-    angle = angle.to(up.device, torch.int32).where(sign != 0, -1)
-    parts = list(_tiles(up.ne(0).cpu(), FEATURES.value))
-    features = torch.full((len(parts), FEATURES.value), -1, device=up.device)  # the zeros below
-    for tile, (rows, _) in zip(features, parts, strict=True):
-        tile[: len(rows)] = rows
-    padded = functional.pad(up, (0, 0, 0, 1))
-    blocks = [padded[row][:, c].flatten() for row, (_, c) in zip(features, parts, strict=True)]
-    widths = torch.tensor([len(columns) for _, columns in parts])
-    starts = widths.cumsum(0) - widths
-    prediction = up[:, :0] if prediction is None else prediction
-    return Keys(
-        latents,
-        partner.to(torch.int32),
-        sign[partner],
-        angle,
-        angle[partner],
-        torch.stack([starts, widths, FEATURES.value * starts], dim=1).to(up.device, torch.int32),
-        torch.cat([columns for _, columns in parts]).to(up.device, torch.int32),
-        features.to(torch.int32),
-        torch.cat(blocks),
-        functional.pad(mean, (0, 1))[features],
-        functional.pad(prediction, (0, 0, 0, 1))[features],
-    )
-
-
-def _tiles(pattern: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows, at most `most`, and columns of blocks of a pattern (D, r); small ones share."""
-    entries = pattern.int().numpy()
-    graph = block_array([[None, entries], [entries.T, None]])
-    labels = torch.from_numpy(connected_components(graph)[1])
-    row_labels, column_labels = labels.split(pattern.shape)
-    rows, columns = labels[:0].long(), labels[:0].long()
-    for label in row_labels.unique():
-        block = (column_labels == label).nonzero().flatten()
-        for part in (row_labels == label).nonzero().flatten().split(most):
-            if len(rows) + len(part) > most:
-                yield rows, columns
-                rows, columns = rows[:0], columns[:0]
-            rows, columns = torch.cat([rows, part]), torch.cat([columns, block])
-    yield rows, columns
+    return on_its_device
 
 
 def _row_tiles(rows: int) -> tuple[int, int]:
@@ -201,7 +59,7 @@ def _splits(programs: int, most: int) -> int:
     return max(1, min(most, PROGRAMS // programs))
 
 
-class _Words(NamedTuple):
+class Words(NamedTuple):
     """Packed latents and scales as kernels take them.
 
     Parameters
@@ -227,7 +85,7 @@ class _Words(NamedTuple):
     scale_batch: int
 
 
-def in_words(codes: Tensor, scales: Tensor) -> tuple[_Words, int]:
+def in_words(codes: Tensor, scales: Tensor) -> tuple[Words, int]:
     """Return packed latents as kernels take them, and the tokens before the first one, below 4.
 
     Parameters
@@ -243,7 +101,7 @@ def in_words(codes: Tensor, scales: Tensor) -> tuple[_Words, int]:
     assert codes.stride(3) == 1
     assert not any(x % 4 for x in (*strides, second))
     words = _start(codes).view(torch.int32)
-    return _Words(
+    return Words(
         *(words, first // 4, strides[0] // 4, strides[1] // 4),
         *(_start(scales), second, strides[2]),
     ), before
@@ -267,6 +125,7 @@ def _alignment(before: int, *views: Tensor) -> int:
     return 4 if fits else 1
 
 
+@on_device
 def scores(
     queries: Tensor,
     codes: Tensor,
@@ -328,6 +187,7 @@ def scores(
     return parts[0] if splits == 1 else parts.sum(dim=0)
 
 
+@on_device
 def mix(
     weights: Tensor,
     n: int,
@@ -374,6 +234,7 @@ def mix(
     return parts[0] if splits == 1 else parts.sum(dim=0)
 
 
+@on_device
 def project(
     matrix: Tensor,
     codes: Tensor,

@@ -20,7 +20,8 @@ from triton import language as tl
 from manifoldkv.coding.scales import INFINITY_CODE, LARGEST_SCALE, NAN_CODE, SMALLEST_SCALE
 from manifoldkv.coding.trellis import STATES
 from manifoldkv.coding.viterbi import LARGER_SCALES, WORST
-from manifoldkv.kernels.gpu import LATENTS, TOKENS, Latents, in_words, scales_of, unpack
+from manifoldkv.kernels.gpu import LATENTS, TOKENS, in_words, on_device, scales_of, unpack
+from manifoldkv.kernels.gpu_tables import Latents
 
 WINDOW, FOLLOWING = 128, 64
 """Bits of a window, a multiple of 8, and of those that follow it."""
@@ -96,6 +97,7 @@ class EncoderTables:
         return self.windows(WINDOW)
 
 
+@on_device
 def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor) -> None:
     """Encode tokens.
 
@@ -133,6 +135,7 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
         )
 
 
+@on_device
 def read(
     codes: Tensor, scales: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -17,6 +17,7 @@ from manifoldkv.coding.trellis import codebooks
 
 triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu  # noqa: E402
+from manifoldkv.kernels.gpu_tables import tabulate_keys, tabulate_latents  # noqa: E402
 from manifoldkv.kernels.tables import LatentTables  # noqa: E402
 
 BEYOND = 10
@@ -87,7 +88,7 @@ class Step:
         self.codes = self.view(packed.to(device)).unsqueeze(1)
         scales = scale_codes(self.random(case.batch, 1, case.tokens).abs())
         self.scales = self.view(scales).unsqueeze(1)
-        self.latents = gpu.tabulate_latents(tables, device)
+        self.latents = tabulate_latents(tables, device)
         self.z = unscaled.to(device).double() * scales_of(self.scales[:, 0]).double()
 
     def _integers(self) -> tuple[LatentTables, Tensor, Tensor]:
@@ -183,7 +184,7 @@ def scores_of(
     if case.before % 4 == 0:
         cos, sin = (step.view(x.mT).mT for x in (cos, sin))
     still = torch.arange(case.rotary_dim, case.head_dim)
-    keys = gpu.tabulate_keys(
+    keys = tabulate_keys(
         step.latents,
         up,
         mean,

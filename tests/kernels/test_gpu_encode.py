@@ -11,7 +11,7 @@ from manifoldkv.kernels.views import flat_view
 
 triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu_encode  # noqa: E402
-from manifoldkv.kernels.gpu import tabulate_latents  # noqa: E402
+from manifoldkv.kernels.gpu_tables import tabulate_latents  # noqa: E402
 
 WIDTHS = {
     "mixed": [8, 3.5, 3, 2.5, 2, 2, 1.5, 1.5, 1.5, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5],
