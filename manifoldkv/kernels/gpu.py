@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import ceil
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -34,18 +34,18 @@ PROGRAMS = 512  # among which work is split: a few per multiprocessor
 PRECISION = tl.constexpr("tf32x3")  # about that of float32, on tensor cores
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def on_device(function: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+def on_device(function: Function) -> Function:
     """Return a function whose kernels run on the device of its first argument."""
 
     @wraps(function)
-    def on_its_device(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+    def on_its_device(first: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device_of(first):
             return function(first, *args, **kwargs)
 
-    return on_its_device
+    return cast(Function, on_its_device)
 
 
 def _row_tiles(rows: int) -> tuple[int, int]:
