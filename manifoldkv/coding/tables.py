@@ -16,8 +16,9 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from manifoldkv.coding.allocation import TINY, best_gains
+from manifoldkv.coding.costs import best_gains
 from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoded
+from manifoldkv.coding.uniform import TINY
 from manifoldkv.errors import ArgumentError
 
 TABLE_SUM = 1 << 20

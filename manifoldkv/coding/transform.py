@@ -12,15 +12,7 @@ from torch import Tensor
 
 from manifoldkv.activations.moments import SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
-from manifoldkv.coding.allocation import (
-    FLOOR,
-    best_gains,
-    coherent_costs,
-    fit_quantizers,
-    floored,
-    gaussian_costs,
-    quantized,
-)
+from manifoldkv.coding.costs import best_gains, coherent_costs, gaussian_costs
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
@@ -30,6 +22,7 @@ from manifoldkv.coding.trellis import (
     codebooks,
     relative_steps,
 )
+from manifoldkv.coding.uniform import FLOOR, fit_quantizers, floored, quantized
 
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""

@@ -18,15 +18,8 @@ from torch import Tensor
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION as OF_UNIFORM
-from manifoldkv.coding.allocation import (
-    WIDTHS,
-    allocate,
-    allocate_streams,
-    fit_quantizers,
-    gaussian_costs,
-    pack_size,
-)
+from manifoldkv.coding.allocation import PACK, allocate, allocate_streams
+from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.scales import TOKEN_SCALE_BYTES
 from manifoldkv.coding.transform import (
@@ -37,6 +30,8 @@ from manifoldkv.coding.transform import (
     trellis_coded,
 )
 from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as OF_TRELLIS
+from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
+from manifoldkv.coding.uniform import WIDTHS, fit_quantizers
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
@@ -71,7 +66,6 @@ FRONTIER_SEQUENCES = 8
 """Calibration sequences that these losses are estimated on."""
 LOG = logging.getLogger(__name__)
 
-PACK = pack_size(WIDTHS)
 """Neighbouring latents of equal width, if they are rounded."""
 Bits = list[NDArray[Any]]
 """Of the latents, by site."""
@@ -326,7 +320,7 @@ class BitRecipe(CodedRecipe[Bits]):
         if self.trellis:
             return allocate_streams(costs, tuple(OF_TRELLIS), budget, cached)
         packs = [cost.reshape(-1, PACK, len(WIDTHS)).sum(axis=1) for cost in costs]
-        return [np.repeat(bits, PACK) for bits in allocate(packs, WIDTHS, budget, cached)]
+        return [np.repeat(bits, PACK) for bits in allocate(packs, budget, cached)]
 
     def quantize(
         self, site: WeightedKLT, allocation: Bits, index: int, grouping: HeadGrouping

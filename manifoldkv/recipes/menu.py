@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.basis import SITES, Site
-from manifoldkv.coding.allocation import gaussian_costs
+from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
 

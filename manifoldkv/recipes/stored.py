@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifoldkv.activations.moments import LayerMoments, SiteMoments
 from manifoldkv.basis import SITES, Basis, HeadGrouping
-from manifoldkv.coding.allocation import best_gains
+from manifoldkv.coding.costs import best_gains
 from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer

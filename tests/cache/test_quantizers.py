@@ -12,7 +12,6 @@ from torch import Tensor
 from manifoldkv.cache.mixed import MixedWidthStore
 from manifoldkv.cache.packed import pack, unpack
 from manifoldkv.cache.stores import store_for
-from manifoldkv.coding.allocation import quantized
 from manifoldkv.coding.integers import (
     FeatureIntegers,
     Integers,
@@ -27,6 +26,7 @@ from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.coding.scales import LARGEST_SCALE, scale_codes, scales_of
 from manifoldkv.coding.tables import entropy_coded
 from manifoldkv.coding.trellis import TrellisCoded
+from manifoldkv.coding.uniform import quantized
 from manifoldkv.errors import PlanError
 from manifoldkv.testing import QuantizerConformance
 from manifoldkv.testing.quantizers import read

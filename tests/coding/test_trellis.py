@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION as OF_UNIFORM
 from manifoldkv.coding.scales import NAN_CODE, scale_codes, scales_of
 from manifoldkv.coding.trellis import (
     GAUSSIAN_DISTORTION,
@@ -21,6 +20,7 @@ from manifoldkv.coding.trellis import (
     search,
     state_fields,
 )
+from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
 
 LATENTS, LENGTH = 192, STATES.bit_length() - 1
 BOOKS = codebooks()

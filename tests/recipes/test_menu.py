@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifoldkv.coding.allocation import GAUSSIAN_DISTORTION, gaussian_costs
+from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import SiteDesign
+from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION
 from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork
 
 LATENTS, WIDTHS = 2, 9
