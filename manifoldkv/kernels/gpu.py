@@ -118,7 +118,7 @@ def _start(view: Tensor) -> Tensor:
 
 
 def _alignment(before: int, *views: Tensor) -> int:
-    """Return how many tokens of views (…, rows, n) are loaded at once, `before` earlier ones too."""
+    """Return the tokens of views (…, rows, n) that are loaded at once, with `before` others."""
     ends = [(x.storage_offset() - before) % 4 or x.stride(-2) % 4 for x in views]
     return 1 if any(ends) or any(x.stride(-1) != 1 for x in views) else 4
 
