@@ -10,6 +10,7 @@ from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.activations.capture import capture
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache import sites as cache_sites
+from manifoldkv.cache.sinks import Sinks
 from manifoldkv.errors import PlanError
 from manifoldkv.recipes.rounding import quantize
 from tests.cache.test_compressed import (
@@ -260,6 +261,19 @@ def test_sinks_are_the_stock_caches_own_keys_and_values(rotary: str) -> None:
     for layer, held in zip(cache.layers, stock.layers, strict=True):
         torch.testing.assert_close(layer.sinks.keys.newest(3), held.keys[:, :, :3])
         torch.testing.assert_close(layer.sinks.values.newest(3), held.values[:, :, :3])
+
+
+def test_sinks_stay_whole_when_later_tokens_are_dropped() -> None:
+    sinks, x = Sinks(4), torch.randn(2, 2, 6, 8)
+    sinks.take(x, -x, 0, None, None)
+    sinks.keep_first(4)
+    assert sinks.are_first
+    assert torch.equal(sinks.seen()[0], x[:, :, :4])
+    sinks.keep_first(3)
+    assert not sinks.are_first
+    sinks.take(x[:, :, 3:5], -x[:, :, 3:5], 3, None, None)
+    assert sinks.are_first
+    assert torch.equal(sinks.seen()[1], -x[:, :, :4])
 
 
 def test_a_negative_number_of_first_tokens_is_refused() -> None:
