@@ -158,21 +158,18 @@ class _GPUTokens(NewTokens):
         )
         self._down, self._up = down[:, :stored].contiguous(), up[:, :stored].mT.contiguous()
         mean = torch.zeros(planned.features) if planned.mean is None else planned.mean
-        self._mean = mean.to(device, working)
-        self._offset = -(self._mean @ self._down)
+        self._mean = mean.to(device, working).view(1, 1, -1)
 
     def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
         x = x.to(self._down.dtype)
         predicted = self._predicted(context)
-        residual = x if predicted is None else x - predicted
-        latents = torch.addmm(self._offset, residual.flatten(0, 1), self._down)
-        latents = latents.view(*x.shape[:2], -1).unsqueeze(1)
+        expected = self._mean if predicted is None else predicted + self._mean
+        latents = ((x - expected) @ self._down).unsqueeze(1)
         if not self._is_input:
             store.append(latents)
             return x[:0]
         found = store.append_and_read(latents)[:, 0, :, : len(self._up)]
-        found = torch.addmm(self._mean, found.flatten(0, 1), self._up).view(x.shape)
-        return found if predicted is None else found + predicted
+        return expected + found @ self._up
 
 
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> tuple[Tensor, Tensor]:
