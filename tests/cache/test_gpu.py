@@ -41,7 +41,8 @@ def decoded(model: PreTrainedModel, plan: CompressionPlan) -> Tensor:
         cache = new_cache()
         for step in ids.split([PROMPT, 1, TOKENS - PROMPT - 1], dim=1):
             logits.append(model(step, past_key_values=cache).logits)
-        cache.crop(-2)
+        if not any(layer.is_sliding for layer in cache.layers):  # they have dropped tokens
+            cache.crop(-2)
         logits.append(model(ids[:, -2:-1], past_key_values=cache).logits)
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
@@ -54,12 +55,14 @@ SLOW = [pytest.mark.slow] if triton.knobs.runtime.interpret else []
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(x, marks=SLOW if "trellis" in x else []) for x in DESIGNS]
+    ("family", "kind"),
+    [pytest.param("llama", x, marks=SLOW if "trellis" in x else []) for x in DESIGNS]
+    + [("mistral", "chain"), ("gpt-oss", "own keys")],  # windows; learnt sinks
 )
 def test_logits_are_those_without_the_kernels(
-    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model("llama", torch.float32)
+    model = tiny_model(family, torch.float32)
     plan = designed_plan(model, kind)
     model.to(device)
     monkeypatch.setattr(decode, "GPUS", ())
