@@ -69,7 +69,8 @@ def draw_tasks(results: pd.DataFrame) -> dict[str, Figure]:
     axes.set_yticks(np.arange(len(rows)) + 0.5, names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("cache, times smaller than in 16 bits", fontsize=8)
-    figure.colorbar(image, ax=axes, label="added nats per token of the answer", extend="both")
+    label = "added nats per token\nof the answer"
+    figure.colorbar(image, ax=axes, label=label, extend="both")
     title_above(figure, "Nats added to answers, and share found (uncompressed: in brackets)")
     return {"answers_by_task": figure}
 
