@@ -19,6 +19,15 @@ settings.register_profile("quick", max_examples=30, deadline=None, derandomize=T
 settings.register_profile("thorough", max_examples=300, deadline=None, derandomize=True)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A GPU that Triton kernels run on, or the CPU, on which Triton's interpreter runs them."""
+    triton = pytest.importorskip("triton")
+    if (request.param == "cpu") != triton.knobs.runtime.interpret:
+        pytest.skip("the interpreter is for machines without a CUDA device, and only for them")
+    return torch.device(request.param)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.cache.composed import NewTokens
-from manifoldkv.cache.decoding import DecodingSites, of_integers, quantizers_of, store_and_range
+from manifoldkv.cache.decoding import DecodingSites, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
@@ -49,19 +49,9 @@ class CompiledSites(DecodingSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        needed = {(0, "key"), *self._key_predicted, *self._value_maps}
-        quantizers = quantizers_of(composer.layers, index, needed)
-        self._tables = {one: LatentTables.of_quantizer(x) for one, x in quantizers.items()}
-
-        def folded(one: Input, part: Tensor) -> Tensor:
-            return of_integers(part, quantizers[one])
-
-        self._integer_up = folded((0, "key"), self._key_up)
-        self._integer_predicted = {one: folded(one, x) for one, x in self._key_predicted.items()}
-        joined = [self._value_mean.float().unsqueeze(1)]
-        joined += [folded(one, part) for one, part in self._value_maps.items()]
-        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
+        self._tables = {
+            one: LatentTables.of_quantizer(quantizer) for one, quantizer in self._quantizers.items()
+        }
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
         # In the order of the columns of `_integer_values`.
         self._sources = list(dict.fromkeys([*self._value_maps, *self._key_predicted]))

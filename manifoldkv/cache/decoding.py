@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from manifoldkv.cache.composed import ComposedSites, offset_of, store_of
@@ -15,7 +16,7 @@ from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles
-from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.composition import Composer
 
 
 class DecodingSites(ComposedSites):
@@ -23,6 +24,34 @@ class DecodingSites(ComposedSites):
 
     Parameters are as in `ComposedSites`.
     """
+
+    def __init__(
+        self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(composer, index, dtype, device)
+        self._quantizers: dict[Input, MixedWidths] = {}
+        for below, site in {(0, "key"), *self._key_predicted, *self._value_maps}:
+            quantizer = composer.layers[index - below].of(site).quantizer
+            assert isinstance(quantizer, MixedWidths)
+            self._quantizers[below, site] = quantizer
+        self._integer_up = self._of_integers((0, "key"), self._key_up)
+        self._integer_predicted = {
+            one: self._of_integers(one, part) for one, part in self._key_predicted.items()
+        }
+        joined = [self._value_mean.float().unsqueeze(1)]
+        joined += [self._of_integers(one, part) for one, part in self._value_maps.items()]
+        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
+        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
+
+    def _of_integers(self, one: Input, part: Tensor) -> Tensor:
+        """Return a map of latents (features, r) as one of stored integers, less their centres.
+
+        Those of trellis-coded latents are their codewords.
+        """
+        quantizer = self._quantizers[one]
+        stored = quantizer.stored
+        factor = quantizer.step[:stored] * quantizer.gain[:stored]
+        return (part[:, :stored].float() * factor.to(part.device)).contiguous()
 
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None
@@ -84,28 +113,6 @@ class DecodingSites(ComposedSites):
         sinks : tuple of Tensor or None
             Rotated keys and values of the sink tokens, (B, H_kv, s, d) each.
         """
-
-
-def quantizers_of(
-    layers: Sequence[LayerPlan], index: int, sites: set[Input]
-) -> dict[Input, MixedWidths]:
-    """Return the quantizers of sites of a layer and of those below."""
-    found = {}
-    for below, site in sites:
-        quantizer = layers[index - below].of(site).quantizer
-        assert isinstance(quantizer, MixedWidths)
-        found[below, site] = quantizer
-    return found
-
-
-def of_integers(part: Tensor, quantizer: MixedWidths) -> Tensor:
-    """Return a map of latents (features, r) as one of stored integers, less their centres.
-
-    Those of trellis-coded latents are their codewords.
-    """
-    stored = quantizer.stored
-    factor = quantizer.step[:stored] * quantizer.gain[:stored]
-    return (part[:, :stored].float() * factor.to(part.device)).contiguous()
 
 
 def store_and_range(

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import language as tl
 
 from manifoldkv.cache.composed import NewTokens
-from manifoldkv.cache.decoding import DecodingSites, of_integers, quantizers_of, store_and_range
+from manifoldkv.cache.decoding import DecodingSites, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import Store, constant_dtype, working_dtype
@@ -36,20 +36,11 @@ class GPUSites(DecodingSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        needed = {(0, "key"), *self._key_predicted, *self._value_maps}
-        quantizers = quantizers_of(composer.layers, index, needed)
         self._latents = {
             one: tabulate_latents(LatentTables.of_quantizer(quantizer), device)
-            for one, quantizer in quantizers.items()
+            for one, quantizer in self._quantizers.items()
         }
-        self._integer_up = of_integers(self._key_up, quantizers[0, "key"])
-        self._integer_predicted = {
-            one: of_integers(part, quantizers[one]) for one, part in self._key_predicted.items()
-        }
-        joined = [self._value_mean.float().unsqueeze(1)]
-        joined += [of_integers(part, quantizers[one]) for one, part in self._value_maps.items()]
-        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.to(constant_dtype(dtype)).contiguous()  # (H_kv, 1 + r, d)
+        self._integer_values = self._integer_values.to(constant_dtype(dtype))
         self._keys: tuple[Rotate, Keys | None] | None = None
         self._operands = tl.bfloat16 if dtype.itemsize == 2 else tl.float32
 

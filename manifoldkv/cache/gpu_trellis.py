@@ -12,8 +12,6 @@ from manifoldkv.cache.storage import Tile, split_tiles
 from manifoldkv.cache.trellis import TrellisStore
 from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.kernels.gpu_encode import EncoderTables, encode, read
-from manifoldkv.kernels.gpu_tables import tabulate_latents
-from manifoldkv.kernels.tables import LatentTables
 
 
 class GPUTrellisStore(TrellisStore):
@@ -21,14 +19,7 @@ class GPUTrellisStore(TrellisStore):
 
     def __init__(self, quantizer: TrellisCoded, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(quantizer, dtype, device)
-        own, numbers, codebooks, _, noise = quantizer.tables
-        self._encoder = EncoderTables(
-            tabulate_latents(LatentTables.of_quantizer(quantizer), device),
-            torch.from_numpy(own),
-            torch.from_numpy(numbers).to(device),
-            torch.from_numpy(codebooks).to(device),
-            float(noise),
-        )
+        self._encoder = EncoderTables.of(quantizer, device)
 
     def append(self, latents: Tensor) -> None:
         stored = latents[:, 0, :, : self._stored].float()

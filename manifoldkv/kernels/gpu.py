@@ -72,6 +72,8 @@ class Words(NamedTuple):
         Codes of scales, uint8.
     scale_first, scale_batch : int
         Scales before that of the first token, rounded down to a multiple of 4, and their stride.
+    before : int
+        Tokens of the first word that are before the first token, 0 to 3.
     """
 
     codes: Tensor
@@ -81,10 +83,11 @@ class Words(NamedTuple):
     scales: Tensor
     scale_first: int
     scale_batch: int
+    before: int
 
 
-def in_words(codes: Tensor, scales: Tensor) -> tuple[Words, int]:
-    """Return packed latents as kernels take them, and the tokens before the first one, below 4.
+def in_words(codes: Tensor, scales: Tensor) -> Words:
+    """Return packed latents as kernels take them.
 
     Parameters
     ----------
@@ -101,8 +104,8 @@ def in_words(codes: Tensor, scales: Tensor) -> tuple[Words, int]:
     words = _start(codes).view(torch.int32)
     return Words(
         *(words, first // 4, strides[0] // 4, strides[1] // 4),
-        *(_start(scales), second, strides[2]),
-    ), before
+        *(_start(scales), second, strides[2], before),
+    )
 
 
 def zeros_beside(codes: Tensor, rows: int) -> Tensor:
@@ -160,20 +163,20 @@ def scores(
     queries = queries.contiguous()
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     inputs = scales[:, 0] if predicted is None else predicted
-    words, before = in_words(codes, scales)
-    align = _alignment(before, cos.mT, sin.mT, inputs)
+    words = in_words(codes, scales)
+    align = _alignment(words.before, cos.mT, sin.mT, inputs)
     row_tiles, row_size = _row_tiles(rows)
-    grid = triton.cdiv(n + before, TOKENS.value), batch * row_tiles
+    grid = triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles
     splits = _splits(grid[0] * grid[1], len(keys.tiles))
     shape = splits, batch, heads, rows_per_head, n
     parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
     views = [
-        (_start(x), (x.storage_offset() - before * x.stride(-1)) // align)
+        (_start(x), (x.storage_offset() - words.before * x.stride(-1)) // align)
         for x in (cos.mT, sin.mT, inputs)
     ]
     _scores_kernel[(*grid, splits)](
         *(queries, keys.partner, keys.sign, parts, scaling, n, rows, rows_per_head, head_dim),
-        *(*words, before),
+        *words,
         *(*views[0], *cos.stride(), *views[1], *sin.stride(), keys.cosines, keys.sines),
         *(*views[2], inputs.stride(0), inputs.stride(1)),
         *(keys.prediction, keys.prediction.shape[-1]),
@@ -214,15 +217,16 @@ def mix(
     counts = [len(latents.centres) for _, _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
     tiles = triton.cdiv(n + 3, MIXED_TOKENS.value)
-    programs = triton.cdiv(min(counts), MIXED.value) * batch * row_tiles
+    programs = triton.cdiv(max(1, min(counts)), MIXED.value) * batch * row_tiles
     per_split = ceil(tiles / _splits(programs, tiles))
     splits = ceil(tiles / per_split)
     parts = weights.new_empty(splits, batch, rows, 1 + sum(counts))
     column = 1
     for (codes, scales, latents), count in zip(sources, counts, strict=True):
-        words, before = in_words(codes, scales)
-        _mix_kernel[triton.cdiv(count, MIXED.value), batch * row_tiles, splits](
-            *(weights, weights.stride(0), weights.stride(1), *words, before),
+        # One program at least, which adds up the weights.
+        grid = triton.cdiv(max(1, count), MIXED.value), batch * row_tiles, splits
+        _mix_kernel[grid](
+            *(weights, weights.stride(0), weights.stride(1), *in_words(codes, scales)),
             *(latents.fields, latents.centres, latents.last, count, column),
             *(parts, parts.shape[-1], n, rows, per_split),
             *(row_tiles, row_size, latents.depth, dtype),
@@ -255,10 +259,12 @@ def project(
         As in `scores`.
     """
     batch, rows, n = out.shape
+    if not len(latents.centres):
+        return
     row_tiles, row_size = _row_tiles(rows)
-    words, before = in_words(codes, scales)
-    _project_kernel[triton.cdiv(n + before, TOKENS.value), batch * row_tiles](
-        *(matrix.contiguous(), *words, before),
+    words = in_words(codes, scales)
+    _project_kernel[triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles](
+        *(matrix.contiguous(), *words),
         *(latents.fields, latents.centres, latents.last, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),
         *(row_tiles, row_size, latents.depth, dtype),
@@ -373,7 +379,9 @@ def _scores_kernel(
             )  # fmt: skip
             u = tl.load(matrix + column[None, :], mask=inside[None, :], other=0.0)
             k = tl.dot(u.to(dtype), z, k, input_precision=PRECISION)
-        k = k * scale[None, :] + tl.load(mean + member)[:, None]
+        if width > 0:  # scales of sites without latents are not numbers
+            k *= scale[None, :]
+        k += tl.load(mean + member)[:, None]
         for first in range(0, p, LATENTS):
             column = first + chunk
             inside = column < p

@@ -18,10 +18,11 @@ from torch import Tensor
 from triton import language as tl
 
 from manifoldkv.coding.scales import INFINITY_CODE, LARGEST_SCALE, NAN_CODE, SMALLEST_SCALE
-from manifoldkv.coding.trellis import STATES
+from manifoldkv.coding.trellis import STATES, TrellisCoded
 from manifoldkv.coding.viterbi import LARGER_SCALES, WORST
 from manifoldkv.kernels.gpu import LATENTS, TOKENS, in_words, on_device, scales_of, unpack
-from manifoldkv.kernels.gpu_tables import Latents
+from manifoldkv.kernels.gpu_tables import Latents, tabulate_latents
+from manifoldkv.kernels.tables import LatentTables
 
 WINDOW, FOLLOWING = 128, 64
 """Bits of a window, a multiple of 8, and of those that follow it."""
@@ -61,6 +62,18 @@ class EncoderTables:
     numbers: Tensor
     codebooks: Tensor
     noise: float
+
+    @classmethod
+    def of(cls, quantizer: TrellisCoded, device: torch.device) -> EncoderTables:
+        """Return the tables of a site on a GPU."""
+        own, numbers, codebooks, _, noise = quantizer.tables
+        return cls(
+            tabulate_latents(LatentTables.of_quantizer(quantizer), device),
+            torch.from_numpy(own),
+            torch.from_numpy(numbers).to(device),
+            torch.from_numpy(codebooks).to(device),
+            float(noise),
+        )
 
     @cached_property
     def bits(self) -> int:
@@ -113,6 +126,9 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
         Codes of scales, (B, 1, m), uint8, with stride 1 in tokens, which are written.
     """
     batch, per_text, r = latents.shape
+    if not r:
+        scales.zero_()
+        return
     tokens, x = batch * per_text, latents.contiguous()
     is_whole = tokens >= MANY_TOKENS
     windows = tables.whole if is_whole else tables.short
@@ -154,10 +170,10 @@ def read(
     """
     batch, n, r = len(codes), codes.shape[3], len(factor)
     out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
-    words, before = in_words(codes, scales)
-    grid = triton.cdiv(n + before, TOKENS.value), triton.cdiv(r, LATENTS.value), batch
+    words = in_words(codes, scales)
+    grid = triton.cdiv(n + words.before, TOKENS.value), triton.cdiv(r, LATENTS.value), batch
     _read_kernel[grid](
-        *(*words, before, latents.fields, latents.centres, latents.last, factor),
+        *(*words, latents.fields, latents.centres, latents.last, factor),
         *(out, r, n, latents.depth),
     )
     return out

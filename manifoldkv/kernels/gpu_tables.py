@@ -28,14 +28,14 @@ class Latents:
     fields : Tensor
         Byte, right shift, left shift and mask of every bit field, in 16, 3, 3 and 8 bits from the
         lowest on, (r, fields), int32. Missing fields have mask 0. Of trellis-coded latents first
-        byte, right shift, bits beyond the end of the stream and own bits, in 16, 4, 4 and 4 bits,
-        then multiplier and offset (`coding.trellis.Code`), (r, 3).
+        byte, right shift and bits beyond the end of the stream, in 16, 4 and 4 bits, then
+        multiplier and offset (`coding.trellis.Code`), (r, 3).
     centres : Tensor
         Codes whose latent is 0, (r,), float32; of trellis-coded latents the units of their codes.
     depth : int
         Number of fields; 0 for trellis-coded latents.
     last : int
-        Last byte of a stream.
+        Last byte of a stream of trellis-coded latents.
     """
 
     fields: Tensor
@@ -46,7 +46,7 @@ class Latents:
 
 def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
     """Return the tables of a site on a GPU."""
-    fields, last = tables.fields, int(tables.fields[..., 0].max())
+    fields, last = tables.fields, 0
     if tables.is_trellis:
         last = int(fields[:, 0, :3].max())
         words = fields[:, 0, 0] | fields[:, 0, 3] << 16 | _beyond(fields[:, 1, 0]) << 20

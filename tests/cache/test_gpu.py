@@ -3,12 +3,17 @@
 Without a CUDA device the kernels run under Triton's interpreter.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, compressed
+from manifoldkv.basis import Site
+from manifoldkv.cache.trellis import TrellisStore
+from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.kernels import decode
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import DESIGNS, designed_plan
@@ -16,16 +21,10 @@ from tests.plans import DESIGNS, designed_plan
 triton = pytest.importorskip("triton")
 # The interpreter computes with what lies in memory beyond the last token, and stores none of it.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+from manifoldkv.cache.gpu_trellis import GPUTrellisStore  # noqa: E402
 from manifoldkv.kernels import gpu_encode  # noqa: E402
 
 PROMPT, TOKENS = 9, 14
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if (request.param == "cpu") != triton.knobs.runtime.interpret:
-        pytest.skip("the interpreter is for machines without a CUDA device, and only for them")
-    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +71,48 @@ def test_logits_are_those_without_the_kernels(
     # A latent on the boundary of two codes may be rounded to either.
     assert difference.median() < 1e-5
     assert difference.max() < 0.05
+
+
+@pytest.mark.parametrize("site", ["key", "value"])
+def test_a_site_may_store_no_latents(
+    site: Site, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", torch.float32)
+    plan = designed_plan(model, "own keys")
+    first, second, third = plan.layers
+    planned = second.of(site)
+    nothing = replace(planned.quantizer, bits=torch.zeros_like(planned.quantizer.bits))
+    second = replace(second, **{site: replace(planned, quantizer=nothing)})
+    plan = replace(plan, layers=(first, second, third))
+    model.to(device)
+    monkeypatch.setattr(decode, "GPUS", ())
+    expected = decoded(model, plan)
+    monkeypatch.setattr(decode, "GPUS", ("cpu", "cuda"))
+    assert (decoded(model, plan) - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [[2.0, 1.5, 1.0, 0.5], []])
+def test_a_store_reads_what_a_store_on_a_cpu_does(
+    bits: list[float], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "GPUS", ("cpu", "cuda"))
+    widths = torch.tensor([*bits, 0.0, 0.0])
+    ones = [torch.ones(len(widths)) for _ in range(3)]
+    quantizer = TrellisCoded(widths, *ones)
+    stores = [
+        TrellisStore(quantizer, torch.float32, torch.device("cpu")),
+        GPUTrellisStore(quantizer, torch.float32, device),
+    ]
+    x = torch.randn(2, 1, 5, len(widths), generator=torch.Generator().manual_seed(0))
+    found = []
+    for store, on in zip(stores, (torch.device("cpu"), device), strict=True):
+        store.append(x[:, :, :2].to(on))
+        appended = store.append_and_read(x[:, :, 2:].to(on))
+        assert torch.equal(appended, store.read(2, 5))
+        store.drop_first(1)
+        found.append(store.read(0, 4).cpu())
+    assert stores[0].nbytes == stores[1].nbytes
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.gpu

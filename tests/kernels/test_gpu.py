@@ -26,14 +26,6 @@ BEYOND = 10
 """Fewest tokens allocated beyond those of a view."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    interpreted = triton.knobs.runtime.interpret
-    if (request.param == "cpu") != interpreted:
-        pytest.skip("the interpreter is for machines without a CUDA device, and only for them")
-    return torch.device(request.param)
-
-
 @pytest.fixture(autouse=True, params=[1, gpu.PROGRAMS])
 def _programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in one part and in many."""

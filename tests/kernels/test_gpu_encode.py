@@ -6,25 +6,16 @@ from torch import Tensor
 
 from manifoldkv.coding.scales import NAN_CODE
 from manifoldkv.coding.trellis import TrellisCoded, codebooks, relative_steps
-from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import flat_view
 
 triton = pytest.importorskip("triton")
 from manifoldkv.kernels import gpu_encode  # noqa: E402
-from manifoldkv.kernels.gpu_tables import tabulate_latents  # noqa: E402
 
 WIDTHS = {
     "mixed": [8, 3.5, 3, 2.5, 2, 2, 1.5, 1.5, 1.5, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5],
     "narrow": [0.5] * 15,
     "one": [4.0],
 }
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if (request.param == "cpu") != triton.knobs.runtime.interpret:
-        pytest.skip("the interpreter is for machines without a CUDA device, and only for them")
-    return torch.device(request.param)
 
 
 def quantizer_of(bits: list[float]) -> TrellisCoded:
@@ -52,22 +43,14 @@ class Encoded:
     """Streams, scales and reconstructions of latents by the Triton kernels and by the CPU's."""
 
     def __init__(self, quantizer: TrellisCoded, x: Tensor, device: torch.device) -> None:
-        own, numbers, books, _, noise = quantizer.tables
-        latents = tabulate_latents(LatentTables.of_quantizer(quantizer), device)
-        tables = gpu_encode.EncoderTables(
-            latents,
-            torch.from_numpy(own),
-            torch.from_numpy(numbers).to(device),
-            torch.from_numpy(books).to(device),
-            float(noise),
-        )
+        tables = gpu_encode.EncoderTables.of(quantizer, device)
         batch, tokens, _ = x.shape
         room = torch.full((batch, 1, quantizer.stream_bytes, 16), 7, dtype=torch.uint8)
         self.buffer, of_scales = room.to(device), room[:, :, :1].to(device, copy=True)
         codes, scales = (y[..., 2 : 2 + tokens] for y in (self.buffer, of_scales))
         gpu_encode.encode(x.to(device), tables, codes[:, 0], scales[:, 0])
-        factor = tables.numbers[2]
-        found = gpu_encode.read(codes, scales, latents, factor, torch.float32)
+        numbers = tables.latents, tables.numbers[2]
+        found = gpu_encode.read(codes, scales, *numbers, torch.float32)
         codes, scales = codes[:, 0], scales[:, 0]
         self.codes, self.scales, self.found = codes.cpu(), scales.cpu(), found.mT.cpu()
         self.expected_codes = torch.empty(batch, quantizer.stream_bytes, tokens, dtype=torch.uint8)
