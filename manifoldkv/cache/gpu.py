@@ -64,7 +64,7 @@ class GPUSites(DecodingSites):
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights.float().flatten(1, 2)  # (B, H_q·m, n)
-        sources = [(*_packed(layers, one, seen), self._latents[one]) for one in self._value_maps]
+        sources = [(_packed(layers, one, seen), self._latents[one]) for one in self._value_maps]
         by_row = mix(rows, seen.latents, sources, self._operands).to(self._integer_values.dtype)
         # By head, of all sequences: (H_kv, B·R, 1 + r).
         by_head = by_row.unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
@@ -102,15 +102,14 @@ class GPUSites(DecodingSites):
         """Return the scores of all visible latents, (B, H_kv, R, n), float32."""
         keys = self._keys_under(angles)
         assert keys is not None
-        codes, scales = _packed(layers, (0, "key"), seen)
+        codes = _packed(layers, (0, "key"), seen)
         predicted = None
         for one, part in self._integer_predicted.items():
             if predicted is None:
                 predicted = zeros_beside(codes, len(part))
-            project(
-                part, *_packed(layers, one, seen), self._latents[one], predicted, self._operands
-            )
-        given = codes, scales, keys, angles.cos, angles.sin, predicted
+            packed = _packed(layers, one, seen)
+            project(part, packed, self._latents[one], predicted, self._operands)
+        given = codes, keys, angles.cos, angles.sin, predicted
         return scores(queries, *given, scaling=scaling, dtype=self._operands)
 
     def _keys_under(self, angles: Angles) -> Keys | None:
@@ -163,7 +162,7 @@ class _GPUTokens(NewTokens):
         return expected + found @ self._up
 
 
-def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Return the visible codes and scales of a site."""
+def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Tensor:
+    """Return the visible latents of a site."""
     store, first, stop = store_and_range(layers, one, seen)
     return store.visible(first, stop)

@@ -26,8 +26,7 @@ class GPUTrellisStore(TrellisStore):
         batch, tokens, _ = stored.shape
         size = self._quantizer.stream_bytes
         self._allocate(size, batch, tokens, self._device)
-        codes, scales = self.newest_packed(tokens)
-        encode(stored, self._encoder, codes[:, 0], scales[:, 0])
+        encode(stored, self._encoder, self.newest_packed(tokens)[:, 0])
 
     def _append(self, latents: Tensor) -> Tensor:
         self.append(latents.unsqueeze(1))
@@ -35,8 +34,7 @@ class GPUTrellisStore(TrellisStore):
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         for start, stop in split_tiles(first, len(self), size):
-            codes, scales = self.visible(start, stop)
             numbers = self._encoder.latents, self._encoder.numbers[2]
-            x = read(codes, scales, *numbers, self._dtype)
+            x = read(self.visible(start, stop), *numbers, self._dtype)
             x = functional.pad(x, (0, 0, 0, self._features - self._stored))
             yield start - first, stop - first, x.mT.unsqueeze(1)

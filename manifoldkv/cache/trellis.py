@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.storage import Tile, split_tiles
-from manifoldkv.coding.scales import scales_of
+from manifoldkv.coding.scales import NAN_SHORT, short_scales
 from manifoldkv.coding.trellis import TrellisCoded, codebooks, state_fields
 from manifoldkv.kernels.views import flat_view
 
@@ -38,6 +38,7 @@ class TrellisStore(WidthStore):
         self._codebooks = codebooks().to(device)
         factor = quantizer.step[:stored] * quantizer.gain[:stored]
         self._factor = factor.to(device, dtype).unsqueeze(1)  # (stored, 1)
+        self._scales = functional.pad(short_scales(), (0, 1), value=torch.nan).to(device)
         self._dtype = dtype
         self._device = device
 
@@ -58,22 +59,21 @@ class TrellisStore(WidthStore):
         size = self._quantizer.stream_bytes
         x = latents[..., : self._stored].float().cpu()
         if self._device.type == "cpu":
-            return self._quantizer.encode(x, *self._extend(size, batch, tokens))
+            return self._quantizer.encode(x, self._extend(size, batch, tokens))
         codes = torch.empty(batch, size, tokens, dtype=torch.uint8)
-        scales = torch.empty(batch, 1, tokens, dtype=torch.uint8)
-        found = self._quantizer.encode(x, flat_view(codes), flat_view(scales))
-        self.append_packed(*(x.unsqueeze(1).to(self._device) for x in (codes, scales)))
+        found = self._quantizer.encode(x, flat_view(codes))
+        self.append_packed(codes.unsqueeze(1).to(self._device))
         return found
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         upper, middle, lower, right, mask = (x.unsqueeze(1) for x in self._fields.unbind(1))
         widths = self._bits.to(self._device).unsqueeze(1)
         for start, stop in split_tiles(first, len(self), size):
-            codes = self._codes.view[..., start:stop].int()  # (B, 1, bytes, n)
+            codes = self.visible(start, stop).int()  # (B, 1, bytes, n)
             three = (codes[:, :, x.squeeze(1)] << place for x, place in ((upper, 16), (middle, 8)))
             stream = sum(three, codes[:, :, lower.squeeze(1)])  # (B, 1, stored, n)
             states = (stream >> right) & mask
             stored = self._codebooks[widths, states].to(self._dtype) * self._factor
-            stored = stored * scales_of(self._scales.view[..., start:stop]).to(self._dtype)
+            stored = stored * self._scales[codes[:, :, -1:] & NAN_SHORT].to(self._dtype)
             x = functional.pad(stored, (0, 0, 0, self._features - self._stored))
             yield start - first, stop - first, x.mT

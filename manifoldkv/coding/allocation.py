@@ -65,6 +65,7 @@ def allocate_streams(
     widths: Sequence[float],
     budget: int,
     tokens: Sequence[int],
+    spare: int = 0,
 ) -> list[NDArray[np.float64]]:
     """Return the bits of every latent that minimise the total cost within a budget.
 
@@ -83,6 +84,8 @@ def allocate_streams(
         Bytes of all streams.
     tokens : sequence of int
         Number of cached tokens of every site.
+    spare : int
+        Bits of every stream that are not of the budget.
 
     Returns
     -------
@@ -96,11 +99,12 @@ def allocate_streams(
     """
     if budget < 0:
         raise ArgumentError(f"budget must be >= 0, got {budget}")
-    sites = [_Stream.of(np.asarray(cost, dtype=np.float64), np.array(widths)) for cost in costs]
+    of_widths = np.array(widths)
+    sites = [_Stream.of(np.asarray(cost, np.float64), of_widths, spare) for cost in costs]
     longest = max(len(site.costs) for site in sites)
     rows = np.stack([np.pad(site.costs, (0, longest - len(site.costs)), "edge") for site in sites])
     chosen = _widened(rows, np.arange(longest), np.array(tokens), budget)
-    return [site.bits(8 * int(size)) for site, size in zip(sites, chosen, strict=True)]
+    return [site.bits(spare + 8 * int(size)) for site, size in zip(sites, chosen, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class _Stream:
     costs: NDArray[np.float64]
 
     @classmethod
-    def of(cls, costs: NDArray[np.float64], widths: NDArray[np.float64]) -> _Stream:
+    def of(cls, costs: NDArray[np.float64], widths: NDArray[np.float64], spare: int) -> _Stream:
         """Return the stream of latents of some costs, (D, widths)."""
         # Widths below the one that saves most per bit over 0 bits are not on the hull.
         first = ((costs[:, :1] - costs[:, 1:]) / widths[1:]).argmax(axis=1)[:, np.newaxis]
@@ -142,8 +146,8 @@ class _Stream:
         latents, steps = (of[order] for of in np.nonzero(is_step))
         total = bits[latents, steps].cumsum()
         left = costs[:, 0].sum() - np.append(0, saved[latents, steps].cumsum())
-        sizes = np.arange(1 + (ceil(total[-1] / 8) if len(total) else 0))
-        fitting = np.searchsorted(total, 8 * sizes, side="right")
+        sizes = np.arange(1 + (ceil(max(0, total[-1] - spare) / 8) if len(total) else 0))
+        fitting = np.searchsorted(total, spare + 8 * sizes, side="right")
         return cls(len(costs), latents, widths[1 + steps], total, left[fitting])
 
     def bits(self, most: int) -> NDArray[np.float64]:

@@ -1,7 +1,9 @@
-"""Scales of tokens in 8 bits: float16 without its sign and the last seven bits of its fraction.
+"""Scales of tokens, in 8 bits and in 4.
 
-Latents are divided by the rounded scale, and reconstructions are multiplied by it: its rounding, by
-a sixteenth at most, changes the step of a token and adds no error of its own.
+Latents are divided by the rounded scale, and reconstructions are multiplied by it: its rounding
+changes the step of a token and adds no error of its own. In 8 bits scales are float16 without its
+sign and the last seven bits of its fraction, and are rounded by a sixteenth at most. In 4 bits they
+are every third of these numbers from 0.22 to 8, and are rounded by a sixth at most between them.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ import torch
 from torch import Tensor
 
 TOKEN_SCALE_BYTES = 1
-"""Bytes of the scale of a token."""
+"""Bytes of a scale in 8 bits."""
 LARGEST_SCALE, SMALLEST_SCALE = 61440.0, 2.0**-14
 """Largest scale, and the smallest one that latents are divided by."""
 INFINITY_CODE, NAN_CODE = 0xF8, 0xFC
 """Codes of scales that are not finite; all finite ones are below."""
+SHORT_BITS = 4
+"""Bits of a short scale."""
+LOWEST_SHORT, SHORT_STEP = 102, 3
+"""Code in 8 bits of the first short scale, and of each less that of the one before."""
+NAN_SHORT = 15
+"""Short code of a scale that is not a number; finite ones are below."""
 _DROPPED = 7
 """Bits of the fraction of float16 that are left out."""
 
@@ -35,3 +43,8 @@ def scale_codes(scales: Tensor) -> Tensor:
 def scales_of(codes: Tensor) -> Tensor:
     """Return the scales of codes, float32."""
     return (codes.to(torch.int16) << _DROPPED).view(torch.float16).float()
+
+
+def short_scales() -> Tensor:
+    """Return the scales in 4 bits by code, (`NAN_SHORT`,), float32, increasing."""
+    return scales_of(LOWEST_SHORT + SHORT_STEP * torch.arange(NAN_SHORT))

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import straight_through
-from manifoldkv.coding.scales import INFINITY_CODE, TOKEN_SCALE_BYTES, scales_of
+from manifoldkv.coding.scales import SHORT_BITS, short_scales
 from manifoldkv.errors import PlanError
 from manifoldkv.runs.threads import run_in_parts
 
@@ -139,10 +139,11 @@ def relative_steps(bits: Tensor, books: Tensor) -> Tensor:
 class TrellisCoded(MixedWidths):
     """Latents in mixed widths whose reconstructions depend on the bits of later latents too.
 
-    Gains are those of `MixedWidths`. So are scales of tokens, except those of tokens with outliers.
-    The bits of all latents of a token, widest first, form one stream. A latent is reconstructed as
+    Gains are those of `MixedWidths`. So are scales of tokens, except those of tokens with outliers,
+    but they have 4 bits. The bits of all latents of a token, widest first, form one stream, whose
+    last four bits are the scale. A latent is reconstructed as
     ``codeword(state) * step`` times its gain and the scale of the token, where the state is the ten
-    bits of the stream that begin with the latent's own, zeros beyond the end, and codewords are
+    bits of the stream that begin with the latent's own, zeros beyond the latents, and codewords are
     those of the number of its own bits (`Code`): a trellis code of rate b for every latent
     (Marcellin and Fischer 1990; states of a stream as in QTIP, Tseng et al. 2024). Rates are
     multiples of half a bit, since states outlast a latent (`own_bits`). The Viterbi algorithm finds
@@ -151,10 +152,10 @@ class TrellisCoded(MixedWidths):
     0.69, 0.53 and 0.42.
 
     A latent far beyond the largest codeword of its width, in units of step and scale, is an
-    outlier: no codeword is near it. Tried are the root mean square, as in `MixedWidths`, and 12
-    larger scales up to eight times as large. The one with the least estimated squared error is
-    chosen: the squared distances of outliers from `REACH` times their largest codeword, and
-    `GAUSSIAN_DISTORTION` times the squares of step and scale, summed over all latents.
+    outlier: no codeword is near it. Tried are the root mean square, as in `MixedWidths`, and the 8
+    next larger scales, up to about eight times as large. The one with the least estimated squared
+    error is chosen: the squared distances of outliers from `REACH` times their largest codeword,
+    and `GAUSSIAN_DISTORTION` times the squares of step and scale, summed over all latents.
 
     In one layer of SmolLM2, some keys that draw much attention, after the sink tokens, are
     outliers. With root mean squares the model diverges 1.6 times as much at an eighth of the
@@ -185,12 +186,11 @@ class TrellisCoded(MixedWidths):
     def reconstruct(self, latents: Tensor) -> Tensor:
         x = latents.detach()[..., : self.stored].float().cpu().flatten(0, -2).unsqueeze(0)
         codes = np.empty(self.stream_bytes * x.shape[1], np.uint8), 0, x.shape[1]
-        scales = np.empty(x.shape[1], np.uint8), 0, x.shape[1]
-        found = self.encode(x, codes, scales).view(*latents.shape[:-1], -1).to(latents)
+        found = self.encode(x, codes).view(*latents.shape[:-1], -1).to(latents)
         found = torch.cat([found, torch.zeros_like(latents[..., self.stored :])], dim=-1)
         return straight_through(latents, found)
 
-    def encode(self, latents: Tensor, codes: View, scales: View) -> Tensor:
+    def encode(self, latents: Tensor, codes: View) -> Tensor:
         """Encode tokens, and return their reconstructions, (B, m, r), float32.
 
         Parameters
@@ -199,8 +199,6 @@ class TrellisCoded(MixedWidths):
             Stored latents, (B, m, r), float32, on the CPU.
         codes : View
             Of the streams of tokens (B, `stream_bytes`, m), uint8, which are written.
-        scales : View
-            Of the codes of scales (B, 1, m), uint8, which are written.
         """
         from manifoldkv.coding import viterbi
 
@@ -208,7 +206,7 @@ class TrellisCoded(MixedWidths):
         tokens = batch * per_text
         found = torch.empty(tokens, stored)
         x = latents.reshape(tokens, stored).contiguous().numpy()
-        arguments = x, per_text, self.tables, codes, scales, found.numpy()
+        arguments = x, per_text, self.tables, codes, found.numpy()
 
         def encode_part(first: int, stop: int) -> None:
             viterbi.encode(*arguments, _scratch(stored), first, stop)
@@ -219,8 +217,8 @@ class TrellisCoded(MixedWidths):
 
     @cached_property
     def stream_bytes(self) -> int:
-        """Return the bytes of the latents of a token."""
-        return ceil(int(self.own_bits.sum()) / 8)
+        """Return the bytes of the latents of a token and of its scale."""
+        return ceil((int(self.own_bits.sum()) + SHORT_BITS) / 8)
 
     @cached_property
     def own_bits(self) -> Tensor:
@@ -241,12 +239,11 @@ class TrellisCoded(MixedWidths):
             REACH * books.amax(dim=1)[own] * step,
             normalize(step, dim=0).square(),
         ]
-        of_codes = scales_of(torch.arange(INFINITY_CODE)).numpy()
         arrays = own.numpy(), torch.stack(numbers).contiguous().numpy(), books.numpy()
-        return *arrays, of_codes, np.float32(noise)
+        return *arrays, short_scales().numpy(), np.float32(noise)
 
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
-        return tokens * (TOKEN_SCALE_BYTES + self.stream_bytes)
+        return tokens * self.stream_bytes
 
 
 _HELD = local()

@@ -15,17 +15,15 @@ from numba import float32, int64, uint8, uint16, void
 from numba.types import Tuple
 from numpy.typing import NDArray
 
-from manifoldkv.coding.scales import NAN_CODE, SMALLEST_SCALE
+from manifoldkv.coding.scales import NAN_SHORT, SHORT_BITS
 from manifoldkv.coding.trellis import View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
 SHORTEST = 64
 """Fewest costs that `_add_errors` takes: shorter rows are repeated to fill vector registers."""
-SMALLEST = np.float32(SMALLEST_SCALE)
-LARGER_SCALES = 13
-"""Scales that are tried: every second one from the root mean square on, eight of which double a
-scale."""
+SCALES_TRIED = 9
+"""Scales that are tried, from the root mean square on to about eight times as large."""
 _OPTIONS = {
     "fastmath": {"contract", "reassoc", "arcp", "nsz"},
     "error_model": "numpy",
@@ -137,11 +135,11 @@ def _scale_of(x: Array, tables: tuple[Any, ...]) -> int:
         total += ratio * ratio
     deviation = np.sqrt(total / np.float32(len(x)))
     if np.isnan(deviation):
-        return int64(NAN_CODE)
+        return int64(NAN_SHORT)
     smallest, least = _nearest(scales, deviation), np.float32(np.inf)
     best = smallest
-    for trial in range(LARGER_SCALES):
-        code = min(smallest + 2 * trial, len(scales) - 1)
+    for trial in range(SCALES_TRIED):
+        code = min(smallest + trial, len(scales) - 1)
         scale, overload = scales[code], np.float32(0)
         for i in range(len(x)):
             beyond = max(np.abs(x[i]) - scale * numbers[3, i], np.float32(0))
@@ -155,7 +153,7 @@ def _scale_of(x: Array, tables: tuple[Any, ...]) -> int:
 
 
 @numba.njit(
-    void(_MATRIX, int64, _TABLES, _VIEW, _VIEW, _MATRIX, _SCRATCH, int64, int64),
+    void(_MATRIX, int64, _TABLES, _VIEW, _MATRIX, _SCRATCH, int64, int64),
     cache=True,
     **_OPTIONS,
 )
@@ -164,18 +162,18 @@ def encode(
     per_text: int,
     tables: tuple[Any, ...],
     codes: View,
-    scales: View,
     out: Array,
     scratch: tuple[Array, ...],
     first: int,
     stop: int,
 ) -> None:
-    """Write streams (B, bytes, m), scales (B, 1, m) and reconstructions of latents (B · m, r).
+    """Write streams with scales (B, bytes, m), and reconstructions of latents (B · m, r).
 
-    Only those of tokens first to stop are written. Tables are the bits (r,); deviation, step,
-    factor of a codeword, largest latent that is no outlier, and weight of squared errors, (5, r);
-    the codebooks (9, states); all finite scales; and the squared error of a token without outliers
-    at a scale of one. Scratch is that of `search`, and rows for scaled latents and for states.
+    Only those of tokens first to stop are written. The last four bits of a stream are the code of
+    the scale. Tables are the bits (r,); deviation, step, factor of a codeword, largest latent that
+    is no outlier, and weight of squared errors, (5, r); the codebooks (9, states); all finite
+    scales; and the squared error of a token without outliers at a scale of one. Scratch is that of
+    `search`, and rows for scaled latents and for states.
     """
     bits, numbers, codebooks, of_codes, _ = tables
     count = len(bits)
@@ -187,11 +185,9 @@ def encode(
     for token in range(first, stop):
         x, batch, column = latents[token], token // per_text, token % per_text
         code = _scale_of(x, tables)
-        scales[0][batch * scales[1] + column] = code
         scale = of_codes[code] if code < len(of_codes) else np.float32(np.nan)
-        divisor = SMALLEST if scale < SMALLEST else scale
         for i in range(len(x)):
-            scaled[i] = x[i] / divisor / numbers[1, i]
+            scaled[i] = x[i] / scale / numbers[1, i]
         search(row[0], bits, numbers[4], codebooks, scratch, row[1])
         place, held, pending = batch * codes[1] + column, 0, 0
         for i in range(len(x)):
@@ -203,5 +199,8 @@ def encode(
                 codes[0][place] = held >> pending & 255
                 place += codes[2]
             out[token, i] = codebooks[width, state] * numbers[2, i] * scale
-        if pending:
-            codes[0][place] = held << (8 - pending) & 255
+        byte = held << (8 - pending) & 255
+        if pending > 8 - SHORT_BITS:
+            codes[0][place] = byte
+            place, byte = place + codes[2], 0
+        codes[0][place] = byte | code

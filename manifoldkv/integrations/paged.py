@@ -269,7 +269,7 @@ class PagedCache:
         layer = text.cache.layers[index]
         layer.advance(text.past)
         for site, store in zip(SITES, (layer.key_store, layer.value_store), strict=True):
-            store.append_packed(*self._pages[index].read(site, text.pages, text.past))
+            store.append_packed(self._pages[index].read(site, text.pages, text.past))
         if self.sinks.size:
             of_keys, of_values = self.sinks.memory[index, :, text.sinks, None, :, : text.past]
             layer.sinks.take(of_keys, of_values, 0, None, None)
@@ -278,7 +278,7 @@ class PagedCache:
         """Copy the newest tokens of a layer to their pages."""
         for site, store in zip(SITES, (layer.key_store, layer.value_store), strict=True):
             assert isinstance(store, WidthStore)
-            self._pages[index].write(site, places, *store.newest_packed(len(places.pages)))
+            self._pages[index].write(site, places, store.newest_packed(len(places.pages)))
 
     def _new_cache(self) -> CompressedCache:
         return CompressedCache(self._plan, self._dtype, [CPU] * len(self._plan.layers))

@@ -1,8 +1,8 @@
 """Packed latents in the pages of a serving engine: layout, reads and writes.
 
 A page holds some tokens of one layer. Its bytes are rows over these tokens: the rows of the keys'
-integers, the scales of the keys, and the same of the values. A token's bytes depend on
-itself and on the tokens before it alone, so that texts with the same beginning share pages.
+latents and scales, and those of the values. A token's bytes depend on itself and on the tokens
+before it alone, so that texts with the same beginning share pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.scales import TOKEN_SCALE_BYTES
 from manifoldkv.errors import CacheError, PlanError
 from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.plan.layer import LayerPlan
@@ -31,7 +30,7 @@ class PageLayout:
     tokens : int
         Tokens of a page, even.
     rows : tuple of int
-        Bytes of the integers of a token's key and value.
+        Bytes of a token's key and value.
     """
 
     tokens: int
@@ -53,14 +52,13 @@ class PageLayout:
                     f"pages hold latents in mixed widths, and the plan has {planned.quantizer.name}"
                     ": make a plan with recipe bits"
                 )
-            token_bytes = planned.quantizer.nbytes(1, planned.quantizer.stored, 1)
-            rows.append(token_bytes - TOKEN_SCALE_BYTES)
+            rows.append(planned.quantizer.nbytes(1, planned.quantizer.stored, 1))
         return cls(tokens, (rows[0], rows[1]))
 
     @property
     def bytes_per_token(self) -> int:
         """Return the bytes of a token."""
-        return sum(self.rows) + 2 * TOKEN_SCALE_BYTES
+        return sum(self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -93,24 +91,18 @@ class LayerPages:
     """
 
     def __init__(self, layout: PageLayout, memory: Tensor) -> None:
-        self._sites: dict[Site, tuple[Tensor, Tensor]] = {}
-        start = 0
-        for site, rows in zip(SITES, layout.rows, strict=True):
-            codes = memory[:, start : start + rows * layout.tokens].unflatten(1, (rows, -1))
-            start += rows * layout.tokens
-            scales = memory[:, start : start + TOKEN_SCALE_BYTES * layout.tokens]
-            start += TOKEN_SCALE_BYTES * layout.tokens
-            self._sites[site] = codes, scales  # (pages, rows, tokens) and (pages, tokens)
-        self._packed = {site: Packed.of(*views) for site, views in self._sites.items()}
+        rows = memory.unflatten(1, (-1, layout.tokens)).split(layout.rows, dim=1)
+        self._sites = dict(zip(SITES, rows, strict=True))  # (pages, rows, tokens)
+        self._packed = {site: Packed.of(codes) for site, codes in self._sites.items()}
         # NumPy assigns a token in a third of torch's time.
-        self._arrays = {site: (x.numpy(), y.numpy()) for site, (x, y) in self._sites.items()}
+        self._arrays = {site: codes.numpy() for site, codes in self._sites.items()}
 
     def packed(self, site: Site) -> Packed:
         """Return the latents of a site as kernels take them, pages being a batch."""
         return self._packed[site]
 
-    def read(self, site: Site, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return the first tokens of a text, codes (1, 1, bytes, n) and scales (1, 1, 1, n).
+    def read(self, site: Site, pages: Tensor, tokens: int) -> Tensor:
+        """Return the first tokens of a text, (1, 1, bytes, n).
 
         Parameters
         ----------
@@ -121,12 +113,11 @@ class LayerPages:
         tokens : int
             Number of tokens, n.
         """
-        codes, scales = (x[pages] for x in self._sites[site])
-        rows = codes.transpose(0, 1).flatten(1)[:, :tokens]
-        return rows[None, None], scales.flatten()[None, None, None, :tokens]
+        rows = self._sites[site][pages].transpose(0, 1).flatten(1)[:, :tokens]
+        return rows[None, None]
 
-    def write(self, site: Site, places: Places, codes: Tensor, scales: Tensor) -> None:
-        """Write tokens, codes (1, 1, bytes, m) and scales (1, 1, 1, m).
+    def write(self, site: Site, places: Places, codes: Tensor) -> None:
+        """Write tokens, (1, 1, bytes, m).
 
         Parameters
         ----------
@@ -134,12 +125,10 @@ class LayerPages:
             Site of the latents.
         places : Places
             Of the tokens.
-        codes, scales : Tensor
+        codes : Tensor
             Packed latents.
         """
-        of_codes, of_scales = self._arrays[site]
-        of_codes[places.pages, :, places.rows] = codes.numpy()[0, 0].T
-        of_scales[places.pages, places.rows] = scales.numpy()[0, 0, 0]
+        self._arrays[site][places.pages, :, places.rows] = codes.numpy()[0, 0].T
 
 
 class SinkPages:

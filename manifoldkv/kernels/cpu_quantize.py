@@ -37,19 +37,19 @@ def _rounded(x: Any) -> Any:
     return rounded, np.uint8(8 * exponent + int64(rounded / unit * np.float32(8)))
 
 
-@numba.njit(void(_MATRIX, int64, _TABLES, _CODES, _CODES, _MATRIX), cache=True, **_OPTIONS)
+@numba.njit(void(_MATRIX, int64, _TABLES, _CODES, _MATRIX), cache=True, **_OPTIONS)
 def quantize(
     latents: Array,
     per_text: int,
     tables: tuple[Array, Array, int],
     codes: View,
-    scales: View,
     out: Array,
 ) -> None:
-    """Write codes (B, bytes, m), scales (B, 1, m) and reconstructions of latents (B · m, r).
+    """Write codes (B, bytes, m) and reconstructions of latents (B · m, r).
 
     Tables are the positions of integers; deviation, step, half of the range and gain of every
-    latent; and the bytes of a token. Scales are codes, and `out` may be `latents`.
+    latent; and the bytes of a token, the last of which is the code of its scale. `out` may be
+    `latents`.
     """
     fields, numbers, bytes_per_token = tables
     tokens, r = latents.shape
@@ -61,10 +61,10 @@ def quantize(
             total += ratio * ratio
         scale = np.sqrt(total / np.float32(r))
         scale, code = _rounded(LARGEST if scale > LARGEST else scale)
-        scales[0][batch * scales[1] + column] = code
         first = batch * codes[1] + column
-        for row in range(bytes_per_token):
+        for row in range(bytes_per_token - 1):
             codes[0][first + row * codes[2]] = 0
+        codes[0][first + (bytes_per_token - 1) * codes[2]] = code
         divisor = SMALLEST if scale < SMALLEST else scale
         for i in range(r):
             half = numbers[i, 2]
@@ -100,7 +100,7 @@ def _project(x: Array, expected: Array, down: Array, latents: Array) -> None:
 
 
 @numba.njit(
-    void(_MATRIX, _MATRIX, _MATRIX, int64, _TABLES, _CODES, _CODES, _MATRIX),
+    void(_MATRIX, _MATRIX, _MATRIX, int64, _TABLES, _CODES, _MATRIX),
     cache=True,
     **_OPTIONS,
 )
@@ -111,7 +111,6 @@ def encode(
     per_text: int,
     tables: tuple[Array, Array, int],
     codes: View,
-    scales: View,
     out: Array,
 ) -> None:
     """Write what `quantize` does, for the latents of x less the expected x, (B · m, D).
@@ -119,4 +118,4 @@ def encode(
     `expected` is (B · m, D), or (1, D) for all tokens, and `down` is (r, D).
     """
     _project(x, expected, down, out)
-    quantize(out, per_text, tables, codes, scales, out)
+    quantize(out, per_text, tables, codes, out)

@@ -19,12 +19,13 @@ from llvmlite import ir
 from numba import float32, uint8, uint32
 from numba.extending import intrinsic
 
-from manifoldkv.coding.scales import INFINITY_CODE
+from manifoldkv.coding.scales import INFINITY_CODE, LOWEST_SHORT, NAN_SHORT, SHORT_STEP
 from manifoldkv.kernels.views import Array, View
 
 TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
 INFINITY = np.uint8(INFINITY_CODE)
+FIRST, STEP, NOT_A_NUMBER = np.uint32(LOWEST_SHORT), np.uint32(SHORT_STEP), np.uint8(NAN_SHORT)
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
@@ -156,8 +157,19 @@ def _unpack_unscaled(packed: Packed, latent: int, tile: Tile, integers: Array, o
 
 @_inner
 def unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
-    """Write the scales of a tile, whose codes are the first bits of float16 behind its sign."""
-    codes, numbers = _row(packed[1], tile, 0), scales.view(np.uint32)
+    """Write the scales of a tile, whose codes are the first bits of float16 behind its sign.
+
+    Those of trellis-coded tokens are short, in the lower half of a byte.
+    """
+    codes, numbers, fields = _row(packed[1], tile, 0), scales.view(np.uint32), packed[2]
+    if len(fields) and fields[0, 3, 0]:
+        for t in range(tile[2]):
+            short = np.uint32(codes[t] & np.uint8(NAN_SHORT))
+            numbers[t] = (FIRST + STEP * short) << np.uint32(20)
+        for t in range(tile[2]):
+            finite = codes[t] & np.uint8(NAN_SHORT) < NOT_A_NUMBER
+            scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
+        return
     for t in range(tile[2]):
         numbers[t] = np.uint32(codes[t]) << np.uint32(20)
     for t in range(tile[2]):

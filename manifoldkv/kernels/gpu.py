@@ -21,12 +21,14 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from manifoldkv.coding.scales import LOWEST_SHORT, NAN_SHORT, SHORT_STEP
 from manifoldkv.kernels import gpu_tables
 from manifoldkv.kernels.gpu_tables import Keys, Latents
 
 TOKENS, LATENTS = tl.constexpr(128), tl.constexpr(32)  # of a tile of scores or products
 FEATURES = tl.constexpr(gpu_tables.FEATURES)
 MIXED_TOKENS, MIXED = tl.constexpr(32), tl.constexpr(128)  # of a tile of mixtures, and its latents
+FIRST, STEP, SHORT = (tl.constexpr(x) for x in (LOWEST_SHORT, SHORT_STEP, NAN_SHORT))
 ROWS = 32  # of queries, weights or predictions of a program, at most
 SCORES = {"num_warps": 8, "num_stages": 1}  # and tiles: the fastest of those tried on an H200
 MIXTURES = {"num_warps": 4, "num_stages": 1}
@@ -58,20 +60,21 @@ def _splits(programs: int, most: int) -> int:
 
 
 class Words(NamedTuple):
-    """Packed latents and scales as kernels take them.
+    """Packed latents as kernels take them.
 
     Parameters
     ----------
     codes : Tensor
-        Memory of the codes from its start on, int32, four tokens each.
+        Memory of the latents from its start on, int32, four tokens each.
     first : int
         Words before those of the first token.
     batch, row : int
         Strides in words.
     scales : Tensor
-        Codes of scales, uint8.
+        The same memory, uint8.
     scale_first, scale_batch : int
-        Scales before that of the first token, rounded down to a multiple of 4, and their stride.
+        Bytes before the last byte of the first token, which has its scale, rounded down to a
+        multiple of 4, and stride.
     before : int
         Tokens of the first word that are before the first token, 0 to 3.
     """
@@ -86,26 +89,23 @@ class Words(NamedTuple):
     before: int
 
 
-def in_words(codes: Tensor, scales: Tensor) -> Words:
+def in_words(codes: Tensor) -> Words:
     """Return packed latents as kernels take them.
 
     Parameters
     ----------
-    codes, scales : Tensor
-        (B, 1, bytes, n) and (B, 1, 1, n), uint8, views with rows of multiples of 4 tokens in
-        memory.
+    codes : Tensor
+        (B, 1, bytes, n), uint8, a view with rows of multiples of 4 tokens in memory.
     """
-    offset, of_scales = int(codes.storage_offset()), int(scales.storage_offset())
-    before = offset % 4
-    first, second = offset - before, of_scales - before
-    strides = codes.stride(0), codes.stride(2), scales.stride(0)
+    offset, size = int(codes.storage_offset()), codes.shape[2]
+    before, batch, row = offset % 4, codes.stride(0), codes.stride(2)
     assert codes.stride(3) == 1
-    assert not any(x % 4 for x in (*strides, second))
-    words = _start(codes).view(torch.int32)
-    return Words(
-        *(words, first // 4, strides[0] // 4, strides[1] // 4),
-        *(_start(scales), second, strides[2], before),
-    )
+    assert not batch % 4
+    assert not row % 4
+    memory, first = _start(codes), offset - before
+    last = first + (size - 1) * row
+    words = memory.view(torch.int32), first // 4, batch // 4, row // 4
+    return Words(*words, memory, last, batch, before)
 
 
 def zeros_beside(codes: Tensor, rows: int) -> Tensor:
@@ -130,7 +130,6 @@ def _alignment(before: int, *views: Tensor) -> int:
 def scores(
     queries: Tensor,
     codes: Tensor,
-    scales: Tensor,
     keys: Keys,
     cos: Tensor,
     sin: Tensor,
@@ -145,8 +144,8 @@ def scores(
     ----------
     queries : Tensor
         Rotated queries, (B, H_kv, R, d), in a floating dtype.
-    codes, scales : Tensor
-        Packed latents, (B, 1, bytes, n), uint8, and codes of their scales, (B, 1, 1, n), uint8.
+    codes : Tensor
+        Packed latents, (B, 1, bytes, n), uint8.
     keys : Keys
         Tables of the layer.
     cos, sin : Tensor
@@ -162,8 +161,8 @@ def scores(
     n, rows = codes.shape[-1], heads * rows_per_head
     queries = queries.contiguous()
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    inputs = scales[:, 0] if predicted is None else predicted
-    words = in_words(codes, scales)
+    inputs = codes[:, 0] if predicted is None else predicted
+    words = in_words(codes)
     align = _alignment(words.before, cos.mT, sin.mT, inputs)
     row_tiles, row_size = _row_tiles(rows)
     grid = triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles
@@ -192,7 +191,7 @@ def scores(
 def mix(
     weights: Tensor,
     n: int,
-    sources: Sequence[tuple[Tensor, Tensor, Latents]],
+    sources: Sequence[tuple[Tensor, Latents]],
     dtype: tl.dtype = tl.float32,
 ) -> Tensor:
     """Return the sums of weights, and of latents times weights, over tokens.
@@ -204,7 +203,7 @@ def mix(
     n : int
         Number of tokens.
     sources : sequence of tuple
-        Packed latents and scales of the tokens, as in `scores`, and tables of the site.
+        Packed latents of the tokens, as in `scores`, and tables of the site.
     dtype
         As in `scores`.
 
@@ -214,7 +213,7 @@ def mix(
         (B, rows, 1 + all latents), float32.
     """
     batch, rows, _ = weights.shape
-    counts = [len(latents.centres) for _, _, latents in sources]
+    counts = [len(latents.centres) for _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
     tiles = triton.cdiv(n + 3, MIXED_TOKENS.value)
     programs = triton.cdiv(max(1, min(counts)), MIXED.value) * batch * row_tiles
@@ -222,11 +221,11 @@ def mix(
     splits = ceil(tiles / per_split)
     parts = weights.new_empty(splits, batch, rows, 1 + sum(counts))
     column = 1
-    for (codes, scales, latents), count in zip(sources, counts, strict=True):
+    for (codes, latents), count in zip(sources, counts, strict=True):
         # One program at least, which adds up the weights.
         grid = triton.cdiv(max(1, count), MIXED.value), batch * row_tiles, splits
         _mix_kernel[grid](
-            *(weights, weights.stride(0), weights.stride(1), *in_words(codes, scales)),
+            *(weights, weights.stride(0), weights.stride(1), *in_words(codes)),
             *(latents.fields, latents.centres, latents.last, count, column),
             *(parts, parts.shape[-1], n, rows, per_split),
             *(row_tiles, row_size, latents.depth, dtype),
@@ -240,7 +239,6 @@ def mix(
 def project(
     matrix: Tensor,
     codes: Tensor,
-    scales: Tensor,
     latents: Latents,
     out: Tensor,
     dtype: tl.dtype = tl.float32,
@@ -251,8 +249,8 @@ def project(
     ----------
     matrix : Tensor
         (p, r), float32.
-    codes, scales, latents
-        Packed latents and scales, as in `scores`, and tables of the site.
+    codes, latents
+        Packed latents, as in `scores`, and tables of the site.
     out : Tensor
         (B, p, n), float32.
     dtype
@@ -262,7 +260,7 @@ def project(
     if not len(latents.centres):
         return
     row_tiles, row_size = _row_tiles(rows)
-    words = in_words(codes, scales)
+    words = in_words(codes)
     _project_kernel[triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles](
         *(matrix.contiguous(), *words),
         *(latents.fields, latents.centres, latents.last, len(latents.centres)),
@@ -330,10 +328,23 @@ def unpack(
 
 
 @triton.jit
-def scales_of(address, valid):
-    """Return the scales of tokens, whose codes are the first bits of float16 behind its sign."""
-    code = tl.load(address, mask=valid, other=0)
+def scale_of(code):
+    """Return the scale of a code: the first bits of float16 behind its sign."""
     return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def short_scale_of(code):
+    """Return the scale of a code of 4 bits."""
+    scale = scale_of(code * STEP + FIRST)  # in this order for the interpreter
+    return tl.where(code == SHORT, float("nan"), scale)
+
+
+@triton.jit
+def scales_of(address, valid, depth: tl.constexpr):
+    """Return the scales of tokens, which are short if the tokens are trellis-coded (depth 0)."""
+    code = tl.load(address, mask=valid, other=0)
+    return short_scale_of((code & SHORT).to(tl.int32)) if depth == 0 else scale_of(code)
 
 
 @triton.jit(do_not_specialize=["n", "before"])
@@ -362,7 +373,7 @@ def _scores_kernel(
     cos += sequence * cos_batch + cos_first * align
     sin += sequence * sin_batch + sin_first * align
     query = (sequence * rows + row[:, None]) * head_dim
-    scale = scales_of(scales + slot, valid)
+    scale = scales_of(scales + slot, valid, depth)
     total = tl.full((row_size, TOKENS), 0.0, tl.float32)
     for tile in range(split, count, splits):
         member = tile * FEATURES + tl.arange(0, FEATURES)
@@ -434,7 +445,7 @@ def _mix_kernel(
         word = tile * (MIXED_TOKENS // 4) + tl.arange(0, MIXED_TOKENS // 4)
         token, near = slot - before, word < (n + before + 3) // 4
         valid = (token >= 0) & (token < n)
-        scale = scales_of(scales + slot, valid)
+        scale = scales_of(scales + slot, valid, depth)
         address = weights + row[:, None] * weight_stride + token[None, :]
         w = tl.load(address, mask=held & valid[None, :], other=0.0)
         of_weights += tl.sum(w, axis=1)
@@ -472,7 +483,7 @@ def _project_kernel(
         address = matrix + row[:, None] * r + latent[None, :]
         q = tl.load(address, mask=held & chosen[None, :], other=0.0)
         total = tl.dot(q.to(dtype), z, total, input_precision=PRECISION)
-    scale = scales_of(scales + slot, valid)
+    scale = scales_of(scales + slot, valid, depth)
     address = out + sequence * out_batch + row[:, None] * out_stride + token[None, :]
     mask = held & valid[None, :]
     old = tl.load(address, mask=mask, other=0.0)

@@ -17,10 +17,19 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from manifoldkv.coding.scales import INFINITY_CODE, LARGEST_SCALE, NAN_CODE, SMALLEST_SCALE
+from manifoldkv.coding.scales import NAN_SHORT
 from manifoldkv.coding.trellis import STATES, TrellisCoded
-from manifoldkv.coding.viterbi import LARGER_SCALES, WORST
-from manifoldkv.kernels.gpu import LATENTS, TOKENS, in_words, on_device, scales_of, unpack
+from manifoldkv.coding.viterbi import SCALES_TRIED, WORST
+from manifoldkv.kernels.gpu import (
+    LATENTS,
+    SHORT,
+    TOKENS,
+    in_words,
+    on_device,
+    scales_of,
+    short_scale_of,
+    unpack,
+)
 from manifoldkv.kernels.gpu_tables import Latents, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
 
@@ -33,9 +42,7 @@ HELD_BYTES = 1 << 28
 ROW = tl.constexpr(STATES // 16)  # bytes of the branches of a bit: one bit for every two states
 SIZE, LENGTH = tl.constexpr(STATES), tl.constexpr(STATES.bit_length() - 1)
 UNREACHED = tl.constexpr(float(WORST))
-LARGEST, SMALLEST = tl.constexpr(LARGEST_SCALE), tl.constexpr(SMALLEST_SCALE)
-LAST_CODE, NOT_A_NUMBER = tl.constexpr(INFINITY_CODE - 1), tl.constexpr(NAN_CODE)
-TRIALS = tl.constexpr(LARGER_SCALES)
+FINITE, TRIED = tl.constexpr(NAN_SHORT), tl.constexpr(SCALES_TRIED)  # scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +118,7 @@ class EncoderTables:
 
 
 @on_device
-def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor) -> None:
+def encode(latents: Tensor, tables: EncoderTables, codes: Tensor) -> None:
     """Encode tokens.
 
     Parameters
@@ -122,12 +129,10 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
         Of the latents.
     codes : Tensor
         Streams of tokens, (B, bytes, m), uint8, with stride 1 in tokens, which are written.
-    scales : Tensor
-        Codes of scales, (B, 1, m), uint8, with stride 1 in tokens, which are written.
     """
     batch, per_text, r = latents.shape
     if not r:
-        scales.zero_()
+        codes.zero_()
         return
     tokens, x = batch * per_text, latents.contiguous()
     is_whole = tokens >= MANY_TOKENS
@@ -138,29 +143,26 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor, scales: Tensor
     branches = codes.new_empty(at_a_time * of_token)
     left = codes.new_empty(at_a_time, len(windows) + 1, STATES, dtype=torch.int16)
     held = branches, of_window, left, windows
+    of_codes = codes, codes.stride(0), codes.stride(1), codes.shape[1] - 1
     for first in range(0, tokens, at_a_time):
         grid = min(at_a_time, tokens - first), len(windows)
         _search_kernel[grid](
-            *(x, first, per_text, scales, scales.stride(0), *held, tables.positions),
+            *(x, first, per_text, *of_codes, *held, tables.positions),
             *(tables.numbers, tables.codebooks, tables.noise, tables.bits, r),
             triton.next_power_of_2(r),
             num_warps=2,
         )
-        _follow_kernel[grid](
-            *(codes, codes.stride(0), codes.stride(1), first, per_text, *held), num_warps=1
-        )
+        _follow_kernel[grid](*(*of_codes, first, per_text, *held), num_warps=1)
 
 
 @on_device
-def read(
-    codes: Tensor, scales: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype
-) -> Tensor:
+def read(codes: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return reconstructed latents, (B, r, n).
 
     Parameters
     ----------
-    codes, scales : Tensor
-        Packed latents and codes of their scales, as in `manifoldkv.kernels.gpu.scores`.
+    codes : Tensor
+        Packed latents, as in `manifoldkv.kernels.gpu.scores`.
     latents : Latents
         Tables of the latents.
     factor : Tensor
@@ -170,7 +172,7 @@ def read(
     """
     batch, n, r = len(codes), codes.shape[3], len(factor)
     out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
-    words = in_words(codes, scales)
+    words = in_words(codes)
     grid = triton.cdiv(n + words.before, TOKENS.value), triton.cdiv(r, LATENTS.value), batch
     _read_kernel[grid](
         *(*words, latents.fields, latents.centres, latents.last, factor),
@@ -180,35 +182,30 @@ def read(
 
 
 @triton.jit
-def _finite_scale(code):
-    """Return the scale of a code."""
-    return (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _scale_code(x, numbers, noise, r, i, there):
     """Return the code of the scale of a token, chosen as `coding.viterbi` does."""
     ratio = x / tl.load(numbers + i, mask=there, other=1.0)
     deviation = tl.sqrt(tl.sum(ratio * ratio, axis=0) / r)
-    bits = tl.minimum(deviation, LARGEST).to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - 8 * 112
-    small = tl.floor(tl.minimum(deviation, SMALLEST) / SMALLEST * 8 + 0.5).to(tl.int32)
-    smallest = tl.where(deviation < SMALLEST, small, normal)
+    smallest = r * 0
+    for code in tl.static_range(FINITE - 1):
+        here, after = short_scale_of(r * 0 + code), short_scale_of(r * 0 + code + 1)
+        middle = (here + after) / 2
+        smallest += ((deviation > middle) | ((deviation == middle) & (code % 2 == 1))).to(tl.int32)
     limit = tl.load(numbers + 3 * r + i, mask=there, other=0.0)
     best, least = smallest, float("inf")
-    for trial in tl.static_range(TRIALS):
-        code = tl.minimum(smallest + 2 * trial, LAST_CODE)
-        scale = _finite_scale(code)
+    for trial in tl.static_range(TRIED):
+        code = tl.minimum(smallest + trial, FINITE - 1)
+        scale = short_scale_of(code)
         beyond = tl.maximum(tl.abs(x) - scale * limit, 0.0)
         error = tl.sum(beyond * beyond, axis=0) + noise * scale * scale
         best = tl.where(error < least, code, best)
         least = tl.minimum(error, least)
-    return tl.where(deviation == deviation, best, NOT_A_NUMBER)
+    return tl.where(deviation == deviation, best, FINITE)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _search_kernel(
-    latents, first, per_text, scales, scale_batch, branches, of_window, left, windows,
+    latents, first, per_text, codes, code_batch, code_row, end, branches, of_window, left, windows,
     positions, numbers, codebooks, noise, bits, r, size: tl.constexpr,
 ):  # fmt: skip
     """Search a window of the stream of a token for the least weighted squared error.
@@ -224,11 +221,9 @@ def _search_kernel(
     x = tl.load(latents + i, mask=i < r, other=0.0).to(tl.float32)
     code = _scale_code(x, numbers, noise, r, i, i < r)
     if index == 0:
-        address = scales + token // per_text * scale_batch + token % per_text
-        tl.store(address, code.to(tl.uint8))
-    scale = _finite_scale(code)
-    scale = tl.where(scale < SMALLEST, SMALLEST, scale)
-
+        codes += token // per_text * code_batch + token % per_text
+        tl.store(codes + end * code_row, code.to(tl.uint8))
+    scale = short_scale_of(code)
     begin, stop = tl.load(windows + 4 * index), tl.load(windows + 4 * index + 1)
     latent, last = tl.load(windows + 4 * index + 2), tl.load(windows + 4 * index + 3)
     branches += (place * count + index) * of_window
@@ -272,9 +267,12 @@ def _search_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def _follow_kernel(
-    codes, code_batch, code_row, first, per_text, branches, of_window, left, windows
+    codes, code_batch, code_row, end, first, per_text, branches, of_window, left, windows
 ):  # fmt: skip
-    """Write the bits of a window on the best path: the first one of every state."""
+    """Write the bits of a window on the best path: the first one of every state.
+
+    The last four bits of a stream, its scale, are left as they are.
+    """
     place, index, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = first + place
     left += place * (count + 1) * SIZE
@@ -297,7 +295,9 @@ def _follow_kernel(
             chosen = (row == bit) & (column == kept // 8)
             branch = tl.sum(tl.sum(tl.where(chosen, eight, 0), axis=1), axis=0)
             state = 2 * kept + (branch >> (kept % 8) & 1)
-        tl.store(codes + (begin // 8 + byte) * code_row, packed.to(tl.uint8))
+        address = codes + (begin // 8 + byte) * code_row
+        packed |= tl.load(address, mask=begin // 8 + byte == end, other=0).to(tl.int32) & SHORT
+        tl.store(address, packed.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["n", "before"])
@@ -318,6 +318,6 @@ def _read_kernel(
         codes, code_row, word, near, fields, centres, last, latent, chosen, depth, tl.float32
     )
     z *= tl.load(factor + latent, mask=chosen, other=0.0)[:, None]
-    z *= scales_of(scales + slot, valid)[None, :]
+    z *= scales_of(scales + slot, valid, depth)[None, :]
     address = out + (sequence * r + latent[:, None]) * n + token[None, :]
     tl.store(address, z.to(out.dtype.element_ty), mask=chosen[:, None] & valid[None, :])

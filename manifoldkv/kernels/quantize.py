@@ -24,7 +24,7 @@ class QuantizerTables:
     deviation, step, gain : Tensor
         As in `MixedWidths`, (r,) each.
     bytes_per_token : int
-        Of the integers.
+        Of the integers and the scale.
     """
 
     latents: LatentTables
@@ -50,7 +50,7 @@ def _kernels() -> ModuleType:
 
 
 def encode(
-    x: Tensor, expected: Tensor, down: Tensor, tables: QuantizerTables, codes: View, scales: View
+    x: Tensor, expected: Tensor, down: Tensor, tables: QuantizerTables, codes: View
 ) -> Tensor:
     """Project and quantize a few tokens, and return their reconstructed latents, (B, m, r).
 
@@ -65,25 +65,23 @@ def encode(
     tables : QuantizerTables
         Of the r latents.
     codes : View
-        Of packed integers (B, bytes, m), uint8, which are written.
-    scales : View
-        Of the codes of scales (B, 1, m), uint8, which are written.
+        Of packed integers and codes of scales (B, bytes, m), uint8, which are written.
     """
     batch, tokens, _ = x.shape
     out = torch.empty(batch, tokens, len(down))
     arrays = _rows(x), _rows(expected), down.numpy(), tokens, tables.arrays
-    _kernels().encode(*arrays, codes, scales, _rows(out))
+    _kernels().encode(*arrays, codes, _rows(out))
     return out
 
 
-def quantize(latents: Tensor, tables: QuantizerTables, codes: View, scales: View) -> Tensor:
+def quantize(latents: Tensor, tables: QuantizerTables, codes: View) -> Tensor:
     """Quantize latents (B, m, r), float32, and return their reconstructions.
 
     Other parameters are as in `encode`.
     """
     out = torch.empty_like(latents, memory_format=torch.contiguous_format)
     arrays = _rows(latents), latents.shape[1], tables.arrays
-    _kernels().quantize(*arrays, codes, scales, _rows(out))
+    _kernels().quantize(*arrays, codes, _rows(out))
     return out
 
 

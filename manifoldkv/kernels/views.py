@@ -33,9 +33,9 @@ class Packed(NamedTuple):
     Parameters
     ----------
     codes : View
-        Integers, (B, bytes, n), uint8.
+        Bits of latents and scales, (B, bytes, n), uint8.
     scales : View
-        Codes of the scales of tokens, (B, 1, n), uint8.
+        The last bytes of tokens, which have their scales, (B, 1, n), uint8.
     tokens : int
         Number of tokens, n.
     """
@@ -45,6 +45,12 @@ class Packed(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, codes: Tensor, scales: Tensor) -> Packed:
-        """Return packed latents with codes (B, bytes, n) and scales (B, n), uint8."""
-        return cls(flat_view(codes), flat_view(scales.unsqueeze(1)), codes.shape[2])
+    def of(cls, codes: Tensor) -> Packed:
+        """Return packed latents with codes (B, bytes, n), uint8."""
+        return cls.of_view(flat_view(codes), *codes.shape[1:])
+
+    @classmethod
+    def of_view(cls, codes: View, size: int, tokens: int) -> Packed:
+        """Return packed latents, of each token `size` bytes."""
+        flat, batch_stride, row_stride = codes
+        return cls(codes, (flat[(size - 1) * row_stride :], batch_stride, row_stride), tokens)

@@ -21,7 +21,7 @@ from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.allocation import PACK, allocate, allocate_streams
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.coding.scales import TOKEN_SCALE_BYTES
+from manifoldkv.coding.scales import SHORT_BITS, TOKEN_SCALE_BYTES
 from manifoldkv.coding.transform import (
     SAMPLES,
     WeightedKLT,
@@ -318,7 +318,8 @@ class BitRecipe(CodedRecipe[Bits]):
         """Return the bits of latents of some costs, (D, widths), within the budget of a run."""
         budget = int(run.budget)
         if self.trellis:
-            return allocate_streams(costs, tuple(OF_TRELLIS), budget, cached)
+            spare = 8 * TOKEN_SCALE_BYTES - SHORT_BITS  # of the bytes that are counted for scales
+            return allocate_streams(costs, tuple(OF_TRELLIS), budget, cached, spare)
         packs = [cost.reshape(-1, PACK, len(WIDTHS)).sum(axis=1) for cost in costs]
         return [np.repeat(bits, PACK) for bits in allocate(packs, budget, cached)]
 

@@ -92,9 +92,10 @@ def reconstructed(
         y.numpy() for y in (quantizer.deviation, quantizer.step, quantizer.gain)
     )
     norm = np.sqrt(np.mean((latents / deviation)[:, stored] ** 2, axis=1, keepdims=True))
-    norm = in_eight_bits(norm)
     if isinstance(quantizer, TrellisCoded):
         norm = without_overload(latents[:, stored], norm, bits[stored], step[stored])
+    else:
+        norm = in_eight_bits(norm)
     rounded = of_trellis if isinstance(quantizer, TrellisCoded) else mid_rise
     scaled = rounded(latents / np.maximum(norm, 2.0**-14), bits, step)
     latents = scaled * gain * norm
@@ -104,7 +105,9 @@ def reconstructed(
 def without_overload(
     latents: np.ndarray, norms: np.ndarray, bits: np.ndarray, step: np.ndarray
 ) -> np.ndarray:
-    """The scales of tokens, at least their norms, with the least estimated squared error."""
+    """Scales in 4 bits, at least those of the norms, with the least estimated squared error."""
+    codes = 102 + 3 * np.arange(15)  # in 8 bits
+    of_codes = (1 + codes % 8 / 8) * 2.0 ** (codes // 8 - 15)
     largest = REACH * codebooks().numpy().max(axis=1)[whole(bits)] * step
     spread = np.sqrt((codebooks().numpy() ** 2).mean(axis=1))
     both = np.sqrt(spread[np.floor(bits).astype(int)] * spread[np.ceil(bits).astype(int)])
@@ -112,12 +115,9 @@ def without_overload(
     noise = (np.array([GAUSSIAN_DISTORTION[b] for b in bits]) * step**2).sum()
     norms = norms.copy()
     for token, norm in enumerate(norms[:, 0]):
-        scales = [norm]
-        for _ in range(12):  # of two codes each, eight of which double a scale
-            larger = scales[-1] + 2.0 ** (max(np.frexp(scales[-1])[1] - 1, -14) - 3)
-            scales.append(larger + 2.0 ** (max(np.frexp(larger)[1] - 1, -14) - 3))
-        beyond = np.maximum(np.abs(latents[token]) - np.array(scales)[:, None] * largest, 0)
-        errors = (beyond**2).sum(axis=1) + noise * np.array(scales) ** 2
+        scales = of_codes[np.abs(of_codes - norm).argmin() :][:9]
+        beyond = np.maximum(np.abs(latents[token]) - scales[:, None] * largest, 0)
+        errors = (beyond**2).sum(axis=1) + noise * scales**2
         norms[token] = scales[int(errors.argmin())]
     return norms
 

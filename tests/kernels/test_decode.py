@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as partial_halves
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.scales import NAN_CODE, scale_codes, scales_of
+from manifoldkv.coding.scales import NAN_CODE, NAN_SHORT, scale_codes, scales_of, short_scales
 from manifoldkv.coding.trellis import STATES, codebooks
 from manifoldkv.kernels import cpu, cpu_tiles, decode
 from manifoldkv.kernels.decode import mix, project, scores
@@ -57,13 +57,16 @@ class Site:
     """Packed latents of some tokens, and the same unpacked."""
 
     codes: Tensor
-    scales: Tensor
     latents: Tensor
     tables: LatentTables
 
     @property
     def packed(self) -> Packed:
-        return Packed.of(self.codes, self.scales)
+        return Packed.of(self.codes)
+
+    def spoil(self, token: int) -> None:
+        """Make a token not a number."""
+        self.codes[0, -1, token], self.latents[0, :, token] = NAN_CODE | NAN_SHORT, torch.nan
 
 
 def normal(*shape: int) -> Tensor:
@@ -76,23 +79,23 @@ def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     bits, planes = torch.tensor(widths, dtype=torch.uint8), BitPlanes(widths, CPU)
     shape = batch, len(widths), tokens + 5
     integers = torch.randint(0, 256, shape, generator=generator) % (2 ** bits.long()).view(-1, 1)
-    codes = planes.pack(integers.to(torch.uint8))[..., 2 : 2 + tokens]
-    drawn = torch.rand(batch, tokens + 5, generator=generator) + 0.1
-    scales = scale_codes(drawn)[:, 2 : 2 + tokens]
+    scales = scale_codes(torch.rand(batch, 1, tokens + 5, generator=generator) + 0.1)
+    codes = torch.cat([planes.pack(integers.to(torch.uint8)), scales], dim=1)[..., 2 : 2 + tokens]
     unpacked = torch.empty(batch, len(widths), tokens, dtype=torch.uint8)
     planes.unpack(codes, unpacked)
     half = 2.0 ** (bits.float() - 1).view(-1, 1)
-    latents = scales_of(scales).unsqueeze(1) * (unpacked.float() + 0.5 - half)
-    return Site(codes, scales, latents, LatentTables.of(planes, bits))
+    latents = scales_of(codes[:, -1:]) * (unpacked.float() + 0.5 - half)
+    return Site(codes, latents, LatentTables.of(planes, bits))
 
 
 def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     """Streams of random bits."""
     generator = torch.Generator().manual_seed(seed)
     bits, length = torch.tensor(widths), STATES.bit_length() - 1
-    size = ceil(sum(widths) / 8), batch, tokens
+    size = ceil((sum(widths) + 4) / 8), batch, tokens
     codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-    scales = scale_codes(torch.rand(batch, tokens, generator=generator) + 0.1)
+    short = torch.randint(0, NAN_SHORT, (batch, tokens), generator=generator)
+    codes[-1] = codes[-1] & 240 | short.to(torch.uint8)
     stream = np.unpackbits(codes.numpy(), axis=0)  # (bits, batch, tokens)
     stream = stream[: sum(widths)]
     stream = np.concatenate([stream, np.zeros((length, batch, tokens), np.uint8)])
@@ -100,9 +103,9 @@ def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) ->
     for width, start in zip(widths, np.cumsum(widths) - widths, strict=True):
         state = stream[start : start + length]
         index = sum(bit.astype(np.int64) << (length - 1 - i) for i, bit in enumerate(state))
-        latents.append(codebooks()[width][torch.as_tensor(index)] * scales_of(scales))
+        latents.append(codebooks()[width][torch.as_tensor(index)] * short_scales()[short])
     tables = LatentTables.of_trellis(bits)
-    return Site(codes.transpose(0, 1), scales, torch.stack(latents, dim=1), tables)
+    return Site(codes.transpose(0, 1).clone(), torch.stack(latents, dim=1), tables)
 
 
 def drawn_angles(batch: int, tokens: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ def test_scores_are_those_of_rebuilt_rotated_keys(
     batch, latents, tokens = site.latents.shape
     matrix, mean = drawn_up(up, latents), normal(HEADS * HEAD_DIM)
     if nan and up == "dense":
-        site.scales[0, 0], site.latents[0, :, 0] = NAN_CODE, torch.nan
+        site.spoil(0)
     rotate, rotary_dim = rotation
     cos, sin = drawn_angles(batch if rows % 2 else 1, tokens, rotary_dim)
     found = Rotation.of(rotate, HEAD_DIM, rotary_dim)
@@ -179,7 +182,7 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
 ) -> None:
     batch, latents, tokens = site.latents.shape
     if nan:
-        site.scales[0, 0], site.latents[0, :, 0] = NAN_CODE, torch.nan
+        site.spoil(0)
     weights, matrix = normal(batch, rows, tokens), normal(rows, latents)
     mixed = torch.ones(batch, rows, latents + 3)
     mix(weights, site.packed, site.tables, mixed, 2)
@@ -246,7 +249,7 @@ def test_attention_is_that_to_rebuilt_keys_and_values(
 
 def test_attention_to_what_is_not_finite_is_not_finite() -> None:
     site = drawn_site([4, 4], 1, 9, 0)
-    site.scales[0, 3] = NAN_CODE
+    site.spoil(3)
     found = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
     assert found is not None
     keys = KeyTables.of(site.tables, drawn_up("dense", 2), normal(16), HEADS, found)

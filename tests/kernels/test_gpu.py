@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.coding.scales import INFINITY_CODE, NAN_CODE, scale_codes, scales_of
+from manifoldkv.coding.scales import (
+    INFINITY_CODE,
+    NAN_CODE,
+    NAN_SHORT,
+    scale_codes,
+    scales_of,
+    short_scales,
+)
 from manifoldkv.coding.trellis import codebooks
 
 triton = pytest.importorskip("triton")
@@ -80,10 +87,10 @@ class Step:
         self.generator = torch.Generator().manual_seed(0)
         tables, unscaled, packed = self._trellis() if case.trellis else self._integers()
         self.codes = self.view(packed.to(device)).unsqueeze(1)
-        scales = scale_codes(self.random(case.batch, 1, case.tokens).abs())
-        self.scales = self.view(scales).unsqueeze(1)
         self.latents = tabulate_latents(tables, device)
-        self.z = unscaled.to(device).double() * scales_of(self.scales[:, 0]).double()
+        last = packed[:, -1:]
+        scales = short_scales()[(last & 15).long()] if case.trellis else scales_of(last)
+        self.z = (unscaled.double() * scales.double()).to(device)
 
     def _integers(self) -> tuple[LatentTables, Tensor, Tensor]:
         """Tables, latents before their scales, and bytes of random integers."""
@@ -92,6 +99,8 @@ class Step:
         codes %= (2**widths).unsqueeze(1)
         centres = 2.0 ** (widths - 1) - 0.5
         packed = BitPlanes(case.widths, torch.device("cpu")).pack(codes.to(torch.uint8))
+        scales = scale_codes(self.random(case.batch, 1, case.tokens).abs()).cpu()
+        packed = torch.cat([packed, scales], dim=1)
         return LatentTables(fields(case.widths), centres), codes - centres.unsqueeze(1), packed
 
     def _trellis(self) -> tuple[LatentTables, Tensor, Tensor]:
@@ -99,8 +108,10 @@ class Step:
         case, widths = self.case, torch.tensor(self.case.widths)
         count = int(widths.sum())
         bits = torch.randint(2, (case.batch, count, case.tokens), generator=self.generator)
-        whole = functional.pad(bits, (0, 0, 0, -count % 8)).unflatten(1, (-1, 8))
+        whole = functional.pad(bits, (0, 0, 0, 4 + -(count + 4) % 8)).unflatten(1, (-1, 8))
         packed = (whole << torch.arange(7, -1, -1).view(8, 1)).sum(dim=2).to(torch.uint8)
+        shape = case.batch, case.tokens
+        packed[:, -1] |= torch.randint(NAN_SHORT, shape, generator=self.generator).to(torch.uint8)
         followed = functional.pad(bits, (0, 0, 0, 10))
         z = torch.empty(case.batch, len(widths), case.tokens)
         for latent, first in enumerate((widths.cumsum(0) - widths).tolist()):
@@ -187,9 +198,7 @@ def scores_of(
         torch.cat([torch.arange(case.rotary_dim), 0 * still]),
         prediction,
     )
-    out = gpu.scores(
-        queries, step.codes, step.scales, keys, cos, sin, inputs, scaling=0.5, dtype=dtype
-    )
+    out = gpu.scores(queries, step.codes, keys, cos, sin, inputs, scaling=0.5, dtype=dtype)
 
     k = up.double() @ step.z + mean.double().unsqueeze(1)
     if prediction is not None and inputs is not None:
@@ -212,7 +221,7 @@ def test_scores_are_products_with_rotated_keys(case: Case, device: torch.device)
 def test_a_mix_is_the_weighted_sum_of_latents(case: Case, device: torch.device) -> None:
     step = Step(case, device)
     weights = step.view(step.random(case.batch, case.heads * case.rows, case.tokens))
-    source = step.codes, step.scales, step.latents
+    source = step.codes, step.latents
     out = gpu.mix(weights, case.tokens, [source, source])
     mixed = weights.double() @ step.z.mT
     assert_close(out, torch.cat([weights.double().sum(-1, keepdim=True), mixed, mixed], dim=-1))
@@ -227,7 +236,7 @@ def test_a_projection_is_added(case: Case, device: torch.device) -> None:
     buffer = out._base
     assert buffer is not None
     before = buffer.clone()
-    gpu.project(matrix, step.codes, step.scales, step.latents, out)
+    gpu.project(matrix, step.codes, step.latents, out)
     assert_close(out, reference)
     beyond = torch.ones_like(buffer, dtype=torch.bool)
     beyond[..., case.before : case.before + case.tokens] = False
@@ -241,11 +250,11 @@ def test_products_of_bfloat16_are_near_those_of_float32(case: Case) -> None:
     step = Step(case, torch.device("cuda"))
     dtype = triton.language.bfloat16
     weights = step.random(case.batch, case.heads * case.rows, case.tokens)
-    source = step.codes, step.scales, step.latents
+    source = step.codes, step.latents
     mixed = gpu.mix(weights, case.tokens, [source], dtype)[..., 1:]
     out = torch.zeros(case.batch, case.features, case.tokens, device="cuda")
     matrix = step.random(case.features, len(case.widths))
-    gpu.project(matrix, step.codes, step.scales, step.latents, out, dtype)
+    gpu.project(matrix, step.codes, step.latents, out, dtype)
     references = weights.double() @ step.z.mT, matrix.double() @ step.z
     for found, reference in [
         scores_of(step, case, dtype),
@@ -259,7 +268,7 @@ def test_products_of_bfloat16_are_near_those_of_float32(case: Case) -> None:
 def test_a_scale_that_is_not_finite_stays_with_its_token(bad: int, device: torch.device) -> None:
     case = Case(bands=4, batch=2, rows=2, tokens=9)
     step = Step(case, device)
-    step.scales[1, ..., 4] = bad
+    step.codes[1, :, -1, 4] = bad
     finite = torch.ones(2, 9, dtype=torch.bool, device=device)
     finite[1, 4] = False
     scores, _ = scores_of(step, case)
@@ -267,10 +276,10 @@ def test_a_scale_that_is_not_finite_stays_with_its_token(bad: int, device: torch
 
     weights = step.random(2, 4, 9)
     weights[:, 0, 4] = 0  # times infinity is NaN, as in torch
-    mixed = gpu.mix(weights, 9, [(step.codes, step.scales, step.latents)])[..., 1:]
+    mixed = gpu.mix(weights, 9, [(step.codes, step.latents)])[..., 1:]
     assert mixed[0].isfinite().all()
     assert not mixed[1].isfinite().any()
 
     out = torch.zeros(2, 5, 9, device=device)
-    gpu.project(step.random(5, len(case.widths)), step.codes, step.scales, step.latents, out)
+    gpu.project(step.random(5, len(case.widths)), step.codes, step.latents, out)
     assert torch.equal(out.isfinite(), finite[:, None].expand_as(out))

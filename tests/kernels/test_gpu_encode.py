@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv.coding.scales import NAN_CODE
+from manifoldkv.coding.scales import NAN_SHORT
 from manifoldkv.coding.trellis import TrellisCoded, codebooks, relative_steps
 from manifoldkv.kernels.views import flat_view
 
@@ -40,23 +40,23 @@ def latents_of(quantizer: TrellisCoded, batch: int, tokens: int) -> Tensor:
 
 
 class Encoded:
-    """Streams, scales and reconstructions of latents by the Triton kernels and by the CPU's."""
+    """Streams and reconstructions of latents by the Triton kernels and by the CPU's."""
 
     def __init__(self, quantizer: TrellisCoded, x: Tensor, device: torch.device) -> None:
         tables = gpu_encode.EncoderTables.of(quantizer, device)
         batch, tokens, _ = x.shape
         room = torch.full((batch, 1, quantizer.stream_bytes, 16), 7, dtype=torch.uint8)
-        self.buffer, of_scales = room.to(device), room[:, :, :1].to(device, copy=True)
-        codes, scales = (y[..., 2 : 2 + tokens] for y in (self.buffer, of_scales))
-        gpu_encode.encode(x.to(device), tables, codes[:, 0], scales[:, 0])
-        numbers = tables.latents, tables.numbers[2]
-        found = gpu_encode.read(codes, scales, *numbers, torch.float32)
-        codes, scales = codes[:, 0], scales[:, 0]
-        self.codes, self.scales, self.found = codes.cpu(), scales.cpu(), found.mT.cpu()
+        self.buffer = room.to(device)
+        codes = self.buffer[..., 2 : 2 + tokens]
+        gpu_encode.encode(x.to(device), tables, codes[:, 0])
+        found = gpu_encode.read(codes, tables.latents, tables.numbers[2], torch.float32)
+        self.codes, self.found = codes[:, 0].cpu(), found.mT.cpu()
         self.expected_codes = torch.empty(batch, quantizer.stream_bytes, tokens, dtype=torch.uint8)
-        self.expected_scales = torch.empty(batch, 1, tokens, dtype=torch.uint8)
-        views = flat_view(self.expected_codes), flat_view(self.expected_scales)
-        self.expected = quantizer.encode(x, *views)
+        self.expected = quantizer.encode(x, flat_view(self.expected_codes))
+
+    @property
+    def scales(self) -> Tensor:
+        return self.codes[:, -1] & 15
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -67,7 +67,6 @@ def test_a_whole_search_finds_the_bits_of_the_cpu(
     monkeypatch.setattr(gpu_encode, "HELD_BYTES", 4000)  # several parts
     quantizer = quantizer_of(WIDTHS[widths])
     encoded = Encoded(quantizer, latents_of(quantizer, 2, 3), device)
-    assert torch.equal(encoded.scales, encoded.expected_scales)
     assert torch.equal(encoded.codes, encoded.expected_codes)
     torch.testing.assert_close(encoded.found, encoded.expected)
     beyond = torch.cat([encoded.buffer[..., :2], encoded.buffer[..., 5:]], dim=-1)
@@ -82,7 +81,7 @@ def test_a_search_in_windows_has_nearly_the_least_error(
     quantizer = quantizer_of([2.0] * 10 + [1.5] * 10 + [0.5] * 20)
     x = latents_of(quantizer, 1, 4)
     encoded = Encoded(quantizer, x, device)
-    assert torch.equal(encoded.scales, encoded.expected_scales)
+    assert torch.equal(encoded.scales, encoded.expected_codes[:, -1] & 15)
     scales = quantizer.deviation[: quantizer.stored] * encoded.expected.norm(dim=-1, keepdim=True)
     least = ((encoded.expected - x) / scales).square().sum()
     assert least <= ((encoded.found - x) / scales).square().sum() * (1 + 1e-5)
@@ -95,5 +94,5 @@ def test_a_token_that_is_not_a_number_stays_alone(device: torch.device) -> None:
     x = latents_of(quantizer, 1, 3)
     x[0, 1, 4] = torch.nan
     encoded = Encoded(quantizer, x, device)
-    assert encoded.scales[0, 0, 1] == NAN_CODE
+    assert encoded.scales[0, 1] == NAN_SHORT
     assert torch.equal(encoded.found.isfinite().all(dim=-1), torch.tensor([[True, False, True]]))

@@ -65,7 +65,7 @@ def test_what_is_not_finite_is_seen(number: float) -> None:
     scales = []
     for store in (compiled, reference):
         store.append(x)
-        scales.append(scales_of(store.parts[1].view.flatten()))
+        scales.append(scales_of(store.parts[0].view[:, :, -1].flatten()))
     assert torch.equal(scales[0].isnan(), scales[1].isnan())
     torch.testing.assert_close(scales[0], scales[1], equal_nan=True, rtol=1e-3, atol=0)
 
