@@ -15,15 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from manifoldkv import CompressionPlan
-from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.cache.compiled import CompiledSites, can_compile
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention
 from manifoldkv.cache.sites import Seen
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.coding.trellis import TrellisCoded
 from manifoldkv.evaluation.speed import elapsed
 from manifoldkv.kernels.decode import mix, runs_triton, scores
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -32,28 +30,8 @@ from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles, rotate_halves
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
-from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.provenance import Provenance
-from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import AttentionShape
-from manifoldkv.recipes.menu import blocks_of
-from manifoldkv.runs.source import versions
+from measurements import random_model
 
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-FEATURES = KV_HEADS * HEAD_DIM
-ROTATION_BASE = 500_000
-PLANS = {
-    "bands of 1, values alone": (1, False, False),
-    "bands of 1": (1, True, False),
-    "bands of 4": (4, True, False),
-    "bands of 8": (8, True, False),
-    "bands of 1, trellis": (1, True, True),
-}
-"""Frequencies of a band of keys, whether values are predicted from the keys of the layer, and
-whether latents are trellis-coded."""
-PACKS, WIDEST, NARROWEST = 75, 6.15, 0.55
-"""Packs of 8 latents that are stored of a site, and the bits of the first and the last."""
-SINKS = 4
 TOKENS_AT_A_TIME = 2048
 COPIED, MULTIPLIED = 1 << 25, 2048
 """Elements of the copy and rows of the product that floors are computed from."""
@@ -61,84 +39,28 @@ STOCK = {"stock bfloat16": torch.bfloat16, "stock float32": torch.float32}
 Steps = dict[str, Callable[[], object]]
 
 
-def site_bits() -> Tensor:
-    """Return the bits of all latents of a site, (features,), which are an eighth of 16 each."""
-    packs = torch.linspace(WIDEST, NARROWEST, PACKS).round().clamp(min=1)
-    bits = torch.zeros(FEATURES)
-    bits[: 8 * PACKS] = packs.repeat_interleave(8)
-    return bits.to(torch.uint8)
-
-
-def site_plan(
-    blocks: tuple[Tensor, ...], predictor: LinearPredictor | None = None, *, trellis: bool = False
-) -> SitePlan:
-    """Return a random plan of a site whose basis has blocks of features."""
-    generator = torch.Generator().manual_seed(0)
-    columns = torch.zeros(FEATURES, FEATURES)
-    for index, block in enumerate(blocks):
-        size = len(block), len(block)
-        random = torch.randn(size, generator=generator, dtype=torch.float64)
-        latents = torch.arange(index, FEATURES, len(blocks))  # the widest of every block first
-        columns[block.unsqueeze(1), latents] = torch.linalg.qr(random).Q.float()
-    ones, bits = [torch.ones(FEATURES) for _ in range(3)], site_bits()
-    if trellis:
-        quantizer: MixedWidths = TrellisCoded(bits.float(), *ones)
-    else:
-        quantizer = MixedWidths(bits, 6 / 2.0 ** bits.float(), *ones[1:])
-    basis = Basis(columns[None], columns[None].clone(), HeadGrouping("all", KV_HEADS))
-    return SitePlan(basis, quantizer, torch.zeros(FEATURES), predictor)
-
-
-def layer_plan(band: int, predicts: bool, trellis: bool, tokens: int) -> CompressionPlan:
-    """Return a random plan of one layer, 8 times smaller.
-
-    Parameters
-    ----------
-    band : int
-        Frequencies of a band of keys.
-    predicts : bool
-        Whether values are predicted from the keys of the layer.
-    trellis : bool
-        Whether latents are trellis-coded.
-    tokens : int
-        Cached tokens.
-    """
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
-    predictor = LinearPredictor(((0, "key"),), weights) if predicts else None
-    frequencies = [feature % (HEAD_DIM // 2) for feature in range(HEAD_DIM)]
-    key = site_plan(blocks_of(frequencies, KV_HEADS, band), trellis=trellis)
-    whole = (torch.arange(FEATURES),)
-    value = site_plan(whole, predictor, trellis=trellis)
-    recipe = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
-    return CompressionPlan(
-        (LayerPlan(key, value),),
-        "pre",
-        "",
-        torch.zeros(1, 1),
-        AttentionShape(QUERY_HEADS, HEAD_DIM),
-        Provenance("one layer", "none", 0, 0, tokens, recipe, 0, 1 / 8, versions(), 1),
-        SINKS,
-    )
-
-
 def random_tokens(count: int, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random keys and values, (B, H_kv, t, d), the same of all sequences."""
     generator = torch.Generator().manual_seed(2)
     for start in range(0, count, TOKENS_AT_A_TIME):
-        shape = 2, 1, KV_HEADS, min(TOKENS_AT_A_TIME, count - start), HEAD_DIM
-        keys, values = torch.randn(shape, generator=generator).to(device, dtype_on(device))
+        shape = (
+            2,
+            1,
+            random_model.KV_HEADS,
+            min(TOKENS_AT_A_TIME, count - start),
+            random_model.HEAD_DIM,
+        )
+        keys, values = torch.randn(shape, generator=generator).to(
+            device, random_model.dtype_on(device)
+        )
         yield keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1)
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the dtype of models on a device, float32 on a CPU."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def angles_of(tokens: int, device: torch.device) -> Angles:
     """Return the angles of the first tokens of a text."""
-    frequencies = ROTATION_BASE ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    frequencies = random_model.ROTATION_BASE ** (
+        -torch.arange(0, random_model.HEAD_DIM, 2) / random_model.HEAD_DIM
+    )
     angles = torch.arange(tokens).unsqueeze(1) * frequencies
     # Tokens are last in memory, as in a cache.
     angles = angles.repeat(1, 2).unsqueeze(0).to(device).mT.contiguous().mT
@@ -156,15 +78,28 @@ class Query:
     @classmethod
     def after(cls, tokens: int, batch: int, device: torch.device) -> Query:
         generator = torch.Generator().manual_seed(3)
-        x = torch.randn(batch, QUERY_HEADS + 2 * KV_HEADS, 1, HEAD_DIM, generator=generator)
-        x = x.to(device, dtype_on(device))
-        queries, keys, values = x.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
+        x = torch.randn(
+            batch,
+            random_model.QUERY_HEADS + 2 * random_model.KV_HEADS,
+            1,
+            random_model.HEAD_DIM,
+            generator=generator,
+        )
+        x = x.to(device, random_model.dtype_on(device))
+        queries, keys, values = x.split(
+            [random_model.QUERY_HEADS, random_model.KV_HEADS, random_model.KV_HEADS], dim=1
+        )
         return cls(queries, (keys, values), angles_of(tokens + 1, device))
 
     @property
     def by_head(self) -> Tensor:
         """Return scaled queries by KV head, (B, H_kv, R, d)."""
-        return self.queries.reshape(len(self.queries), KV_HEADS, -1, HEAD_DIM) * HEAD_DIM**-0.5
+        return (
+            self.queries.reshape(
+                len(self.queries), random_model.KV_HEADS, -1, random_model.HEAD_DIM
+            )
+            * random_model.HEAD_DIM**-0.5
+        )
 
 
 class CompressedStep:
@@ -173,7 +108,7 @@ class CompressedStep:
     Parameters
     ----------
     plan : CompressionPlan
-        From `layer_plan`.
+        From `random_model.layer_plan`.
     query : Query
         The last token.
     """
@@ -181,9 +116,9 @@ class CompressedStep:
     def __init__(self, plan: CompressionPlan, query: Query) -> None:
         self.plan, self.tokens = plan, query.angles.cos.shape[1] - 1
         device = query.queries.device
-        dtype, batch = dtype_on(device), len(query.queries)
-        self._query, self._settings = query, AttentionSettings(HEAD_DIM**-0.5)
-        self._layer = CompressedLayer(self.plan.layers[0], dtype, device, SINKS)
+        dtype, batch = random_model.dtype_on(device), len(query.queries)
+        self._query, self._settings = query, AttentionSettings(random_model.HEAD_DIM**-0.5)
+        self._layer = CompressedLayer(self.plan.layers[0], dtype, device, random_model.SINKS)
         self._attention = running_attention(self.plan, 0, dtype, device, Composer(self.plan.layers))
         for keys, values in random_tokens(self.tokens, batch, device):
             past = self._layer.tokens_seen
@@ -223,11 +158,13 @@ class CompressedStep:
         sites = CompiledSites(Composer(self.plan.layers), 0, torch.float32, query.queries.device)
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
         seen = Seen(0, n, [], None)
-        rotation = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
+        rotation = Rotation.of(rotate_halves, random_model.HEAD_DIM, random_model.HEAD_DIM)
         assert rotation is not None
         latents = [_latents(plan.key.quantizer), _latents(plan.value.quantizer)]
         up = plan.key.basis.up[0][:, : plan.key.latents]
-        tables = KeyTables.of(latents[0], up, torch.zeros(FEATURES), KV_HEADS, rotation)
+        tables = KeyTables.of(
+            latents[0], up, torch.zeros(random_model.FEATURES), random_model.KV_HEADS, rotation
+        )
         rebuilt = _without(tables, groups=(2, 3), segments=(), pairs=())
         unpacked = _without(rebuilt, blocks=(1,))
         codes = self._packed()
@@ -260,7 +197,7 @@ class CompressedStep:
         from manifoldkv.cache.gpu import GPUSites
 
         device, n, query = self._query.queries.device, self.tokens, self._query
-        sites = GPUSites(Composer(self.plan.layers), 0, dtype_on(device), device)
+        sites = GPUSites(Composer(self.plan.layers), 0, random_model.dtype_on(device), device)
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
         seen = Seen(0, n, [], None)
         (by_head,) = sites.scores([self._layer], query.by_head, angles, seen)
@@ -330,9 +267,9 @@ def stock_steps(tokens: int, batch: int, device: torch.device) -> dict[str, Step
     for name, dtype in STOCK.items():
         keys, values = both[0].to(dtype), both[1].to(dtype)
         queries = Query.after(1, batch, device).queries.to(dtype)
-        shared = QUERY_HEADS // KV_HEADS
+        shared = random_model.QUERY_HEADS // random_model.KV_HEADS
         repeated = [x.repeat_interleave(shared, dim=1) for x in (keys, values)]
-        rows = queries.reshape(batch, KV_HEADS, shared, HEAD_DIM)
+        rows = queries.reshape(batch, random_model.KV_HEADS, shared, random_model.HEAD_DIM)
         attend = scaled_dot_product_attention
         stock[name] = {
             "enable_gqa": partial(attend, queries, keys, values, enable_gqa=True),
@@ -345,7 +282,7 @@ def stock_steps(tokens: int, batch: int, device: torch.device) -> dict[str, Step
 def floors(rounds: int, device: torch.device) -> tuple[float, float]:
     """Return bytes and multiplications per second, of a copy and of a product of matrices."""
     x, y = (torch.ones(COPIED, device=device) for _ in range(2))
-    a = torch.randn(MULTIPLIED, MULTIPLIED, device=device).to(dtype_on(device))
+    a = torch.randn(MULTIPLIED, MULTIPLIED, device=device).to(random_model.dtype_on(device))
     copies = [elapsed(lambda: y.copy_(x), device) for _ in range(rounds + 1)]
     products = [elapsed(lambda: a @ a, device) for _ in range(rounds + 1)]
     return 2 * x.nbytes / median(copies[1:]), MULTIPLIED**3 / median(products[1:])
@@ -368,8 +305,8 @@ def measure(tokens: int, batch: int, rounds: int, device: torch.device) -> pd.Da
     """
     query = Query.after(tokens, batch, device)
     compressed = {
-        name: CompressedStep(layer_plan(*settings, tokens), query)
-        for name, settings in PLANS.items()
+        name: CompressedStep(random_model.layer_plan(*settings, tokens), query)
+        for name, settings in random_model.PLANS.items()
     }
     steps = stock_steps(tokens, batch, device)
     steps |= {name: one.steps for name, one in compressed.items()}
@@ -389,7 +326,9 @@ def measure(tokens: int, batch: int, rounds: int, device: torch.device) -> pd.Da
         plan = compressed[name].plan if name in compressed else None
         parts, facts = _of_compressed(plan, seconds) if plan else _of_stock(name, tokens, seconds)
         facts["nbytes"] *= batch
-        multiplied = facts["work"] * batch * tokens * 2 * QUERY_HEADS * HEAD_DIM
+        multiplied = (
+            facts["work"] * batch * tokens * 2 * random_model.QUERY_HEADS * random_model.HEAD_DIM
+        )
         parts |= {
             "bytes over bandwidth": facts["nbytes"] / bandwidth,
             "multiplications over peak": multiplied / peak,
@@ -415,5 +354,5 @@ def _of_stock(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the fastest way of torch's kernel, and facts of the stock cache."""
     fastest = min(seconds, key=lambda way: seconds[way])
-    nbytes = 2 * tokens * FEATURES * STOCK[name.partition(",")[0]].itemsize
+    nbytes = 2 * tokens * random_model.FEATURES * STOCK[name.partition(",")[0]].itemsize
     return {"attention": seconds[fastest]}, {"way": fastest, "work": 1.0, "nbytes": nbytes}

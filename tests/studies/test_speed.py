@@ -87,9 +87,9 @@ def test_prompts_are_no_longer_than_the_model_takes(capsys: pytest.CaptureFixtur
 @pytest.fixture
 def one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Done:
     for name, value in SHAPES.items():
-        monkeypatch.setattr(shapes, name, value)
+        monkeypatch.setattr(random_model, name, value)
     plans = {"bands of 1": (1, False, False), "bands of 4": (4, True, True)}
-    monkeypatch.setattr(shapes, "PLANS", plans)
+    monkeypatch.setattr(random_model, "PLANS", plans)
     return finished("benchmark", "speed", "--shapes", 50, "--rounds", 2, "--out", tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_random_model_is_timed_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SHAPES.items():
-        monkeypatch.setattr(shapes, name, value)
+        monkeypatch.setattr(random_model, name, value)
     for name in ("INTERMEDIATE", "VOCABULARY", "POSITIONS"):
         monkeypatch.setattr(random_model, name, 64)
     done = finished(
@@ -163,7 +163,7 @@ def test_parts_are_differences_of_steps() -> None:
 def test_the_plan_of_one_layer_has_the_shapes_of_a_model(
     band: int, predicts: bool, trellis: bool
 ) -> None:
-    plan = shapes.layer_plan(band, predicts, trellis, 32768)
+    plan = random_model.layer_plan(band, predicts, trellis, 32768)
     assert plan.ratio == pytest.approx(1 / 8, rel=0.02)
     latents = plan.layers[0].key.latents
     assert latents == plan.layers[0].value.latents == 600
