@@ -25,15 +25,27 @@ from manifoldkv.coding.scales import LOWEST_SHORT, NAN_SHORT, SHORT_STEP
 from manifoldkv.kernels import gpu_tables
 from manifoldkv.kernels.gpu_tables import Keys, Latents
 
-TOKENS, LATENTS = tl.constexpr(128), tl.constexpr(32)  # of a tile of scores or products
-FEATURES = tl.constexpr(gpu_tables.FEATURES)
-MIXED_TOKENS, MIXED = tl.constexpr(32), tl.constexpr(128)  # of a tile of mixtures, and its latents
-FIRST, STEP, SHORT = (tl.constexpr(x) for x in (LOWEST_SHORT, SHORT_STEP, NAN_SHORT))
+
+class Constant(tl.constexpr):
+    """A constant of kernels.
+
+    At each launch Triton compares the constants of a kernel with those at the time of compilation.
+    The comparison of `tl.constexpr` itself takes a tenth of the host time of a decode step.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        return self.value != getattr(other, "value", None)
+
+
+TOKENS, LATENTS = Constant(128), Constant(32)  # of a tile of scores or products
+FEATURES = Constant(gpu_tables.FEATURES)
+MIXED_TOKENS, MIXED = Constant(32), Constant(128)  # of a tile of mixtures, and its latents
+FIRST, STEP, SHORT = (Constant(x) for x in (LOWEST_SHORT, SHORT_STEP, NAN_SHORT))
 ROWS = 32  # of queries, weights or predictions of a program, at most
 SCORES = {"num_warps": 8, "num_stages": 1}  # and tiles: the fastest of those tried on an H200
 MIXTURES = {"num_warps": 4, "num_stages": 1}
 PROGRAMS = 512  # among which work is split: a few per multiprocessor
-PRECISION = tl.constexpr("tf32x3")  # about that of float32, on tensor cores
+PRECISION = Constant("tf32x3")  # about that of float32, on tensor cores
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -48,10 +60,15 @@ def on_device(function: Function) -> Function:
     return cast(Function, on_its_device)
 
 
+def parts_of(count: int, size: int) -> int:
+    """Return the number of parts of a size that cover a count, faster than Triton's `cdiv`."""
+    return -(-count // size)
+
+
 def _row_tiles(rows: int) -> tuple[int, int]:
     """Return the number of tiles of rows and their size."""
-    size = min(ROWS, max(16, triton.next_power_of_2(rows)))  # 16 for tensor cores
-    return triton.cdiv(rows, size), size
+    size = 16 if rows <= 16 else ROWS  # 16 at least for tensor cores
+    return parts_of(rows, size), size
 
 
 def _splits(programs: int, most: int) -> int:
@@ -165,7 +182,7 @@ def scores(
     words = in_words(codes)
     align = _alignment(words.before, cos.mT, sin.mT, inputs)
     row_tiles, row_size = _row_tiles(rows)
-    grid = triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles
+    grid = parts_of(n + words.before, TOKENS.value), batch * row_tiles
     splits = _splits(grid[0] * grid[1], len(keys.tiles))
     shape = splits, batch, heads, rows_per_head, n
     parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
@@ -215,15 +232,15 @@ def mix(
     batch, rows, _ = weights.shape
     counts = [len(latents.centres) for _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
-    tiles = triton.cdiv(n + 3, MIXED_TOKENS.value)
-    programs = triton.cdiv(max(1, min(counts)), MIXED.value) * batch * row_tiles
+    tiles = parts_of(n + 3, MIXED_TOKENS.value)
+    programs = parts_of(max(1, min(counts)), MIXED.value) * batch * row_tiles
     per_split = ceil(tiles / _splits(programs, tiles))
     splits = ceil(tiles / per_split)
     parts = weights.new_empty(splits, batch, rows, 1 + sum(counts))
     column = 1
     for (codes, latents), count in zip(sources, counts, strict=True):
         # One program at least, which adds up the weights.
-        grid = triton.cdiv(max(1, count), MIXED.value), batch * row_tiles, splits
+        grid = parts_of(max(1, count), MIXED.value), batch * row_tiles, splits
         _mix_kernel[grid](
             *(weights, weights.stride(0), weights.stride(1), *in_words(codes)),
             *(latents.fields, latents.centres, latents.last, count, column),
@@ -261,7 +278,7 @@ def project(
         return
     row_tiles, row_size = _row_tiles(rows)
     words = in_words(codes)
-    _project_kernel[triton.cdiv(n + words.before, TOKENS.value), batch * row_tiles](
+    _project_kernel[parts_of(n + words.before, TOKENS.value), batch * row_tiles](
         *(matrix.contiguous(), *words),
         *(latents.fields, latents.centres, latents.last, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),

@@ -24,8 +24,10 @@ from manifoldkv.kernels.gpu import (
     LATENTS,
     SHORT,
     TOKENS,
+    Constant,
     in_words,
     on_device,
+    parts_of,
     scales_of,
     short_scale_of,
     unpack,
@@ -39,10 +41,10 @@ MANY_TOKENS = 512
 """Fewest tokens whose streams are searched whole, since they fill a GPU."""
 HELD_BYTES = 1 << 28
 """Most bytes of branches at a time."""
-ROW = tl.constexpr(STATES // 16)  # bytes of the branches of a bit: one bit for every two states
-SIZE, LENGTH = tl.constexpr(STATES), tl.constexpr(STATES.bit_length() - 1)
-UNREACHED = tl.constexpr(float(WORST))
-FINITE, TRIED = tl.constexpr(NAN_SHORT), tl.constexpr(SCALES_TRIED)  # scales
+ROW = Constant(STATES // 16)  # bytes of the branches of a bit: one bit for every two states
+SIZE, LENGTH = Constant(STATES), Constant(STATES.bit_length() - 1)
+UNREACHED = Constant(float(WORST))
+FINITE, TRIED = Constant(NAN_SHORT), Constant(SCALES_TRIED)  # scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +151,7 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor) -> None:
         _search_kernel[grid](
             *(x, first, per_text, *of_codes, *held, tables.positions),
             *(tables.numbers, tables.codebooks, tables.noise, tables.bits, r),
-            triton.next_power_of_2(r),
+            1 << (r - 1).bit_length(),
             num_warps=2,
         )
         _follow_kernel[grid](*(*of_codes, first, per_text, *held), num_warps=1)
@@ -173,7 +175,7 @@ def read(codes: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype) ->
     batch, n, r = len(codes), codes.shape[3], len(factor)
     out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
     words = in_words(codes)
-    grid = triton.cdiv(n + words.before, TOKENS.value), triton.cdiv(r, LATENTS.value), batch
+    grid = parts_of(n + words.before, TOKENS.value), parts_of(r, LATENTS.value), batch
     _read_kernel[grid](
         *(*words, latents.fields, latents.centres, latents.last, factor),
         *(out, r, n, latents.depth),
