@@ -65,7 +65,7 @@ def allocate_streams(
     widths: Sequence[float],
     budget: int,
     tokens: Sequence[int],
-    spare: int = 0,
+    spare: int,
 ) -> list[NDArray[np.float64]]:
     """Return the bits of every latent that minimise the total cost within a budget.
 
@@ -85,7 +85,7 @@ def allocate_streams(
     tokens : sequence of int
         Number of cached tokens of every site.
     spare : int
-        Bits of every stream that are not of the budget.
+        Bits of every stream that the budget does not count.
 
     Returns
     -------

@@ -22,7 +22,7 @@ SHORT_BITS = 4
 LOWEST_SHORT, SHORT_STEP = 102, 3
 """Code in 8 bits of the first short scale, and of each less that of the one before."""
 NAN_SHORT = 15
-"""Short code of a scale that is not a number; finite ones are below."""
+"""Short code of a scale that is not a number, and mask of a short code; finite ones are below."""
 _DROPPED = 7
 """Bits of the fraction of float16 that are left out."""
 

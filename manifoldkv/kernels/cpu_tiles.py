@@ -25,7 +25,7 @@ from manifoldkv.kernels.views import Array, View
 TILE = 512
 """Tokens of a scratch row: long enough that the setup of a loop is a small part of it."""
 INFINITY = np.uint8(INFINITY_CODE)
-FIRST, STEP, NOT_A_NUMBER = np.uint32(LOWEST_SHORT), np.uint32(SHORT_STEP), np.uint8(NAN_SHORT)
+FIRST, STEP, SHORT = np.uint32(LOWEST_SHORT), np.uint32(SHORT_STEP), np.uint8(NAN_SHORT)
 EXPONENT_SHIFT = np.float32(2.0**112)
 """Of float32 less that of float16, as a factor."""
 
@@ -164,10 +164,9 @@ def unpack_scales(packed: Packed, tile: Tile, scales: Array) -> None:
     codes, numbers, fields = _row(packed[1], tile, 0), scales.view(np.uint32), packed[2]
     if len(fields) and fields[0, 3, 0]:
         for t in range(tile[2]):
-            short = np.uint32(codes[t] & np.uint8(NAN_SHORT))
-            numbers[t] = (FIRST + STEP * short) << np.uint32(20)
+            numbers[t] = (FIRST + STEP * np.uint32(codes[t] & SHORT)) << np.uint32(20)
         for t in range(tile[2]):
-            finite = codes[t] & np.uint8(NAN_SHORT) < NOT_A_NUMBER
+            finite = codes[t] & SHORT < SHORT
             scales[t] = scales[t] * EXPONENT_SHIFT if finite else np.float32(np.nan)
         return
     for t in range(tile[2]):

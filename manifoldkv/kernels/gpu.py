@@ -60,15 +60,10 @@ def on_device(function: Function) -> Function:
     return cast(Function, on_its_device)
 
 
-def parts_of(count: int, size: int) -> int:
-    """Return the number of parts of a size that cover a count, faster than Triton's `cdiv`."""
-    return -(-count // size)
-
-
 def _row_tiles(rows: int) -> tuple[int, int]:
     """Return the number of tiles of rows and their size."""
     size = 16 if rows <= 16 else ROWS  # 16 at least for tensor cores
-    return parts_of(rows, size), size
+    return ceil(rows / size), size
 
 
 def _splits(programs: int, most: int) -> int:
@@ -182,7 +177,7 @@ def scores(
     words = in_words(codes)
     align = _alignment(words.before, cos.mT, sin.mT, inputs)
     row_tiles, row_size = _row_tiles(rows)
-    grid = parts_of(n + words.before, TOKENS.value), batch * row_tiles
+    grid = ceil((n + words.before) / TOKENS.value), batch * row_tiles
     splits = _splits(grid[0] * grid[1], len(keys.tiles))
     shape = splits, batch, heads, rows_per_head, n
     parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
@@ -232,15 +227,15 @@ def mix(
     batch, rows, _ = weights.shape
     counts = [len(latents.centres) for _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
-    tiles = parts_of(n + 3, MIXED_TOKENS.value)
-    programs = parts_of(max(1, min(counts)), MIXED.value) * batch * row_tiles
+    tiles = ceil((n + 3) / MIXED_TOKENS.value)
+    programs = ceil(max(1, min(counts)) / MIXED.value) * batch * row_tiles
     per_split = ceil(tiles / _splits(programs, tiles))
     splits = ceil(tiles / per_split)
     parts = weights.new_empty(splits, batch, rows, 1 + sum(counts))
     column = 1
     for (codes, latents), count in zip(sources, counts, strict=True):
         # One program at least, which adds up the weights.
-        grid = parts_of(max(1, count), MIXED.value), batch * row_tiles, splits
+        grid = ceil(max(1, count) / MIXED.value), batch * row_tiles, splits
         _mix_kernel[grid](
             *(weights, weights.stride(0), weights.stride(1), *in_words(codes)),
             *(latents.fields, latents.centres, latents.last, count, column),
@@ -278,7 +273,7 @@ def project(
         return
     row_tiles, row_size = _row_tiles(rows)
     words = in_words(codes)
-    _project_kernel[parts_of(n + words.before, TOKENS.value), batch * row_tiles](
+    _project_kernel[ceil((n + words.before) / TOKENS.value), batch * row_tiles](
         *(matrix.contiguous(), *words),
         *(latents.fields, latents.centres, latents.last, len(latents.centres)),
         *(out, out.stride(0), out.stride(1), n, rows),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import torch
 import triton
@@ -27,7 +28,6 @@ from manifoldkv.kernels.gpu import (
     Constant,
     in_words,
     on_device,
-    parts_of,
     scales_of,
     short_scale_of,
     unpack,
@@ -175,7 +175,7 @@ def read(codes: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype) ->
     batch, n, r = len(codes), codes.shape[3], len(factor)
     out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
     words = in_words(codes)
-    grid = parts_of(n + words.before, TOKENS.value), parts_of(r, LATENTS.value), batch
+    grid = ceil((n + words.before) / TOKENS.value), ceil(r / LATENTS.value), batch
     _read_kernel[grid](
         *(*words, latents.fields, latents.centres, latents.last, factor),
         *(out, r, n, latents.depth),
@@ -273,7 +273,7 @@ def _follow_kernel(
 ):  # fmt: skip
     """Write the bits of a window on the best path: the first one of every state.
 
-    The last four bits of a stream, its scale, are left as they are.
+    The last four bits of a stream, its scale, are not changed.
     """
     place, index, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = first + place
