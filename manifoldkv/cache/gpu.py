@@ -15,7 +15,8 @@ from manifoldkv.cache.sites import Seen
 from manifoldkv.cache.storage import Store, constant_dtype, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
-from manifoldkv.kernels.gpu import mix, project, scores, zeros_beside
+from manifoldkv.kernels.gpu import mix, project, scores
+from manifoldkv.kernels.gpu_latents import zeros_beside
 from manifoldkv.kernels.gpu_tables import Keys, tabulate_keys, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.models.interface import Rotate

@@ -21,7 +21,7 @@ from triton import language as tl
 from manifoldkv.coding.scales import NAN_SHORT
 from manifoldkv.coding.trellis import STATES, TrellisCoded
 from manifoldkv.coding.viterbi import SCALES_TRIED, WORST
-from manifoldkv.kernels.gpu import (
+from manifoldkv.kernels.gpu_latents import (
     LATENTS,
     SHORT,
     TOKENS,
