@@ -36,11 +36,15 @@ class BlockCodec:
         planned = [site for layer in plan.layers for _, site in layer.sites]
         dtype = product_dtype(decoder.dtype)
         self._decoder, self._plan, self._dtype = decoder, plan, dtype
-        self._sites = [SiteCodec(site, index, dtype) for index, site in enumerate(planned)]
+        self._sites: list[SiteCodec] = []
+        means = torch.empty(0)
+        for index, site in enumerate(planned):
+            self._sites.append(SiteCodec(site, index, means, dtype))
+            means = torch.cat([means, self._sites[-1].mean])
         quantizers = [site.quantizer for site in planned]
         self._tables = EntropyTables.of(q for q in quantizers if isinstance(q, EntropyCoded))
         self._rows = list(accumulate((site.latents for site in self._sites), initial=0))
-        self._features = planned[0].features
+        self._features, self._head_dim = planned[0].features, planned[0].head_dim
         self._rotations: dict[str, Rotate] = {}
         """Rotations of keys by kind of layer."""
 
@@ -69,23 +73,21 @@ class BlockCodec:
         exact = self.exact(start, stop)
         angles = self._angles(start + exact, stop, back=True)
         sequences = cache.layers[0].keys.shape[0]
-        rows = sequences * (stop - start - exact)
-        reconstructed = torch.empty(rows, len(self._sites) * self._features, dtype=self._dtype)
-        symbols = torch.empty(self._rows[-1], rows, dtype=torch.int32)
+        count = sequences * (stop - start - exact)
+        reconstructed = torch.empty(len(self._sites) * self._features, count, dtype=self._dtype)
+        symbols = torch.empty(self._rows[-1], count, dtype=torch.int32)
         kept: list[bytes] = []
         for index, site in enumerate(self._sites):
             layer = cache.layers[index // len(SITES)]
             x = (layer.values if index % len(SITES) else layer.keys)[:, :, start:stop].cpu()
             kept.append(exact_bytes(x[:, :, :exact]))
-            if not rows:
+            if not count:
                 continue
-            x, rotation = x[:, :, exact:].float(), angles[index]
+            x, rotation = _tokens_last(x[:, :, exact:]).float(), angles[index]
             if rotation is not None:
-                x = rotation.tile(x, 0, x.shape[2])
-            expected = site.expected(reconstructed)
-            of_site = site.symbols(x.transpose(1, 2).flatten(2).flatten(0, 1), expected)
-            symbols[self._rows[index] : self._rows[index + 1]] = of_site
-            site.reconstruct(of_site, reconstructed, expected)
+                x = _as_cached(x, sequences, self._head_dim)
+                x = _tokens_last(rotation.tile(x, 0, x.shape[2]))
+            symbols[self._rows[index] : self._rows[index + 1]] = site.encode(x, reconstructed)
         payload = write_payload(ids, kept, entropy.encode(symbols, self._tables))
         stock = self.stock_bytes(sequences, stop - start, cache.layers[0].keys.dtype)
         return payload.ljust(least_payload(stock), b"\0")
@@ -118,18 +120,18 @@ class BlockCodec:
         coded = SymbolReader(self._tables, *read.coded(sequences * size))
         read.end()
         angles = self._angles(first, read.stop, back=False)
-        reconstructed = torch.empty(sequences * size, len(out) * self._features, dtype=self._dtype)
+        reconstructed = torch.empty(len(out) * self._features, sequences * size, dtype=self._dtype)
         for index, site in enumerate(self._sites):
             symbols = coded.read(site.latents)
             if not size:
                 continue
-            flat = site.reconstruct(symbols, reconstructed)
-            x = flat.view(sequences, size, heads, head_dim).transpose(1, 2)
+            x = _as_cached(site.decode(symbols, reconstructed), sequences, head_dim)
             rotation = angles[index]
             if rotation is not None:
-                x = rotation.tile(x.float(), 0, size)
+                x = rotation.tile(x, 0, size)
             if held > 0:
-                out[index][:, :, first : first + held] = x[:, :, :held]
+                # Rounded before it is transposed: fewer bytes are moved out of order.
+                out[index][:, :, first : first + held] = x.to(out[index].dtype)[:, :, :held]
         coded.end()
 
     def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:
@@ -146,6 +148,18 @@ class BlockCodec:
                 if kind not in self._rotations:
                     rotate = rotation_of_keys(decoder.layers[index], cos.shape[-1])
                     self._rotations[kind] = rotate
+                # Tokens are innermost in memory, as those of the keys.
+                cos, sin = (part.mT.contiguous().mT for part in (cos, sin))
                 angles = Angles(cos, sin, self._rotations[kind])
                 by_kind[kind] = angles.inverse() if back else angles
         return [angles for kind in decoder.kinds for angles in (by_kind[kind], None)]
+
+
+def _tokens_last(x: Tensor) -> Tensor:
+    """Return keys or values (B, H_kv, m, d) with tokens as columns, (D, B · m)."""
+    return x.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
+
+
+def _as_cached(x: Tensor, sequences: int, head_dim: int) -> Tensor:
+    """Return a view of columns (D, B · m) as keys or values of a cache, (B, H_kv, m, d)."""
+    return x.unflatten(0, (-1, head_dim)).unflatten(2, (sequences, -1)).permute(2, 0, 3, 1)

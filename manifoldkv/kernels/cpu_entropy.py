@@ -112,10 +112,11 @@ def _range(slots: Array) -> Any:
 def _refill(states: Array, words: Array, word: int) -> Any:
     """Read a word for every state below `LEAST_STATE`; return the index of the next word."""
     for t in range(len(states)):
-        state = states[t]
-        if state < LEAST_STATE:
-            states[t] = (state << WORD) | np.uint32(words[word])
-            word += 1
+        # Without a branch, which would be mispredicted: the next word is read for every state.
+        state, next_word = states[t], np.uint32(words[word])
+        low = state < LEAST_STATE
+        states[t] = (state << WORD) | next_word if low else state
+        word += int64(low)
     return word
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import common
@@ -179,6 +180,10 @@ def loss(model: PreTrainedModel, cache: DynamicCache, after: Tensor) -> float:
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    start = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - start
+    """Return the result of some work and its seconds, the median of three calls."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = work()
+        seconds.append(time.perf_counter() - start)
+    return result, median(seconds)

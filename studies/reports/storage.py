@@ -145,7 +145,7 @@ def summary(results: pd.DataFrame, given: argparse.Namespace) -> list[str]:
         f"{given.sequences} × {given.sequence_length} other tokens of the text, seed "
         f"{given.seed}. Bytes are those of the whole blob; times smaller and megabytes per second "
         f"are of the cache in bfloat16, which zstd (level {LEVEL}) stores without loss, on "
-        f"{common.counted(given.threads, 'thread')}, in turns in one run.",
+        f"{common.counted(given.threads, 'thread')}, medians of 3 calls, in turns in one run.",
         "",
         *common.table(columns, rows),
     ]
