@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil
 from threading import local
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from manifoldkv.coding.quantizer import straight_through
 from manifoldkv.coding.scales import SHORT_BITS, short_scales
 from manifoldkv.errors import PlanError
 from manifoldkv.runs.threads import run_in_parts
+
+if TYPE_CHECKING:
+    from manifoldkv.coding.viterbi import View
 
 STATES = 1024
 """States of the trellis. A search takes as long as there are states; with 256 the error is 1.03 to
@@ -49,8 +52,6 @@ REACH = 1.15
 (one window of 1,024 tokens of each of two texts)."""
 TOKENS_PER_THREAD = 8
 """Fewest tokens that a further thread is worth."""
-View = tuple[NDArray[Any], int, int]
-"""Elements of a tensor (B, rows, m), and its strides by batch and row."""
 
 
 class Code(NamedTuple):

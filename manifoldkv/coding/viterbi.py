@@ -16,7 +16,6 @@ from numba.types import Tuple
 from numpy.typing import NDArray
 
 from manifoldkv.coding.scales import NAN_SHORT, SHORT_BITS
-from manifoldkv.coding.trellis import View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
@@ -35,6 +34,8 @@ _TABLES = Tuple((int64[::1], _MATRIX, _MATRIX, _FLOATS, float32))
 _VIEW = Tuple((_BYTES, int64, int64))
 _SCRATCH = Tuple((_MATRIX, uint8[:, ::1], _FLOATS, uint16[::1]))
 Array = NDArray[Any]
+View = tuple[Array, int, int]
+"""Elements of a tensor (B, rows, m), and its strides by batch and row."""
 
 
 @numba.njit(**_OPTIONS)
