@@ -19,8 +19,8 @@ from manifoldkv.coding.scales import NAN_SHORT, SHORT_BITS
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
-SHORTEST = 64
-"""Fewest costs that `_add_errors` takes: shorter rows are repeated to fill vector registers."""
+SHORTEST = 256
+"""Fewest costs that `_add_errors` takes: shorter rows are repeated, since calls take time too."""
 SCALES_TRIED = 9
 """Scales that are tried, from the root mean square on to about eight times as large."""
 _OPTIONS = {
@@ -46,6 +46,12 @@ def _halve(costs: Array, least: Array, is_second: Array) -> None:
         less = second < first
         least[i] = second if less else first
         is_second[i] = less
+
+
+@numba.njit(**_OPTIONS)
+def _copy(out: Array, x: Array) -> None:
+    for i in range(len(x)):
+        out[i] = x[i]
 
 
 @numba.njit(**_OPTIONS)
@@ -89,9 +95,10 @@ def search(
                 start, least = start + kept, half
             if kept < SHORTEST:
                 start -= kept
+                while kept < SHORTEST:
+                    _copy(tree[start + kept : start + 2 * kept], tree[start : start + kept])
+                    kept *= 2
                 least = tree[start : start + SHORTEST]
-                for j in range(kept, SHORTEST):
-                    least[j] = least[j - kept]
             x, weight = latents[token, i], weights[i]
             for first in range(0, size, len(least)):
                 part = slice(first, first + len(least))
