@@ -191,9 +191,7 @@ def held_scratch(rows: int, more: int = 0) -> tuple[Array, Array]:
     size = rows * tile + more
     held: tuple[Array, Array] | None = getattr(_HELD, "scratch", None)
     if held is None or len(held[0]) < size:
-        # torch aligns memory to vector registers.
-        memory = torch.empty(size), torch.empty(tile, dtype=torch.uint8)
-        held = _HELD.scratch = memory[0].numpy(), memory[1].numpy()
+        held = _HELD.scratch = np.empty(size, np.float32), np.empty(tile, np.uint8)
     return held
 
 
