@@ -80,7 +80,7 @@ def not_in(tables: list[pd.DataFrame], line: str, of_one_size: bool) -> list[str
 def rows_of(method: str, table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the methods that are named in backticks; without names, all rows."""
     if method.strip().startswith("uncompressed") and "stock_nll" in table:
-        of_stock = ["measured_on", "items", "stock_nll", "stock_score"]  # the last one of tasks
+        of_stock = ["measured_on", "task", "items", "stock_nll", "stock_score"]
         return table[[name for name in of_stock if name in table]].assign(added_nll=0.0)
     names = re.findall(r"`([\w-]+)`", method)
     named = table[table["composition"].isin(names)] if "composition" in table else table[:0]
@@ -103,10 +103,10 @@ def missing_of(line: str, table: pd.DataFrame) -> list[str]:
 def counted(table: pd.DataFrame) -> set[tuple[int, int]]:
     """Return pairs of answers found and questions asked."""
     pairs = set()
-    task = "measured_on" if "measured_on" in table else "task"
+    tasks = table.reindex(columns=["measured_on", "task"]).isin(COUNTED).any(axis=1)
     for score in ("score", "stock_score"):
         if {score, "items"} <= set(table.columns):
-            asked = table.loc[table[task].isin(COUNTED), [score, "items"]].dropna().to_numpy()
+            asked = table.loc[tasks, [score, "items"]].dropna().to_numpy()
             pairs |= {(round(share * items), int(items)) for share, items in asked}
     return pairs
 

@@ -197,9 +197,11 @@ def test_commands_on_pages_are_understood(page: Path, monkeypatch: pytest.Monkey
 DRAWN = [
     (LOSS, "loss/smollm2"),
     (LOSS, "loss/reference-llama"),
+    (LOSS, "loss_by_work/smollm2"),
     (LOSS, "loss_neighbours/smollm2"),
     (LOSS, "loss_neighbours/smollm2/sixteen-windows"),
     (RECALL, "recall/smollm2"),
+    (RECALL, "recall/smollm2/passkeys"),
     (RECALL, "recall/smollm2/sixty-questions"),
     (STORAGE, "storage/smollm2"),
     (COMPARE, "compare_objectives/reference-llama"),
