@@ -23,6 +23,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links from docs/ to figures/ for the site."""
+    """Rewrite links between docs/ and figures/ for the site, whose root is docs/."""
     up = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri.startswith("figures/"):
+        return markdown.replace(f"]({up}docs/", f"]({up}")
     return markdown.replace(f"]({up}../figures/", f"]({up}figures/")
