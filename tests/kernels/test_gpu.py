@@ -26,6 +26,7 @@ triton = pytest.importorskip("triton")
 # The interpreter computes with what lies in memory beyond the last token, and stores none of it.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
 from manifoldkv.kernels import gpu  # noqa: E402
+from manifoldkv.kernels.gpu_latents import in_words, zeros_beside  # noqa: E402
 from manifoldkv.kernels.gpu_tables import tabulate_keys, tabulate_latents  # noqa: E402
 from manifoldkv.kernels.tables import LatentTables  # noqa: E402
 
@@ -283,3 +284,18 @@ def test_a_scale_that_is_not_finite_stays_with_its_token(bad: int, device: torch
     out = torch.zeros(2, 5, 9, device=device)
     gpu.project(step.random(5, len(case.widths)), step.codes, step.latents, out)
     assert torch.equal(out.isfinite(), finite[:, None].expand_as(out))
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_words_hold_the_bytes_of_a_view(first: int) -> None:
+    memory = torch.randint(0, 256, (2, 1, 5, 16), dtype=torch.uint8)
+    codes = memory[..., first : first + 9]
+    words = in_words(codes)
+    held = words.codes.view(torch.uint8)
+    for batch, row in ((0, 0), (1, 3)):
+        start = 4 * (words.first + batch * words.batch + row * words.row) + words.before
+        assert torch.equal(held[start : start + 9], codes[batch, 0, row])
+    last = words.scale_first + words.scale_batch + words.before
+    assert torch.equal(words.scales[last : last + 9], codes[1, 0, -1])
+    assert zeros_beside(codes, 3).storage_offset() % 4 == words.before
+    assert zeros_beside(codes, 3).shape == (2, 3, 9)
