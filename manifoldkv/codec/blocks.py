@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -93,46 +94,53 @@ class BlockCodec:
         return payload.ljust(least_payload(stock), b"\0")
 
     @torch.no_grad()
-    def decode(self, read: PayloadReader, dtype: torch.dtype, out: list[Tensor]) -> None:
-        """Write keys and values of a block.
+    def decode(self, blocks: Sequence[PayloadReader], dtype: torch.dtype, out: list[Tensor]) -> None:
+        """Write keys and values of neighbouring blocks, in one product for each site.
 
         Parameters
         ----------
-        read : PayloadReader
-            Payload of the block.
+        blocks : sequence of PayloadReader
+            Payloads, in the order of their tokens.
         dtype : torch.dtype
-            Of its uncompressed tokens.
+            Of their uncompressed tokens.
         out : list of Tensor
-            Keys and values of all layers, (B, H_kv, n, d), of tokens 0 to n. Tokens of the block
+            Keys and values of all layers, (B, H_kv, n, d), of tokens 0 to n. Tokens of the blocks
             beyond them are decoded and dropped.
 
         Raises
         ------
         CodecError
-            If the payload is damaged.
+            If a payload is damaged.
         """
         sequences, heads, tokens, head_dim = out[0].shape
-        first = read.start + read.exact
-        shape = (sequences, heads, read.exact, head_dim)
-        for x in out:
-            x[:, :, read.start : first] = read.raw(shape, dtype)[:, :, : tokens - read.start]
-        size, held = read.stop - first, min(read.stop, tokens) - first
-        coded = SymbolReader(self._tables, *read.coded(sequences * size))
-        read.end()
-        angles = self._angles(first, read.stop, back=False)
+        coded: list[SymbolReader] = []
+        for block in blocks:
+            shape = (sequences, heads, block.exact, head_dim)
+            for x in out:
+                exact = block.raw(shape, dtype)[:, :, : tokens - block.start]
+                x[:, :, block.start : block.start + block.exact] = exact
+            count = sequences * (block.stop - block.start - block.exact)
+            coded.append(SymbolReader(self._tables, *block.coded(count)))
+            block.end()
+        first = blocks[0].start + sum(block.exact for block in blocks)  # they are the first tokens
+        stop = blocks[-1].stop
+        size, held = stop - first, min(stop, tokens) - first
+        angles = self._angles(first, stop, back=False)
         reconstructed = torch.empty(len(out) * self._features, sequences * size, dtype=self._dtype)
         for index, site in enumerate(self._sites):
-            symbols = coded.read(site.latents)
+            symbols = [part.read(site.latents).unflatten(1, (sequences, -1)) for part in coded]
             if not size:
                 continue
-            x = _as_cached(site.decode(symbols, reconstructed), sequences, head_dim)
+            joint = torch.cat(symbols, dim=2).flatten(1)  # (F, B · m)
+            x = _as_cached(site.decode(joint, reconstructed), sequences, head_dim)
             rotation = angles[index]
             if rotation is not None:
                 x = rotation.tile(x, 0, size)
             if held > 0:
                 # Rounded before it is transposed: fewer bytes are moved out of order.
                 out[index][:, :, first : first + held] = x.to(out[index].dtype)[:, :, :held]
-        coded.end()
+        for part in coded:
+            part.end()
 
     def _angles(self, start: int, stop: int, back: bool) -> list[Angles | None]:
         """Return by site the rotation of keys at some positions, or the one back."""
