@@ -129,12 +129,13 @@ class ComposedSites(Sites):
         self, maps: Maps, layers: Sequence[CompressedLayer], seen: Seen, start: int, stop: int
     ) -> Tensor:
         """Return the sum of maps of latents, (B, features, t)."""
-        parts = [
-            part.to(self._working)
-            @ visible(layers, store_of(layers, one), seen, start, stop)[:, 0].mT
-            for one, part in maps.items()
-        ]
-        return torch.stack(parts).sum(dim=0)
+        total: Tensor | None = None
+        for one, part in maps.items():
+            latents = visible(layers, store_of(layers, one), seen, start, stop)[:, 0].mT
+            by_row = part.to(self._working).expand(len(latents), -1, -1)
+            total = by_row @ latents if total is None else total.baddbmm_(by_row, latents)
+        assert total is not None  # there is a map of the site's own latents
+        return total
 
     def _by_head(self, x: Tensor) -> Tensor:
         """Separate the heads of (B, D, t): (B, H_kv, t, d)."""

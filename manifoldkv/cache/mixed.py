@@ -13,7 +13,7 @@ from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import SMALLEST_SCALE, scale_codes, scales_of
-from manifoldkv.kernels.decode import is_available
+from manifoldkv.kernels.decode import is_available, unpack
 from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import Packed, View
@@ -23,14 +23,33 @@ class WidthStore(Store):
     """Packed latents of several widths, tokens along the last dimension.
 
     The last byte of a token has its scale.
+
+    Parameters
+    ----------
+    quantizer : MixedWidths
+        Bits and steps.
+    dtype : torch.dtype
+        In which latents are reconstructed.
+    device : torch.device
+        Of the layer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quantizer: MixedWidths, dtype: torch.dtype, device: torch.device) -> None:
         self._codes = GrowingTensor(dim=3)  # (B, 1, bytes, n)
         self.parts = [self._codes]
+        self._dtype = dtype
+        self._stored, self._features = quantizer.stored, len(quantizer.bits)
+        self._factor = (quantizer.step * quantizer.gain)[: self._stored].to(device)
+        compiled = device.type == "cpu" and dtype == torch.float32 and is_available()
+        self._tables = LatentTables.of_quantizer(quantizer) if compiled else None
+        """Tables of the kernels; None if torch reconstructs latents."""
 
     def __len__(self) -> int:
         return len(self._codes)
+
+    @abstractmethod
+    def _reconstruct(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the stored latents of some tokens to `out`, (B, 1, stored, m), by torch."""
 
     @abstractmethod
     def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
@@ -38,6 +57,16 @@ class WidthStore(Store):
 
         Parameters are as in `kernels.quantize.encode`.
         """
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        for start, stop in split_tiles(first, len(self), size):
+            codes = self._codes.view
+            x = codes.new_zeros(len(codes), 1, self._features, stop - start, dtype=self._dtype)
+            if self._tables is None:
+                self._reconstruct(start, stop, x[:, :, : self._stored])
+            else:
+                unpack(self.packed(start, stop), self._tables, self._factor, x[:, 0])
+            yield start - first, stop - first, x.mT
 
     def append_packed(self, codes: Tensor) -> None:
         """Append packed tokens, (B, 1, bytes, m)."""
@@ -68,38 +97,25 @@ class WidthStore(Store):
 
 
 class MixedWidthStore(WidthStore):
-    """Integers of mixed widths.
-
-    Parameters
-    ----------
-    quantizer : MixedWidths
-        Bits and steps.
-    dtype : torch.dtype
-        In which latents are reconstructed.
-    device : torch.device
-        Of the layer.
-    """
+    """Integers of mixed widths. Parameters are as in `WidthStore`."""
 
     def __init__(self, quantizer: MixedWidths, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self._stored = stored = quantizer.stored
-        self._features = len(quantizer.bits)
+        super().__init__(quantizer, dtype, device)
+        stored = self._stored
         bits = quantizer.bits[:stored]
         self._planes = BitPlanes(bits.tolist(), device)
         self._half = (2 ** (bits.to(device, torch.int64) - 1)).float().unsqueeze(1)  # (stored, 1)
         self._step = quantizer.step[:stored].to(device).unsqueeze(1)  # (stored, 1)
         self._deviation = quantizer.deviation[:stored].to(device).unsqueeze(1)
-        self._factor = self._step * quantizer.gain[:stored].to(device).unsqueeze(1)
-        self._dtype = dtype
-        self._tables: QuantizerTables | None = None
-        if device.type == "cpu" and dtype == torch.float32 and is_available():
-            latents = LatentTables.of(self._planes, bits)
+        self._encoding: QuantizerTables | None = None
+        if self._tables is not None:
             self._size = quantizer.nbytes(1, stored, 1)
             numbers = (quantizer.deviation[:stored], quantizer.step[:stored])
-            self._tables = QuantizerTables(latents, *numbers, quantizer.gain[:stored], self._size)
+            gain = quantizer.gain[:stored]
+            self._encoding = QuantizerTables(self._tables, *numbers, gain, self._size)
 
     def append(self, latents: Tensor) -> None:
-        if self._tables is not None:
+        if self._encoding is not None:
             self.append_and_read(latents)
             return
         x = latents.mT[:, :, : self._stored].float()  # (B, 1, stored, m)
@@ -110,28 +126,22 @@ class MixedWidthStore(WidthStore):
         self._codes.append(torch.cat([self._planes.pack(codes), scales], dim=2))
 
     def append_and_read(self, latents: Tensor) -> Tensor:
-        if self._tables is None:
+        if self._encoding is None:
             return super().append_and_read(latents)
         stored = latents[:, 0, :, : self._stored].float()
-        found = quantize(stored, self._tables, self._extend(self._size, *stored.shape[:2]))
+        found = quantize(stored, self._encoding, self._extend(self._size, *stored.shape[:2]))
         found = functional.pad(found, (0, self._features - self._stored))
         return found.unsqueeze(1).to(self._dtype)
 
     def append_projected(self, x: Tensor, expected: Tensor, down: Tensor) -> Tensor:
-        assert self._tables is not None
-        return encode(x, expected, down, self._tables, self._extend(self._size, *x.shape[:2]))
+        assert self._encoding is not None
+        return encode(x, expected, down, self._encoding, self._extend(self._size, *x.shape[:2]))
 
-    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+    def _reconstruct(self, start: int, stop: int, out: Tensor) -> None:
         factor, middle = self._factor.to(self._dtype), (0.5 - self._half).to(self._dtype)
-        for start, stop in split_tiles(first, len(self), size):
-            packed = self.visible(start, stop)
-            packed, scales = packed[:, :, :-1], packed[:, :, -1:]
-            shape = *packed.shape[:2], self._features, stop - start
-            x = torch.empty(shape, dtype=self._dtype, device=packed.device)
-            stored = x[:, :, : self._stored]
-            codes = torch.empty_like(stored, dtype=torch.uint8)
-            self._planes.unpack(packed, codes)
-            stored.copy_(codes).add_(middle).mul_(factor)
-            stored.mul_(scales_of(scales).to(self._dtype))
-            x[:, :, self._stored :] = 0
-            yield start - first, stop - first, x.mT
+        packed = self.visible(start, stop)
+        packed, scales = packed[:, :, :-1], packed[:, :, -1:]
+        codes = torch.empty_like(out, dtype=torch.uint8)
+        self._planes.unpack(packed, codes)
+        out.copy_(codes).add_(middle).mul_(factor.unsqueeze(1))
+        out.mul_(scales_of(scales).to(self._dtype))

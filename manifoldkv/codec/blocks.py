@@ -94,7 +94,9 @@ class BlockCodec:
         return payload.ljust(least_payload(stock), b"\0")
 
     @torch.no_grad()
-    def decode(self, blocks: Sequence[PayloadReader], dtype: torch.dtype, out: list[Tensor]) -> None:
+    def decode(
+        self, blocks: Sequence[PayloadReader], dtype: torch.dtype, out: list[Tensor]
+    ) -> None:
         """Write keys and values of neighbouring blocks, in one product for each site.
 
         Parameters

@@ -152,6 +152,32 @@ def project(
             _project_tile(packed, rows, numbers, scratch, tile, target)
 
 
+@_kernel(_PACKED, _FLOATS, _SCRATCH, _VIEW, int64)
+def unpack(
+    packed: Packed,
+    factors: Array,
+    scratch: tuple[Array, Array],
+    out: View,
+    batches: int,
+    first: int,
+    stop: int,
+) -> None:
+    """Write the latents of tokens first to stop, times the factors (r,), to a view of (B, r, n).
+
+    Scratch is that of `_project_tile`.
+    """
+    for batch in range(batches):
+        for start in range(first, stop, TILE):
+            tile = batch, start, min(TILE, stop - start)
+            latents, scales = scratch[0], scratch[0][len(factors) * TILE :]
+            unpack_scales(packed, tile, scales)
+            unpack_scaled(packed, 0, len(factors), tile, scales, latents, scratch[1])
+            for latent in range(len(factors)):
+                row = out[0][batch * out[1] + latent * out[2] + start :]
+                for t in range(tile[2]):
+                    row[t] = factors[latent] * latents[latent * TILE + t]
+
+
 @numba.njit(**OPTIONS | {"fastmath": {"contract"}})
 def _exp(x: Array, largest: float, powers: Array) -> None:
     """Replace x by the exponential of its difference from the largest.

@@ -1,4 +1,4 @@
-"""Decoding from packed latents: scores of keys, mixtures and products of latents.
+"""Decoding from packed latents: scores of keys, mixtures, products and values of latents.
 
 The kernels are Numba's, which is imported at the first use. They take CPU tensors and record no
 gradients.
@@ -171,6 +171,31 @@ def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -
         )
 
     in_parts(packed.tokens, add, packed.tokens)
+
+
+def unpack(packed: Packed, tables: LatentTables, factors: Tensor, out: Tensor) -> None:
+    """Write the latents of every token, times their factors, to `out`.
+
+    Parameters
+    ----------
+    packed : Packed
+        Latents of n tokens.
+    tables : LatentTables
+        Of the r latents.
+    factors : Tensor
+        (r,), float32.
+    out : Tensor
+        (B, r or more, n), float32. Rows after the first r stay as they are.
+    """
+    _check_tokens_last(out)
+    kernel = kernels().unpack
+    arguments = (*packed[:2], *tables.arrays), factors.numpy()
+
+    def write(first: int, stop: int) -> None:
+        scratch = held_scratch(len(factors) + 1)
+        kernel(*arguments, scratch, flat_view(out), len(out), first, stop)
+
+    in_parts(packed.tokens, write, packed.tokens)
 
 
 def _check_tokens_last(out: Tensor) -> None:

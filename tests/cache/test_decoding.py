@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifoldkv import CompressionPlan, compressed
 from manifoldkv.basis import Site
-from manifoldkv.cache import compiled, running
+from manifoldkv.cache import compiled, mixed, running
 from manifoldkv.cache import sites as cache_sites
 from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.composed import ComposedSites
@@ -41,6 +41,8 @@ class Recorded(TorchDispatchMode):
         packet = function.overloadpacket
         if packet in (aten.mm, aten.bmm):
             self.multiplications += result.numel() * args[0].shape[-1]
+        elif packet is aten.baddbmm_:
+            self.multiplications += result.numel() * args[1].shape[-1]
         elif packet in (aten.mul, aten.mul_, aten.addcmul, aten.addcmul_):
             self.multiplications += result.numel()
         else:
@@ -118,6 +120,7 @@ def test_the_work_of_a_plan_is_what_torch_multiplies(
     Blocks of keys are zeros of a dense matrix here, so that no plan has bands.
     """
     monkeypatch.setattr(running, "can_compile", lambda dtype, device: False)
+    monkeypatch.setattr(mixed, "is_available", lambda: False)
     plan = make()
     few, many = (decoded(plan, tokens, monkeypatch) for tokens in (FEW, MANY))
     total = stock = 0

@@ -27,7 +27,7 @@ from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import NAN_CODE, NAN_SHORT, scale_codes, scales_of, short_scales
 from manifoldkv.coding.trellis import STATES, codebooks
 from manifoldkv.kernels import cpu, cpu_tiles, decode
-from manifoldkv.kernels.decode import mix, project, scores
+from manifoldkv.kernels.decode import mix, project, scores, unpack
 from manifoldkv.kernels.step import Source, StepTables, attend
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Packed
@@ -193,6 +193,11 @@ def test_mixtures_and_products_are_those_of_unpacked_latents(
     expected = out[..., 1:-2] + matrix @ site.latents
     project(site.packed, site.tables, matrix, out[..., 1:-2])
     assert_close(out[..., 1:-2], expected)
+    factors, unpacked = normal(latents), torch.ones(batch, latents + 1, tokens + 3)
+    unpack(site.packed, site.tables, factors, unpacked[..., 1:-2])
+    assert_close(unpacked[:, :-1, 1:-2], factors.unsqueeze(1) * site.latents)
+    unpacked[:, :-1, 1:-2] = 1
+    assert (unpacked == 1).all()
 
 
 @pytest.mark.usefixtures("threads")
