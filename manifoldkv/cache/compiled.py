@@ -13,10 +13,10 @@ from manifoldkv.cache.decoding import DecodingSites, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import Store, constant_dtype, split_tiles, working_dtype
+from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
-from manifoldkv.kernels.decode import is_available, mix, project, scores
+from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Array, Packed
@@ -30,12 +30,6 @@ FEW_TOKENS = 16
 """Most new tokens that a kernel projects; torch is faster with more."""
 TOKENS_AT_A_TIME = 2048
 """Tokens whose predictions are held at a time."""
-
-
-def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether kernels decode for models in a dtype on a device."""
-    in_float32 = working_dtype(dtype, device) == torch.float32
-    return device.type == "cpu" and in_float32 and is_available()
 
 
 class CompiledSites(DecodingSites):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
+from manifoldkv.cache.storage import GrowingTensor, Store, Tile, can_compile, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import SMALLEST_SCALE, scale_codes, scales_of
-from manifoldkv.kernels.decode import is_available, unpack
+from manifoldkv.kernels.decode import unpack
 from manifoldkv.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.kernels.views import Packed, View
@@ -40,9 +40,9 @@ class WidthStore(Store):
         self._dtype = dtype
         self._stored, self._features = quantizer.stored, len(quantizer.bits)
         self._factor = (quantizer.step * quantizer.gain)[: self._stored].to(device)
-        compiled = device.type == "cpu" and dtype == torch.float32 and is_available()
-        self._tables = LatentTables.of_quantizer(quantizer) if compiled else None
-        """Tables of the kernels; None if torch reconstructs latents."""
+        self._tables: LatentTables | None = None  # torch reconstructs latents
+        if can_compile(dtype, device):
+            self._tables = LatentTables.of_quantizer(quantizer)
 
     def __len__(self) -> int:
         return len(self._codes)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from manifoldkv.cache.attention import CachedAttention
-from manifoldkv.cache.compiled import CompiledSites, can_compile
+from manifoldkv.cache.compiled import CompiledSites
 from manifoldkv.cache.composed import ComposedSites
 from manifoldkv.cache.grouped import GroupedSites
 from manifoldkv.cache.latents import RunningBasis
 from manifoldkv.cache.sites import Sites
+from manifoldkv.cache.storage import can_compile
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.kernels.decode import runs_triton
 from manifoldkv.plan.composition import Composer

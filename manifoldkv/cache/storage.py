@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.decode import runs_triton
+from manifoldkv.kernels.decode import is_available, runs_triton
 from manifoldkv.kernels.views import Array, View
 
 SLACK = 16
@@ -28,6 +28,12 @@ def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     On a CPU, small products in 16-bit dtypes take several times as long as in float32.
     """
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels decode for models in a dtype on a device."""
+    in_float32 = working_dtype(dtype, device) == torch.float32
+    return device.type == "cpu" and in_float32 and is_available()
 
 
 def constant_dtype(dtype: torch.dtype) -> torch.dtype:
