@@ -15,10 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from manifoldkv import CompressionPlan
-from manifoldkv.cache.compiled import CompiledSites, can_compile
+from manifoldkv.cache.compiled import CompiledSites
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.running import running_attention
 from manifoldkv.cache.sites import Seen
+from manifoldkv.cache.storage import can_compile
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.quantizer import Quantizer
