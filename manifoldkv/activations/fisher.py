@@ -1,9 +1,8 @@
-"""Fisher information of keys and values: the cost of their errors in nats, layer by layer."""
+"""Forward and backward passes through a model, layer by layer, for `collect`."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,174 +11,133 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.activations.moments import LayerMoments, MomentSums
+from manifoldkv.activations.layer import SEQUENCES_PER_FORWARD, Batch, LayerActivations
+from manifoldkv.activations.moments import Moments
 from manifoldkv.activations.placement import Placement
-from manifoldkv.basis import Rotary, check_rotary
-from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.errors import RunError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.head import log_probabilities_from, tokens_at_once
 from manifoldkv.models.interface import attend
 from manifoldkv.models.offloading import resident
-from manifoldkv.models.support import evaluating
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
-from manifoldkv.runs.executors import on_threads
-from manifoldkv.runs.files import only_run
 from manifoldkv.runs.progress import follow
-from manifoldkv.seeds import check_seed
-from manifoldkv.text.tokens import checked_tokens
 
 TOKENS_AT_ONCE = 1024
 """Number of tokens of a backward pass through a layer, at least one sequence."""
-GRADIENT = "fisher-gradient"
+
+Samples = tuple[Tensor, Tensor]
+"""Readers (H_kv, d, d) and samples (sequences, tokens, D), as in `TensorStatistics`."""
 
 
-def fisher_moments(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    *,
-    seed: int = 0,
-    rotary: Rotary = "pre",
-    first: int = 0,
-    prompt: int | None = None,
-    folder: str | Path | None = None,
-) -> list[LayerMoments]:
-    """Return the moments and the Fisher information of keys and values, by layer.
-
-    Let x be the keys or the values of one token in one layer, all KV heads side by side, and
-    g = ∂/∂x Σ_t log p(y_t | tokens up to t), where t runs over the positions of the sequence and
-    y_t is sampled from the model's next-token distribution p at t; the context is always the text.
-    With F = E[g gᵀ], an error δ in x changes the distributions of the sequence by a
-    Kullback-Leibler divergence of ½ δᵀ F δ nats, to second order. This is the Fisher information
-    and not the empirical one, whose y is the text (Kunstner, Balles and Hennig 2019, Limitations of
-    the empirical Fisher approximation, arXiv 1905.12558); theirs is of weights, this one of keys
-    and values, averaged over all tokens but the `first` of a sequence. Costs of independent errors
-    of tokens or sites add up. An error that moves a token to another expert has no gradient, and
-    its cost is not included.
-
-    The model runs layer by layer, forwards and then backwards, and each layer runs again for its
-    gradients. The inputs of all layers, (layers + 2) · S · n · hidden elements in the dtype of the
-    model, are held on the device if they fit there, else in memory, else in files.
+@dataclass(frozen=True)
+class Counted:
+    """Tokens of a sequence that averages are over.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        Causal language model with rotary embeddings, left unchanged. It runs in evaluation mode,
-        with attention in float32 or float64.
-    tokens : Tensor
-        Token ids, (S, n), int64, no padding.
-    seed : int
-        Seed of the sampled y. Each sequence takes the next n numbers of one generator.
-    rotary : {"pre", "post"}
-        Whether keys and their gradients are taken before rotation (after a key norm) or after it.
     first : int
-        Number of first tokens of every sequence that are not counted: those that a cache stores
-        uncompressed, and whose keys are an order of magnitude larger.
-    prompt : int, optional
-        Number of first tokens of every sequence that form a prompt, read without errors. Moments
-        are those of its tokens, by their effect on the tokens after it. All tokens if omitted.
-    folder : str or Path, optional
-        Folder in which the moments of every layer are saved once computed. An interrupted run
-        resumes from it with equal results, unless code, model, text or seed have changed.
-
-    Raises
-    ------
-    ModelError
-        If the attention of the model is not supported.
-    ArgumentError
-        If the token ids or the length exceed those of the model, `first` covers all tokens, or
-        `prompt` is not between `first` and the length.
-        If the seed is not an integer of 64 bits.
-    PlanError
-        If `rotary` is unknown.
-    RunError
-        If another run uses the folder, it cannot be written to, a file in it is damaged, the
-        activations fit nowhere, or a gradient is not finite.
+        Number of first tokens that are left out.
+    prompt : int or None
+        Number of first tokens that form a prompt; those after it are left out.
     """
-    decoder = Decoder.of(model)
-    check_seed(seed)
-    check_rotary(rotary)
-    tokens = checked_tokens(decoder.model, tokens)
-    length = tokens.shape[1]
-    if not 0 <= first < length:
-        raise ArgumentError(f"first must be >= 0 and < {length} tokens, got {first}")
-    if prompt is not None and not first < prompt < length:
-        raise ArgumentError(f"prompt must be > first ({first}) and < {length} tokens, got {prompt}")
-    lock = nullcontext() if folder is None else only_run(Path(folder))
-    threads = torch.get_num_threads()
-    with lock, on_threads(threads), evaluating(decoder.model), torch.no_grad():
-        checkpoints = Checkpoints()
-        if folder is not None:
-            checkpoints = Checkpoints(Path(folder)).made_by(fisher_moments)
-            checkpoints = checkpoints.keyed(
-                model=digest_of_model(decoder.model),
-                tokens=digest_of_tokens(tokens),
-                threads=threads,
-                seed=seed,
-                rotary=rotary,
-                first=first,
-                prompt=prompt,
-            )
-        tokens, counted = tokens.to(decoder.device), slice(first, prompt)
-        return _moments(decoder, tokens, seed, rotary, counted, checkpoints)
+
+    first: int
+    prompt: int | None
+
+    @property
+    def tokens(self) -> slice:
+        """Return the tokens as a slice."""
+        return slice(self.first, self.prompt)
 
 
-def _moments(
-    decoder: Decoder,
-    tokens: Tensor,
-    seed: int,
-    rotary: Rotary,
-    counted: slice,
-    checkpoints: Checkpoints,
-) -> list[LayerMoments]:
-    """Return the moments of all layers, of which the last ones may be resumed."""
-    layers = len(decoder.layers)
-    resumed, moments = _read(checkpoints, layers)
-    below = layers - len(moments)
-    if below:
-        activations, gradient = _run_forwards(decoder, tokens, below, checkpoints.folder)
-        if resumed is None:
-            _differentiate_logits(decoder.model, tokens, activations[-1].outputs, seed, gradient)
-            gradient[:, : counted.stop or 0] = 0
-        else:
-            gradient.copy_(resumed)
-        for layer in follow(reversed(range(below)), below, "layers backwards"):
-            moments[layer] = _differentiate_layer(activations.pop(), rotary, counted, gradient)
-            _write(checkpoints, layer, moments[layer], gradient)
-    return [moments[layer] for layer in range(layers)]
-
-
-def _run_forwards(
-    decoder: Decoder, tokens: Tensor, layers: int, folder: Path | None
-) -> tuple[list[LayerActivations], Tensor]:
-    """Return activations of the first layers, and an empty gradient (S, n, hidden) of outputs.
+def run_forwards(
+    decoder: Decoder, tokens: Tensor, sampled: Tensor, counted: Counted, folder: Path | None
+) -> tuple[list[LayerActivations], Tensor, list[tuple[Samples, Samples]]]:
+    """Return activations of all layers, an empty gradient (S, n, hidden) of outputs, and samples.
 
     The outputs of a layer and the inputs of the next one are the same tensor.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        View of the model.
+    tokens : Tensor
+        Token ids, (S, n), int64.
+    sampled : Tensor
+        Sequences whose keys and values are kept, int64.
+    counted : Counted
+        Tokens that are counted.
+    folder : Path or None
+        Folder of tensors that do not fit into memory.
     """
+    layers = len(decoder.layers)
     dtype, shape = decoder.dtype, torch.Size((*tokens.shape, decoder.config.hidden_size))
     placement = Placement((layers + 2) * shape.numel() * dtype.itemsize, decoder.device, folder)
     held: list[LayerActivations] = []
-    captured = capture(decoder.model, tokens, list(range(layers)), folder=folder)
+    samples = []
+    captured = capture(decoder.model, tokens, folder=folder)
     for activations in follow(captured, layers, "layers forwards"):
+        samples.append(_samples(activations, sampled, counted))
         if held:
             inputs = held[-1].outputs
         else:
             inputs = placement.empty(shape, dtype).copy_(activations.inputs)
         outputs = placement.empty(shape, dtype).copy_(activations.outputs)
         held.append(replace(activations, inputs=inputs, outputs=outputs))
-    return held, placement.empty(shape, dtype)
+    return held, placement.empty(shape, dtype), samples
 
 
-def _differentiate_logits(
-    model: PreTrainedModel, tokens: Tensor, states: Tensor, seed: int, gradient: Tensor
+def _samples(
+    activations: LayerActivations, sampled: Tensor, counted: Counted
+) -> tuple[Samples, Samples]:
+    """Return the readers and the samples of the keys and of the values of a layer."""
+    dtype, heads = activations.call.dtype, activations.kv_heads
+    kept: tuple[list[Tensor], list[Tensor]] = ([], [])
+    queries = torch.zeros((), dtype=torch.float64)
+    for chunk in torch.arange(activations.sequences).split(SEQUENCES_PER_FORWARD):
+        projections = activations.projections("pre", Batch(chunk))
+        rows = projections.queries[:, :, counted.first :].double()  # (b, H_q, n, d)
+        queries = queries + torch.einsum("bhnd,bhne->hde", rows, rows).cpu()
+        of_chunk = torch.isin(chunk, sampled)
+        for held, x in zip(kept, (projections.keys, projections.values), strict=True):
+            rows = x[of_chunk.to(x.device)][:, :, counted.first :]
+            held.append(rows.transpose(1, 2).flatten(2).to("cpu", dtype))  # (b, n, D)
+    tokens = activations.sequences * (activations.length - counted.first)
+    outputs = activations.output_weight().double().cpu()  # (H_q, d, hidden)
+    by_query_head = (queries / tokens, outputs @ outputs.mT)  # (H_q, d, d) each
+    readers = [x.unflatten(0, (heads, -1)).sum(dim=1) for x in by_query_head]
+    keys, values = (torch.cat(held) for held in kept)
+    return (readers[0], keys), (readers[1], values)
+
+
+def differentiate_logits(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    states: Tensor,
+    seed: int,
+    start: int,
+    gradient: Tensor,
 ) -> None:
     """Write the gradient of Σ_t log p(y_t) with respect to the last layer's outputs.
 
-    Outputs `states` and the destination `gradient` are (S, n, hidden); tokens are on the device of
-    the model.
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    tokens : Tensor
+        Token ids, (S, n), int64, on the device of the model.
+    states : Tensor
+        Outputs of the last layer, (S, n, hidden).
+    seed : int
+        Seed of the sampled y.
+    start : int
+        Number of sequences of the same length whose random numbers come before.
+    gradient : Tensor
+        Destination, (S, n, hidden).
     """
     generator = torch.Generator().manual_seed(seed)
-    for index, text in enumerate(follow(tokens, len(tokens), "logits")):
+    for _ in range(start):
+        torch.rand(tokens.shape[1], generator=generator, dtype=torch.float64)
+    for index, text in enumerate(tokens):
         uniform = torch.rand(len(text), generator=generator, dtype=torch.float64)
         for rows in torch.arange(len(text)).split(tokens_at_once(model)):
             part = states[index, rows].unsqueeze(0).to(text.device).requires_grad_()
@@ -209,39 +167,83 @@ def draw(log_p: Tensor, uniform: Tensor) -> Tensor:
     return ids.clamp(max=log_p.shape[-1] - 1)
 
 
-def _differentiate_layer(
-    activations: LayerActivations, rotary: Rotary, counted: slice, gradient: Tensor
-) -> LayerMoments:
-    """Return the moments of a layer, and backpropagate `gradient` from its outputs to its inputs.
+def differentiate_layer(
+    activations: LayerActivations,
+    counted: Counted,
+    gradient: Tensor,
+    probes: tuple[int, int] | None,
+) -> list[Moments]:
+    """Return the moments of keys and values, and backpropagate from outputs to inputs.
 
-    The gradient (S, n, hidden) is replaced in place and is 0 at the tokens of a prompt, which are
-    read without errors. The slice `counted` goes from `first` to the end of the prompt.
+    Parameters
+    ----------
+    activations : LayerActivations
+        Of the layer.
+    counted : Counted
+        Tokens that are counted.
+    gradient : Tensor
+        Gradient with respect to the outputs, (S, n, hidden), which is replaced by the one with
+        respect to the inputs, 0 at the tokens of a prompt: these are read without errors.
+    probes : tuple of int, optional
+        Seed and index of the first sequence, of random signs for the Gauss-Newton matrix of the
+        layer's output; it is not computed if omitted.
     """
     features = activations.kv_heads * activations.head_dim
-    sums = [MomentSums(features, activations.device) for _ in ("key", "value")]
+    sums = [Moments(features, activations.device, probes is not None) for _ in ("key", "value")]
     at_once = max(1, TOKENS_AT_ONCE // activations.length)
     with resident(activations.module):
         for chunk in torch.arange(activations.sequences).split(at_once):
             inputs = activations.inputs[chunk].to(activations.device).requires_grad_()
             with torch.enable_grad():
-                output, *sites = _run_layer(activations, inputs, rotary)
+                output, *sites = _run_layer(activations, inputs)
+            of_outputs: list[Tensor | None] = [None, None]
+            if probes is not None:
+                signs = _relative_signs(activations, chunk, output, counted, probes)
+                of_outputs = [*torch.autograd.grad(output, sites, signs, retain_graph=True)]
             of_inputs, *of_sites = torch.autograd.grad(
                 output, (inputs, *sites), gradient[chunk].to(output)
             )
-            of_inputs[:, : counted.stop or 0] = 0
+            of_inputs[:, : counted.prompt or 0] = 0
             gradient[chunk] = of_inputs.to(gradient)
-            for site_sums, x, of_x in zip(sums, sites, of_sites, strict=True):
-                site_sums.add(x.detach()[:, :, counted], of_x[:, :, counted])
-    moments = LayerMoments(*[site_sums.moments() for site_sums in sums])
-    if not all(x.isfinite().all() for x in moments.tensors().values()):
+            for moments, x, of_x, of_output in zip(sums, sites, of_sites, of_outputs, strict=True):
+                moments.add(
+                    *(None if one is None else one.detach()[:, :, counted.tokens]
+                      for one in (x, of_x, of_output))
+                )
+    if not all(moments.finite for moments in sums):
         raise RunError(
             f"keys, values or gradients of layer {activations.layer} are not finite: load the "
             "model in float32 or bfloat16, and look at its weights"
         )
-    return moments
+    return sums
 
 
-def _run_layer(activations: LayerActivations, inputs: Tensor, rotary: Rotary) -> tuple[Tensor, ...]:
+def _relative_signs(
+    activations: LayerActivations,
+    sequences: Tensor,
+    output: Tensor,
+    counted: Counted,
+    probes: tuple[int, int],
+) -> Tensor:
+    """Return random signs over the norm of the layer's output, (b, n, hidden).
+
+    For signs u of mean 0 and variance 1, E[(Jᵀu)(Jᵀu)ᵀ] = JᵀJ (Hutchinson 1990). Every sequence
+    has signs of its own, whatever sequences are computed with it.
+    """
+    seed, start = probes
+    signs = []
+    for sequence in sequences.tolist():
+        number = (seed * 1_000_003 + activations.layer) * 1_000_003 + start + sequence
+        generator = torch.Generator().manual_seed(number % 2**63)
+        signs.append(torch.randint(0, 2, output.shape[1:], generator=generator) * 2 - 1)
+    detached = output.detach()
+    norms = torch.linalg.vector_norm(detached, dim=(1, 2), keepdim=True)
+    count = len(range(output.shape[1])[counted.tokens])
+    # The error of a sequence is a sum over its tokens, statistics are averages over them.
+    return torch.stack(signs).to(output) * count**0.5 / norms
+
+
+def _run_layer(activations: LayerActivations, inputs: Tensor) -> tuple[Tensor, ...]:
     """Return outputs (b, n, hidden), keys and values (b, H_kv, n, d) of a layer.
 
     Gradients of the outputs reach keys and values through these tensors alone.
@@ -252,37 +254,11 @@ def _run_layer(activations: LayerActivations, inputs: Tensor, rotary: Rotary) ->
         module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, *ignored: Any
     ) -> Tensor:
         keys, values = keys.to(activations.dtype), values.to(activations.dtype)
-        rotated = activations.rotate(keys)
-        sites.extend((keys if rotary == "pre" else rotated, values))
+        sites.extend((keys, values))
         queries = activations.rotate(queries.to(activations.dtype))
+        rotated = activations.rotate(keys)
         mixed = attend(queries, rotated, values, activations.mask, activations.settings)
         return mixed.transpose(1, 2).to(activations.call.dtype)
 
     output = activations.call.output(inputs, attend_and_keep)
     return output, *sites
-
-
-def _read(checkpoints: Checkpoints, layers: int) -> tuple[Tensor | None, dict[int, LayerMoments]]:
-    """Return the gradient and the moments of the last layers that an interrupted run saved."""
-    last = checkpoints.read_tensors(GRADIENT)
-    if last is None:
-        return None, {}
-    moments = {}
-    for layer in range(int(last["layer"]), layers):
-        tensors = checkpoints.read_tensors(_name(layer))
-        if tensors is None:  # deleted, because it was damaged
-            return None, {}
-        moments[layer] = LayerMoments.from_tensors(tensors)
-    return last["gradient"], moments
-
-
-def _write(checkpoints: Checkpoints, layer: int, moments: LayerMoments, gradient: Tensor) -> None:
-    """Save the moments of a layer, then the gradient with respect to its inputs."""
-    checkpoints.write_tensors(_name(layer), moments.tensors())
-    needed = gradient if layer else gradient[:0]  # nothing comes before the first layer
-    state = {"layer": torch.tensor(layer), "gradient": needed.cpu()}
-    checkpoints.write_tensors(GRADIENT, state)
-
-
-def _name(layer: int) -> str:
-    return f"fisher-{layer}"

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.errors import ModelError
+from manifoldkv.models.description import ModelDescription
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.offloading import device_of
@@ -185,3 +186,26 @@ class Decoder:
             If the model is on the meta device.
         """
         return fingerprint(self.model)
+
+    def description(self) -> ModelDescription:
+        """Return the description of the cache.
+
+        Raises
+        ------
+        ModelError
+            If the model is on the meta device.
+        """
+        from manifoldkv.plan.model import config_hash
+
+        return ModelDescription(
+            name=self.config._name_or_path,
+            config_hash=config_hash(self.config),
+            fingerprint=self.fingerprint(),
+            windows=self.windows,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            frequencies=tuple(self.frequencies()) if self.rotary_dim else (),
+            itemsize=self.dtype.itemsize,
+        )
