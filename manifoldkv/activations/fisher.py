@@ -207,8 +207,10 @@ def differentiate_layer(
             gradient[chunk] = of_inputs.to(gradient)
             for moments, x, of_x, of_output in zip(sums, sites, of_sites, of_outputs, strict=True):
                 moments.add(
-                    *(None if one is None else one.detach()[:, :, counted.tokens]
-                      for one in (x, of_x, of_output))
+                    *(
+                        None if one is None else one.detach()[:, :, counted.tokens]
+                        for one in (x, of_x, of_output)
+                    )
                 )
     if not all(moments.finite for moments in sums):
         raise RunError(

@@ -104,7 +104,9 @@ class TensorStatistics:
         centre = mean([part.mean for part in parts])
         readers = mean([part.readers for part in parts])
         fisher = mean([part.fisher for part in parts])
-        assert centre is not None and readers is not None and fisher is not None
+        assert centre is not None
+        assert readers is not None
+        assert fisher is not None
         # Covariances around the common mean: second moments would cancel where a mean is large.
         covariance = torch.zeros_like(fisher)
         for weight, part in zip(weights, parts, strict=True):

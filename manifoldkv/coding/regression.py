@@ -1,4 +1,4 @@
-"""Ridge regression of keys or values, and its reduced rank in the metric of a Fisher matrix."""
+"""Ridge regression of keys or values, and its reduced rank in the metric of an objective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from manifoldkv.coding.uniform import FLOOR, TINY
 
 RIDGE = 1e-2
-"""Ridge of a Fisher matrix, relative to the mean of its diagonal: few tokens leave it singular."""
+"""Ridge of a metric, relative to the mean of its diagonal: few tokens leave it singular."""
 PREDICTION_RIDGE = 3e-3
 """Ridge of a linear prediction, relative to the power of each input."""
 
@@ -108,10 +108,10 @@ def ridge(gram: Tensor, crossed: Tensor, smallest: float | None = None) -> Tenso
     return torch.linalg.solve(scaled, crossed / powers.unsqueeze(1)) / powers.unsqueeze(1)
 
 
-def reduced_rank(weights: Tensor, gram: Tensor, fisher: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def reduced_rank(weights: Tensor, gram: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return factors (inputs, rank) and (rank, D) of a prediction that cost least.
 
-    Reduced-rank regression (Izenman 1975) in the metric of the Fisher matrix.
+    Reduced-rank regression (Izenman 1975) in the metric of an objective.
 
     Parameters
     ----------
@@ -119,33 +119,33 @@ def reduced_rank(weights: Tensor, gram: Tensor, fisher: Tensor, rank: int) -> tu
         Of the prediction of full rank, (inputs, D), float64.
     gram : Tensor
         ``inputsᵀ inputs`` of centred inputs, (inputs, inputs).
-    fisher : Tensor
-        Fisher matrix of the predicted site, (D, D).
+    metric : Tensor
+        Weight of errors in the predicted tensor, (D, D).
     rank : int
         Features that predict best; all D if larger.
     """
-    first, second = leading_directions(weights.mT @ gram @ weights, fisher, rank)
+    first, second = leading_directions(weights.mT @ gram @ weights, metric, rank)
     return weights @ first, second
 
 
-def leading_directions(predicted: Tensor, fisher: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def leading_directions(predicted: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the directions in which a prediction saves most, (D, rank), and their duals (rank, D).
 
     Parameters
     ----------
     predicted : Tensor
         Second moment of the prediction, (D, D), float64.
-    fisher, rank
+    metric, rank
         As in `reduced_rank`.
     """
-    root, inverse = square_roots(fisher)
+    root, inverse = square_roots(metric)
     directions = torch.linalg.eigh(root @ predicted @ root).eigenvectors.flip(-1)[:, :rank]
     return root @ directions, directions.mT @ inverse
 
 
-def square_roots(fisher: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square root of a regularised Fisher matrix (…, D, D), and the inverse of that."""
-    values, vectors = torch.linalg.eigh(fisher)
+def square_roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the square root of a regularised metric (…, D, D), and the inverse of that."""
+    values, vectors = torch.linalg.eigh(metric)
     mean = values.clamp(min=0).mean(dim=-1, keepdim=True)
     ridge = RIDGE * mean.clamp(min=torch.finfo(torch.float32).tiny)
     roots = (values.clamp(min=0) + ridge).sqrt().unsqueeze(-2)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.activations.moments import SiteMoments
+from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.costs import best_gains, coherent_costs, gaussian_costs
 from manifoldkv.coding.mixed import MixedWidths
@@ -96,14 +96,9 @@ class WeightedKLT:
         return gaussian_costs(variances, GAUSSIAN_DISTORTION).numpy()
 
 
-def by_token(x: Tensor) -> Tensor:
-    """Concatenate the heads of keys or values, (S, H_kv, n, d) to (S·n, D), on the CPU."""
-    return x.transpose(1, 2).flatten(2).flatten(0, 1).cpu()
-
-
 @dataclass(frozen=True)
-class SiteDesign:
-    """Structure of the transform of a site.
+class TransformConfig:
+    """Structure of the transform of the keys or values of a layer.
 
     Parameters
     ----------
@@ -121,11 +116,12 @@ class SiteDesign:
 
 
 def weighted_klt(
-    moments: SiteMoments,
+    statistics: TensorStatistics,
+    metric: Tensor,
     x: Tensor,
     inputs: Tensor | None = None,
     *,
-    design: SiteDesign = SiteDesign(),
+    config: TransformConfig = TransformConfig(),
     samples: int = SAMPLES,
     folds: int = 1,
 ) -> WeightedKLT:
@@ -133,13 +129,15 @@ def weighted_klt(
 
     Parameters
     ----------
-    moments : SiteMoments
-        Moments of the keys or values.
+    statistics : TensorStatistics
+        Statistics of the keys or values.
+    metric : Tensor
+        Weight of errors, (D, D), float64: an error δ costs ½ δᵀ metric δ.
     x : Tensor
         Keys or values with concatenated heads, (tokens, D).
     inputs : Tensor, optional
         Inputs of a linear prediction of the same tokens, (tokens, inputs).
-    design : SiteDesign
+    config : TransformConfig
         Blocks of the transform and rank of the prediction.
     samples : int
         Largest number of tokens whose latents are returned.
@@ -148,22 +146,22 @@ def weighted_klt(
         others, so that residuals of other text are not underestimated. 1 is one regression on all
         tokens, the only one of low rank.
     """
-    weights, expansion, mean = None, None, moments.mean
+    weights, expansion, mean = None, None, statistics.mean
     keys_or_values = x
     if inputs is not None:
         fit = Regression.of(x, inputs, folds)
         mean, weights = fit.on_all()
         whole = weights
-        if design.rank is not None:
-            weights, expansion = reduced_rank(weights, fit.gram, moments.fisher, design.rank)
+        if config.rank is not None:
+            weights, expansion = reduced_rank(weights, fit.gram, metric, config.rank)
             whole = weights @ expansion
             mean = fit.means[0] - fit.means[1] @ whole
         residuals = x - (mean + inputs.double() @ whole).to(x)
         x = residuals if folds == 1 else fit.residuals_by_fold()
         second = (x.mT @ x).double() / len(x)
     else:
-        second = moments.covariance
-    down, up = _block_transform(moments.fisher, second, design.blocks)
+        second = statistics.covariance
+    down, up = _block_transform(metric, second, config.blocks)
     size = float(_deviations(sampled(keys_or_values, samples).double() @ down).max())
     residuals = sampled(x, samples).double()
     if inputs is None:
@@ -172,15 +170,15 @@ def weighted_klt(
     return WeightedKLT(down, up, mean, weights, expansion, latents)
 
 
-def spectrum(fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def spectrum(metric: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return the variances of the latents of a transform, falling, and the rows of their blocks.
 
     Parameters
     ----------
-    fisher, second : Tensor
-        Fisher matrix and second moment of the residuals, (D, D), float64.
+    metric, second : Tensor
+        Metric and second moment of the residuals, (D, D), float64.
     blocks : tuple of Tensor
-        As in `SiteDesign`.
+        As in `TransformConfig`.
 
     Returns
     -------
@@ -194,7 +192,7 @@ def spectrum(fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tupl
     for size, alike in by_size.items():
         features = torch.stack(alike)  # (blocks, size)
         pairs = features.unsqueeze(2), features.unsqueeze(1)
-        root, _ = square_roots(fisher[pairs])
+        root, _ = square_roots(metric[pairs])
         values = torch.linalg.eigvalsh(root @ second[pairs] @ root)
         variances.append(values.clamp(min=0).flatten())
         rows.append(torch.full((values.numel(),), size))
@@ -203,13 +201,13 @@ def spectrum(fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]) -> tupl
 
 
 def _block_transform(
-    fisher: Tensor, second: Tensor, blocks: tuple[Tensor, ...]
+    metric: Tensor, second: Tensor, blocks: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """Return the projections of a transform, (D, D) each, latents by falling variance."""
     down, up = torch.zeros_like(second), torch.zeros_like(second)
     variances, start = [], 0
     for block in blocks or (torch.arange(len(second)),):
-        root, inverse = square_roots(fisher[block][:, block])
+        root, inverse = square_roots(metric[block][:, block])
         values, directions = torch.linalg.eigh(root @ second[block][:, block] @ root)
         columns = torch.arange(start, start + len(block))
         down[block.unsqueeze(1), columns] = root @ directions

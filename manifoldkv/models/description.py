@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from manifoldkv.basis import HeadGrouping
+
 
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
@@ -54,6 +56,11 @@ class ModelDescription:
     def features(self) -> int:
         """Return the number of features of the keys of a token in a layer, D = H_kv · d."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def grouping(self) -> HeadGrouping:
+        """Return the grouping of all KV heads of a layer together."""
+        return HeadGrouping("all", self.kv_heads)
 
     def fields(self) -> dict[str, Any]:
         """Return all fields but the fingerprint, of JSON's types."""

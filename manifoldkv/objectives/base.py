@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rank
 from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives.linear_algebra import gram_by_group, leading_basis
@@ -34,6 +35,12 @@ class Objective(ABC):
     full_batch_is_cheap: ClassVar[bool] = False
     """Whether the loss over all data costs less than over a sample, as it depends on sums that are
     computed once (Gram matrices, say). Keys and values are then not held."""
+    has_metric: ClassVar[bool] = False
+    """Whether the objective weighs errors by a matrix, so that it finds coded bases too."""
+    needs_statistics: ClassVar[bool] = False
+    """Whether a `Problem` needs the metric, which no activations of a layer give."""
+    needs_jacobian: ClassVar[bool] = False
+    """Whether the metric needs `TensorStatistics.jacobian`."""
 
     @abstractmethod
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
@@ -70,15 +77,38 @@ class Objective(ABC):
         gram = problem.summed(lambda part: gram_by_group(problem.data(part), problem.grouping))
         return leading_basis(gram, rank, problem.grouping, problem.activations.dtype)
 
+    def metric(self, statistics: Statistics, layer: int, site: Site) -> Tensor:
+        """Return the weight M of errors in the keys or values of a layer, (D, D), float64.
+
+        An error δ of a token, all KV heads side by side, costs ½ δᵀ M δ. Costs of all tensors of a
+        model are compared with each other.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Of the model.
+        layer : int
+            Index of the layer.
+        site : {"key", "value"}
+            Keys, before rotation, or values.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no metric.
+        """
+        raise ArgumentError(f"{type(self).__name__} has no metric")
+
     def problem(
         self,
         activations: LayerActivations,
         site: Site,
         grouping: HeadGrouping,
         rotary: Rotary = "pre",
+        metric: Tensor | None = None,
     ) -> Problem:
         """Return the `Problem` of this objective, with its parameters."""
-        return Problem(self, activations, site, grouping, rotary)
+        return Problem(self, activations, site, grouping, rotary, metric)
 
 
 class Problem:
@@ -96,6 +126,14 @@ class Problem:
         Heads that share a basis.
     rotary : {"pre", "post"}
         Whether keys are projected before or after rotation; without effect on values.
+    metric : Tensor, optional
+        `Objective.metric` of an objective that needs statistics, (D, D), float64.
+
+    Raises
+    ------
+    ArgumentError
+        If the objective needs statistics and there is no metric, or keys are projected after
+        rotation.
     """
 
     def __init__(
@@ -105,8 +143,18 @@ class Problem:
         site: Site,
         grouping: HeadGrouping,
         rotary: Rotary = "pre",
+        metric: Tensor | None = None,
     ) -> None:
+        if objective.needs_statistics:
+            name = type(objective).__name__
+            if metric is None:
+                raise ArgumentError(
+                    f"{name} needs a metric: {name}().metric(statistics, layer, site)"
+                )
+            if rotary == "post" and site == "key":
+                raise ArgumentError(f"{name} is of keys before rotation: leave rotary='post' out")
         self.objective = objective
+        self.metric = metric
         self.activations = activations
         self.site: Site = site
         self.grouping = grouping

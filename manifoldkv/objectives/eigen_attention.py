@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from manifoldkv.activations.layer import Batch, LayerActivations
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import HeadGrouping, Rotary, Site
-from manifoldkv.objectives.base import Problem, register_objective
+from manifoldkv.objectives.base import Objective, Problem, register_objective
 from manifoldkv.objectives.k_svd import KSVD
 from manifoldkv.objectives.linear_algebra import gram_by_group
 
@@ -21,8 +23,14 @@ class EigenAttention(KSVD):
 
     Minimises ||Z - Z P Pᵀ||² / ||Z||² for Z = [K; Q], with all query heads stacked beside the KV
     heads they read. With g concatenated heads, the i-th query heads of each of them are
-    concatenated too, so that Z has g·d columns.
+    concatenated too, so that Z has g·d columns. There is no metric: queries change the directions
+    that are kept and not the weight of an error.
     """
+
+    has_metric: ClassVar[bool] = False
+
+    def metric(self, statistics: Statistics, layer: int, site: Site) -> Tensor:
+        return Objective.metric(self, statistics, layer, site)
 
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, None]:
         if problem.site == "value":

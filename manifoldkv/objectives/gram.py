@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
+from manifoldkv.activations.statistics import Statistics, TensorStatistics
 from manifoldkv.basis import Basis, Site
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.objectives.linear_algebra import leading_basis, weighted_closed_form
+
+SMALLEST = 1e-30
+"""Smallest squared norm that an error is relative to."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class GramObjective(Objective):
     """
 
     full_batch_is_cheap: ClassVar[bool] = True
+    has_metric: ClassVar[bool] = True
 
     @abstractmethod
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -32,6 +37,16 @@ class GramObjective(Objective):
 
         All sequences if None.
         """
+
+    def metric(self, statistics: Statistics, layer: int, site: Site) -> Tensor:
+        """Return W relative to the squared norm of x in it, which the loss is relative to."""
+        of_tensor = statistics.layers[layer].of(site)
+        weight = self.weight(of_tensor)
+        return weight / (of_tensor.second * weight).sum().clamp(min=SMALLEST)
+
+    @abstractmethod
+    def weight(self, statistics: TensorStatistics) -> Tensor:
+        """Return W of all heads of a layer, (D, D), float64."""
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
         if batch is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.objectives.base import Problem, register_objective
 from manifoldkv.objectives.gram import GramObjective
 from manifoldkv.objectives.linear_algebra import gram_by_group
@@ -25,3 +27,6 @@ class KSVD(GramObjective):
             return gram_by_group(problem.data(part), problem.grouping)
 
         return problem.summed(gram, sequences), None
+
+    def weight(self, statistics: TensorStatistics) -> Tensor:
+        return torch.eye(len(statistics.mean), dtype=torch.float64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
+from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.basis import Basis, HeadGrouping, Site
 from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives.base import Problem, register_objective
@@ -36,6 +37,9 @@ class KQSVD(GramObjective):
         # One head at a time: a float64 copy of all would be large.
         by_head = torch.stack([_squared(reader.double()) for reader in readers])
         return gram, _by_group(by_head, problem.grouping)
+
+    def weight(self, statistics: TensorStatistics) -> Tensor:
+        return torch.block_diag(*statistics.readers)
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
         if grouping == "shared":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from manifoldkv.activations.outputs import (
     select_head_rows,
 )
 from manifoldkv.activations.placement import Placement
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import Basis, Site
+from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives.base import Objective, Problem, register_objective
 from manifoldkv.objectives.eigen_attention import EigenAttention
 
@@ -31,7 +34,21 @@ class LayerOutput(Objective):
     Minimises Δ, the mean over sequences of ||f(x) - f̃(x)||_F / ||f(x)||_F, for keys with
     uncompressed values and vice versa. The error of sampled query rows is scaled to the sequence
     and divided by the norm of the whole output. The start is EigenAttention's basis.
+
+    The metric is that of Δ² to second order: the Gauss-Newton matrix JᵀJ of the layer's output,
+    relative to its squared norm. It is estimated from products of J with random signs.
     """
+
+    has_metric: ClassVar[bool] = True
+    needs_jacobian: ClassVar[bool] = True
+
+    def metric(self, statistics: Statistics, layer: int, site: Site) -> Tensor:
+        jacobian = statistics.layers[layer].of(site).jacobian
+        if jacobian is None:
+            raise ArgumentError(
+                "layer-output needs statistics with Jacobians: calibrate(…, jacobian=True)"
+            )
+        return jacobian
 
     def loss(self, problem: Problem, basis: Basis, batch: Batch | None = None) -> Tensor:
         activations = problem.activations

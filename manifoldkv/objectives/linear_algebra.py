@@ -29,6 +29,13 @@ def block_diagonal(blocks: Tensor, grouping: HeadGrouping) -> Tensor:
     return torch.stack([torch.block_diag(*group) for group in by_group])
 
 
+def diagonal_blocks(matrix: Tensor, grouping: HeadGrouping) -> Tensor:
+    """Return the blocks of head groups, (H/width, width·d, width·d), of a matrix (H·d, H·d)."""
+    size = len(matrix) // grouping.heads * grouping.width
+    blocks = zip(matrix.split(size), torch.arange(len(matrix)).split(size), strict=True)
+    return torch.stack([rows[:, columns] for rows, columns in blocks])
+
+
 def leading_eigenvectors(gram: Tensor, count: int) -> Tensor:
     """Return orthonormal eigenvectors of the `count` largest eigenvalues, in falling order."""
     return torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :count]

@@ -1,4 +1,4 @@
-"""The pipeline in one call: text, activations, bases, plan."""
+"""The pipeline: calibrate a model on a text, fit a plan to the statistics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
@@ -18,12 +19,13 @@ from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.rounding import quantize
-from manifoldkv.recipes.run import Run
+from manifoldkv.recipes.run import HELD_OUT, Run, check_run
+from manifoldkv.recipes.smallest import measured, smallest_plan
 from manifoldkv.recipes.tune import tune
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
 from manifoldkv.runs.files import only_run
 from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_tokens
+from manifoldkv.text.tokens import SEQUENCES, calibration_length, calibration_tokens
 from manifoldkv.windows import cached_tokens
 
 
@@ -48,13 +50,14 @@ def compress(
     config : CompressionConfig, optional
         What plan to make.
     folder : str or Path, optional
-        Folder of checkpoints: every basis once solved, rank sensitivities, and the state of tuning
-        every few steps. An interrupted run resumes from it with the same plan; runs with other
-        settings share common results, and results of other code are ignored. One run at a time.
+        Folder of checkpoints: statistics of every eight sequences, every basis once solved, rank
+        sensitivities, and the state of tuning every few steps. An interrupted run resumes from it
+        with the same plan; runs with other settings share common results, and results of other
+        code are ignored. One run at a time.
     executor : {"local", "ray"} or Executor
-        Where bases are found, and rank sensitivities under the threshold and the optimal rule; the
-        plan is the same. The sequential rule, tuning, rounding and all of a `BitRecipe` or a
-        `StoredRecipe` run in this process.
+        Where statistics are collected and bases are found, and rank sensitivities under the
+        threshold and the optimal rule; the plan is the same. The sequential rule, tuning and
+        quantization run in this process.
     **settings
         Fields of `CompressionConfig`, in place of those of `config`: ``ratio=0.25``.
 
@@ -82,28 +85,107 @@ def compress(
         damaged (which is named, and computed again once it is deleted).
     """
     decoder = Decoder.of(model)
-    executor = executor_named(executor)
-    run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))
-    plan = run.recipe.fit(decoder, run, folder, executor)
-    steps, quantization = run.recipe.tuning_steps, run.config.quantization
+    run = started(decoder, tokens, config, settings, folder, executor)
+    recipe, config = run.config.complete_recipe(), run.config
+    statistics = recipe.calibrate(run)
+    if config.nats is None:
+        plan = recipe.fit(statistics, config)
+    else:
+        plan = _smallest(run, recipe, statistics)
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(torch.get_num_threads()):
-        if steps:
-            checkpoints, seed = run.checkpoints(decoder, folder), run.config.seed
-            plan = tune(model, plan, run.tokens, steps=steps, seed=seed, checkpoints=checkpoints)
-        if quantization is not None:
-            plan = quantize(plan, model, run.tokens, quantization)
+        if recipe.tuning_steps:
+            plan = tune(
+                model,
+                plan,
+                run.tokens,
+                steps=recipe.tuning_steps,
+                seed=config.seed,
+                checkpoints=run.checkpoints(),
+            )
+        if config.quantization is not None:
+            plan = quantize(plan, model, run.tokens, config.quantization)
     return plan
 
 
-def started(decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig) -> Run:
+def calibrate(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig | None = None,
+    *,
+    folder: str | Path | None = None,
+    executor: str | Executor = "local",
+    **settings: Any,
+) -> Statistics:
+    """Return the statistics of a model on a text, to which `fit` fits plans.
+
+    Statistics of parts of a text `Statistics.merge` to those of the whole, and are saved and loaded
+    (`Statistics.save`). Those of recipe ``"stored"`` differ from those of ``"bits"`` and
+    ``"best"``: they are of prompts.
+
+    Parameters
+    ----------
+    model, tokens, config, folder, executor, **settings
+        As in `compress`.
+
+    Raises
+    ------
+    ManifoldKVError
+        As `compress`; and `ArgumentError` if the recipe fits nothing to statistics.
+    """
+    run = started(Decoder.of(model), tokens, config, settings, folder, executor)
+    recipe = run.config.complete_recipe()
+    statistics = recipe.calibrate(run)
+    if not isinstance(statistics, Statistics):
+        raise ArgumentError(
+            f"{type(recipe).__name__} solves on activations and not on statistics: call compress, "
+            "or take another recipe (bits)"
+        )
+    return statistics
+
+
+def fit(
+    statistics: Statistics, config: CompressionConfig | None = None, **settings: Any
+) -> CompressionPlan:
+    """Return a plan of a model from its statistics; the model does not run.
+
+    ``fit(calibrate(model, text), ratio=1 / 8)`` is ``compress(model, text, ratio=1 / 8)``.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        From `calibrate`, with the same recipe.
+    config, **settings
+        As in `compress`, without `nats`, whose loss only a model measures.
+
+    Raises
+    ------
+    ManifoldKVError
+        As `compress`.
+    """
+    config = replace(config or CompressionConfig(), **settings)
+    if config.nats is not None:
+        raise ArgumentError("nats needs the model: call compress(model, text, nats=…)")
+    recipe = config.complete_recipe()
+    recipe.check(statistics.model, config, config.context or statistics.length)
+    return recipe.fit(statistics, config)
+
+
+def started(
+    decoder: Decoder,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig | None,
+    settings: dict[str, Any],
+    folder: str | Path | None = None,
+    executor: str | Executor = "local",
+) -> Run:
     """Check a run, then read its text.
 
     Parameters
     ----------
     decoder : Decoder
         View of the model.
-    tokens, config
+    tokens, config, settings, folder, executor
         As in `compress`.
 
     Raises
@@ -111,22 +193,24 @@ def started(decoder: Decoder, tokens: Tensor | TextSource | str, config: Compres
     ManifoldKVError
         As `compress`, before any long work.
     """
-    recipe = config.complete_recipe()
-    recipe.check(decoder, tokens, config)
+    config = replace(config or CompressionConfig(), **settings)
+    executor = executor_named(executor)
+    check(decoder, tokens, config)
     name, ids = calibration_tokens(decoder.model, tokens, config.sequences, config.length)
-    context = ids.shape[1] if config.context is None else config.context
-    return Run(config, recipe, name, ids, context)
+    return Run(decoder, config, name, ids, folder, executor)
 
 
-def check(model: PreTrainedModel, text: TextSource | str, config: CompressionConfig) -> None:
+def check(
+    model: PreTrainedModel | Decoder, text: Tensor | TextSource | str, config: CompressionConfig
+) -> None:
     """Raise the errors that `compress` raises before it reads a text.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        As in `compress`.
-    text : TextSource or str
-        Calibration data. Nothing of it is read; a name need not be that of a text source.
+    model : PreTrainedModel or Decoder
+        As in `compress`, or a view of it.
+    text : Tensor, TextSource or str
+        Calibration data. Nothing of a text is read; a name need not be that of a text source.
     config : CompressionConfig
         What plan to make.
 
@@ -135,7 +219,29 @@ def check(model: PreTrainedModel, text: TextSource | str, config: CompressionCon
     ManifoldKVError
         As `compress`.
     """
-    config.complete_recipe().check(Decoder.of(model), text, config)
+    decoder = model if isinstance(model, Decoder) else Decoder.of(model)
+    check_run(decoder, config)
+    length = calibration_length(decoder.model, text, config.length)
+    recipe = config.complete_recipe()
+    recipe.check(decoder.description(), config, config.context or length)
+    sequences = len(text) if isinstance(text, Tensor) else config.sequences or SEQUENCES
+    if config.nats is not None and sequences < HELD_OUT:
+        raise ArgumentError(
+            f"nats must have {HELD_OUT} or more calibration sequences, got {sequences}: the loss "
+            "is measured on an eighth of them"
+        )
+
+
+def _smallest(run: Run, recipe: Recipe, statistics: Statistics) -> CompressionPlan:
+    """Return the smallest plan whose measured loss is within the limit of a run."""
+    nats = run.config.nats
+    assert nats is not None
+
+    def plan_at(ratio: float) -> CompressionPlan:
+        plan = recipe.fit(statistics, replace(run.config, ratio=ratio))
+        return measured(run.decoder, plan, run.held_out)
+
+    return smallest_plan(plan_at, nats, recipe.least_ratio(statistics.model, run.context))
 
 
 def ratio_from_bytes(

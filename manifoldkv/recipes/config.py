@@ -8,6 +8,7 @@ from math import inf
 from manifoldkv.basis import Rotary, check_rotary
 from manifoldkv.coding.integers import Quantization
 from manifoldkv.errors import ArgumentError
+from manifoldkv.objectives import Objective
 from manifoldkv.ranks import RankRule
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
 from manifoldkv.recipes.recipe import Recipe
@@ -26,6 +27,9 @@ class CompressionConfig:
         `ratio_from_bytes` returns the one of a budget in bytes.
     recipe : Recipe or str
         Recipe, or a name of `RECIPES`.
+    objective : Objective or str, optional
+        Objective of the recipe, the recipe's if omitted; a name stands for a registered one with
+        default fields. Coded recipes take those with a metric.
     ranks : RankRule or str, optional
         Rank rule of a `RankRecipe`, the recipe's if omitted; a name stands for a registered one
         with default fields (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``).
@@ -64,6 +68,7 @@ class CompressionConfig:
 
     ratio: float = 0.5
     recipe: Recipe | str = DEFAULT_RECIPE
+    objective: Objective | str | None = None
     ranks: RankRule | str | None = None
     work: float | None = None
     nats: float | None = None
@@ -82,14 +87,11 @@ class CompressionConfig:
         self.complete_recipe()
 
     def complete_recipe(self) -> Recipe:
-        """Return the recipe with the rank rule of this run."""
-        recipe = recipe_named(self.recipe)
-        recipe.check_config(self)
+        """Return the recipe with the objective, the rank rule and the compute of this run."""
+        recipe = recipe_named(self.recipe).configured(self)
         if self.nats is not None and not recipe.meets_nats:
             raise ArgumentError(
                 f"{type(recipe).__name__} makes no plan for a loss: leave nats out, or take "
                 "another recipe (bits)"
             )
-        if self.work is not None:
-            recipe = recipe.with_work(self.work)
-        return recipe if self.ranks is None else recipe.with_ranks(self.ranks)
+        return recipe

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import SITES, HeadGrouping, Site, parse_grouping
+from manifoldkv.basis import SITES, Site, parse_grouping
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.description import ModelDescription
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.ranks import RANK_RULES, Budget, ProbeRun, RankProblem, RankRule, Ranks, Uniform
+from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Uniform
 from manifoldkv.ranks.base import CandidateRanks
-from manifoldkv.recipes.probe import Estimate, Probe, timed
 from manifoldkv.recipes.recipe import Recipe
-from manifoldkv.recipes.run import Run, check_run, context_of
+from manifoldkv.recipes.run import Run, Text, new_plan
 from manifoldkv.recipes.solve import BasisFinder, find_bases
 from manifoldkv.registry import Registry
 from manifoldkv.runs.checkpoints import Checkpoints
-from manifoldkv.runs.executors import Executor, on_threads
+from manifoldkv.runs.executors import on_threads
 from manifoldkv.runs.files import only_run
-from manifoldkv.solvers import SOLVERS, ClosedForm, Solver
-from manifoldkv.text.sources import TextSource
+from manifoldkv.solvers import SOLVERS, Solver
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
@@ -88,40 +84,59 @@ class RankRecipe(Recipe):
         }
         return asdict(self) | methods
 
-    def with_ranks(self, ranks: RankRule | str) -> Self:
-        return replace(self, ranks=RANK_RULES.resolve(ranks))
-
-    def check(
-        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
-    ) -> None:
-        check_run(decoder, config)
+    def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
         if config.quantization is not None:
-            config.quantization.check_windows(decoder.windows)
+            config.quantization.check_windows(model.windows)
         BasisFinder(self, config.rotary, config.seed)  # raises if the solver does not accept
-        self.ranks.candidate_ranks(_budget(decoder, config, context_of(decoder, tokens, config)))
+        self.ranks.candidate_ranks(_budget(model, config, context))
 
-    def fit(
-        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
-    ) -> CompressionPlan:
-        budget = _budget(decoder, run.config, run.context)
+    def calibrate(self, run: Run) -> Run:
+        """Return the run: the bases of a layer are solved on its activations."""
+        return run
+
+    def fit(self, run: Run, config: CompressionConfig) -> CompressionPlan:
+        decoder, folder = run.decoder, run.folder
+        model = decoder.description()
+        budget = _budget(model, config, run.context)
         candidates = self.ranks.candidate_ranks(budget)
-        rotary, threads = run.config.rotary, torch.get_num_threads()
+        rotary, threads = config.rotary, torch.get_num_threads()
+        metrics = self._metrics(run)
         lock = nullcontext() if folder is None else only_run(Path(folder))
         with lock, on_threads(threads):  # all of it, tasks or not
-            checkpoints = run.checkpoints(decoder, folder)
+            checkpoints = run.checkpoints()
             of_ranks = self._rank_checkpoints(checkpoints, run, candidates)
-            finder = BasisFinder(self, rotary, run.config.seed)
+            finder = BasisFinder(self, rotary, config.seed)
             bases = find_bases(
-                decoder.model, run.tokens, finder, candidates, executor, threads, checkpoints
+                decoder.model,
+                run.tokens,
+                finder,
+                candidates,
+                run.executor,
+                threads,
+                checkpoints,
+                metrics,
             )
             ranks = self._chosen(
-                RankProblem(decoder.model, run.tokens, bases, budget, rotary, executor, of_ranks)
+                RankProblem(
+                    decoder.model, run.tokens, bases, budget, rotary, run.executor, of_ranks
+                )
             )
         layers = [
             LayerPlan(SitePlan(of_layer.keys[key]), SitePlan(of_layer.values[value]), window)
             for of_layer, (key, value), window in zip(bases, ranks, budget.windows, strict=True)
         ]
-        return run.plan(decoder, layers)
+        return new_plan(self, model, layers, Text(run.text, *run.tokens.shape), config)
+
+    def _metrics(self, run: Run) -> dict[tuple[int, Site], Tensor]:
+        """Return the metrics of an objective that is not a function of a layer's activations."""
+        if not self.objective.needs_statistics:
+            return {}
+        statistics = run.statistics(jacobian=self.objective.needs_jacobian)
+        return {
+            (layer, site): self.objective.metric(statistics, layer, site)
+            for layer in range(statistics.model.layers)
+            for site in SITES
+        }
 
     def _rank_checkpoints(
         self, checkpoints: Checkpoints, run: Run, candidates: list[CandidateRanks]
@@ -148,51 +163,9 @@ class RankRecipe(Recipe):
             raise ArgumentError(f"rank rule {name} exceeds the ratio {budget.ratio:g}")
         return ranks
 
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        budget = _budget(decoder, run.config, run.context)
-        candidates = self.ranks.candidate_ranks(budget)
-        probe = Probe.of(decoder, run.tokens)
-        most = max(len(ranks) for of_layer in candidates for ranks in of_layer)
-        measured = ProbeRun(probe.activations, probe.forward, len(run.tokens), budget.layers, most)
-        return probe.estimate(
-            ratio=budget.ratio,
-            capture=probe.forward + budget.layers * probe.per_layer,
-            bases=self._solving(probe.activations, run, candidates),
-            ranks=self.ranks.estimated_seconds(measured),
-            tuning_steps=self.tuning_steps,
-            activation_bytes=self._bytes_per_token(probe.activations),
-        )
 
-    def _solving(
-        self, activations: LayerActivations, run: Run, candidates: list[CandidateRanks]
-    ) -> float:
-        """Return the seconds of the bases of all layers, from activations of a few sequences."""
-        solver, factor = self.solver.probe_run(activations.sequences / len(run.tokens))
-        total = 0.0
-        for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
-            grouping = HeadGrouping(self.grouping(site), activations.kv_heads)
-            problem = self.objective.problem(activations, site, grouping, run.config.rotary)
-            solved = sorted(r for ranks in ranks_of for r in ranks if r < activations.head_dim)
-            if not solved:  # full rank is the identity
-                continue
-            middle = [solved[len(solved) // 2]]
-            ranks, runs = (set(solved), len(ranks_of)) if solver.joint else (middle, len(solved))
-            seconds, _ = timed(partial(dict, solver.solve_ranks(problem, list(ranks))))
-            total += runs * factor * seconds
-        return total
-
-    def _bytes_per_token(self, activations: LayerActivations) -> int:
-        """Return the bytes of inputs, outputs and tensors held for an iterative solver."""
-        nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
-        if not isinstance(self.solver, ClosedForm):
-            width = HeadGrouping(self.value_grouping, activations.kv_heads).width
-            heads = 2 * activations.kv_heads + width * activations.query_heads
-            nbytes += heads * activations.head_dim * activations.dtype.itemsize
-        return nbytes
-
-
-def _budget(decoder: Decoder, config: CompressionConfig, context: int) -> Budget:
-    return Budget(config.ratio, decoder.head_dim, decoder.windows, context)
+def _budget(model: ModelDescription, config: CompressionConfig, context: int) -> Budget:
+    return Budget(config.ratio, model.head_dim, model.windows, context)
 
 
 REGISTRIES: dict[str, Registry[Any]] = {

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import Tensor
-
 from manifoldkv.errors import ArgumentError
-from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.description import ModelDescription
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.ranks import RankRule
-from manifoldkv.runs.executors import Executor
-from manifoldkv.text.sources import TextSource
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
-    from manifoldkv.recipes.probe import Estimate
     from manifoldkv.recipes.run import Run
+
+FIELDS = ("objective", "ranks", "work")
+"""Settings of a run that are fields of the recipes that have them."""
 
 
 @dataclass(frozen=True)
 class Recipe(ABC):
     """How a plan is made: inherit in a frozen dataclass, and give it a name by `register_recipe`.
 
-    `compress` calls `check` before a text is read, then `fit`, then `manifoldkv.tune` for
-    `tuning_steps` steps, and rounds the plan if that is asked for.
+    `compress` calls `check` before a text is read, then `calibrate`, then `fit`, then
+    `manifoldkv.tune` for `tuning_steps` steps, and quantizes the plan if that is asked for.
     """
 
     in_sixteen_bits: ClassVar[bool] = False
@@ -36,84 +32,17 @@ class Recipe(ABC):
     """Whether a plan can be asked for by its loss."""
     tuning_steps = 0
 
-    def with_ranks(self, ranks: RankRule | str) -> Self:
-        """Return the recipe with another rank rule.
-
-        Raises
-        ------
-        ArgumentError
-            If the recipe has no rank rule.
-        """
-        raise ArgumentError(
-            f"{type(self).__name__} has no ranks to choose: leave the rank rule out, or take "
-            "another recipe (low-rank)"
-        )
-
-    def with_work(self, work: float) -> Self:
-        """Return the recipe with another budget of work.
-
-        Raises
-        ------
-        ArgumentError
-            If the recipe has none.
-        """
-        raise ArgumentError(
-            f"{type(self).__name__} has no budget of work: leave work out, or take another recipe "
-            "(bits)"
-        )
-
-    def check_config(self, config: CompressionConfig) -> None:
-        """Refuse settings of a run that contradict the recipe, for any model.
-
-        Raises
-        ------
-        PlanError
-            Naming the setting.
-        """
-        return
-
     @abstractmethod
-    def check(
-        self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
-    ) -> None:
-        """Refuse a run that the recipe cannot do, before a text is read.
+    def fit(self, statistics: Any, config: CompressionConfig) -> CompressionPlan:
+        """Return a plan, neither tuned nor quantized.
 
         Parameters
         ----------
-        decoder : Decoder
-            View of the model.
-        tokens : Tensor, TextSource or str
-            Calibration data, of which nothing is read but the length of windows.
+        statistics : Statistics
+            What `calibrate` returns.
         config : CompressionConfig
-            Settings of the run.
-
-        Raises
-        ------
-        ManifoldKVError
-            Naming the value and the fix.
+            Settings, which `check` has accepted.
         """
-
-    @abstractmethod
-    def fit(
-        self, decoder: Decoder, run: Run, folder: str | Path | None, executor: Executor
-    ) -> CompressionPlan:
-        """Return the plan of a run, neither tuned nor rounded.
-
-        Parameters
-        ----------
-        decoder : Decoder
-            View of the model.
-        run : Run
-            Settings and calibration tokens, which `check` has accepted.
-        folder : str or Path, optional
-            Where finished parts are stored, for a run that resumes.
-        executor : Executor
-            Where independent tasks run.
-        """
-
-    @abstractmethod
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        """Return time and memory that `fit` and the tuning will take, from a probe run."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -121,6 +50,53 @@ class Recipe(ABC):
 
         ``"objective"``, ``"solver"`` and ``"ranks"`` are dictionaries with a ``"name"``.
         """
+
+    def calibrate(self, run: Run) -> Any:
+        """Return what `fit` needs to know of the model and the text, by default `Statistics`."""
+        return run.statistics()
+
+    def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
+        """Refuse what the recipe cannot do, before a text is read; by default nothing.
+
+        Parameters
+        ----------
+        model : ModelDescription
+            The model.
+        config : CompressionConfig
+            Settings of the run.
+        context : int
+            Tokens that the ratio holds for.
+
+        Raises
+        ------
+        ManifoldKVError
+            Naming the value and the fix.
+        """
+        return
+
+    def configured(self, config: CompressionConfig) -> Self:
+        """Return the recipe with the settings of a run that are its own fields.
+
+        Raises
+        ------
+        ArgumentError
+            If the recipe has no such field.
+        """
+        given = {
+            name: getattr(config, name) for name in FIELDS if getattr(config, name) is not None
+        }
+        own = {one.name for one in fields(self)}
+        for name, value in given.items():
+            if name not in own:
+                raise ArgumentError(
+                    f"{type(self).__name__} has no {name}: leave {name}={value!r} out, or take "
+                    "another recipe"
+                )
+        return replace(self, **given)
+
+    def least_ratio(self, model: ModelDescription, context: int) -> float:
+        """Return the smallest ratio of a plan that is asked for by its loss."""
+        return 0.0
 
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         """Return bytes that a cache in another dtype takes beyond its ratio.

@@ -1,113 +1,173 @@
-"""The run of a recipe: settings, text, tokens and context."""
+"""A run of `compress`: model, settings, text and where tasks run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Rotary
+from manifoldkv.activations.collect import collect
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.description import ModelDescription
 from manifoldkv.models.weights import check_finite
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.source import versions
-from manifoldkv.text.sources import TextSource
-from manifoldkv.text.tokens import calibration_length
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
+HELD_OUT = 8
+"""One of this many sequences is held out, to estimate the loss on."""
+
 
 @dataclass(frozen=True)
 class Run:
-    """Settings and calibration tokens of a run of `compress`.
+    """Model, calibration tokens and settings of a run.
 
     Parameters
     ----------
+    decoder : Decoder
+        View of the model.
     config : CompressionConfig
         What plan to make.
-    recipe : Recipe
-        With the rank rule of the run.
     text : str
         Name of the calibration text.
     tokens : Tensor
         Token ids, (sequences, length), int64.
-    context : int
-        Tokens that the ratio holds for.
+    folder : str or Path or None
+        Where finished parts are stored, for a run that resumes.
+    executor : Executor
+        Where independent tasks run.
     """
 
+    decoder: Decoder
     config: CompressionConfig
-    recipe: Recipe
     text: str
     tokens: Tensor
-    context: int
+    folder: str | Path | None
+    executor: Executor
 
-    def plan(
-        self,
-        decoder: Decoder,
-        layers: Sequence[LayerPlan],
-        *,
-        rotary: Rotary | None = None,
-        sinks: int = 0,
-    ) -> CompressionPlan:
-        """Return the plan of layers that the run has found, by torch's threads of now.
+    @property
+    def context(self) -> int:
+        """Return the number of tokens that the ratio holds for."""
+        return self.config.context or self.tokens.shape[1]
 
-        Parameters
-        ----------
-        decoder : Decoder
-            View of the model.
-        layers : sequence of LayerPlan
-            All of the model's.
-        rotary : {"pre", "post"}, optional
-            Whether keys are stored before rotation; as the run has it if omitted.
-        sinks : int
-            As in `CompressionPlan`.
-        """
-        provenance = Provenance(
-            model=decoder.config._name_or_path,
-            text=self.text,
-            sequences=self.tokens.shape[0],
-            length=self.tokens.shape[1],
-            context=self.context,
-            recipe=self.recipe.describe(),
-            seed=self.config.seed,
-            requested_ratio=self.config.ratio,
-            threads=torch.get_num_threads(),
-            versions=versions(),
-        )
-        return CompressionPlan(
-            tuple(layers),
-            self.config.rotary if rotary is None else rotary,
-            config_hash(decoder.config),
-            decoder.fingerprint(),
-            AttentionShape(decoder.query_heads, decoder.rotary_dim),
-            provenance,
-            sinks=sinks,
-        )
+    @property
+    def fitted(self) -> Tensor:
+        """Return the sequences that everything is fitted to, all but the last eighth."""
+        return self.tokens[: len(self.tokens) - len(self.held_out)]
 
-    def checkpoints(self, decoder: Decoder, folder: str | Path | None) -> Checkpoints:
+    @property
+    def held_out(self) -> Tensor:
+        """Return the sequences that the loss is estimated on; none of fewer than eight."""
+        return self.tokens[len(self.tokens) - len(self.tokens) // HELD_OUT :]
+
+    def statistics(
+        self, *, first: int = 0, prompt: int | None = None, jacobian: bool = False
+    ) -> Statistics:
+        """Return the statistics of the text; parameters as in `collect`."""
+
+        def of(tokens: Tensor, folder: Path | None) -> Statistics:
+            return collect(
+                self.decoder.model,
+                tokens,
+                text=self.text,
+                seed=self.config.seed,
+                first=first,
+                prompt=prompt,
+                jacobian=jacobian,
+                folder=folder,
+                executor=self.executor,
+            )
+
+        folder = None if self.folder is None else Path(self.folder)
+        statistics = of(self.fitted, folder)
+        if not len(self.held_out):
+            return statistics
+        return replace(statistics, held_out=of(self.held_out, folder))
+
+    def checkpoints(self) -> Checkpoints:
         """Return the checkpoints of all that depends on model, tokens, threads and versions."""
-        if folder is None:
+        if self.folder is None:
             return Checkpoints()
         settings = {
-            "model": digest_of_model(decoder.model),
+            "model": digest_of_model(self.decoder.model),
             "tokens": digest_of_tokens(self.tokens),
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-        return Checkpoints(Path(folder), settings)
+        return Checkpoints(Path(self.folder), settings)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Calibration text of a plan: its name, and the number and length of its sequences."""
+
+    name: str
+    sequences: int
+    length: int
+
+
+def new_plan(
+    recipe: Recipe,
+    model: ModelDescription,
+    layers: Sequence[LayerPlan],
+    text: Text,
+    config: CompressionConfig,
+    *,
+    sinks: int = 0,
+) -> CompressionPlan:
+    """Return the plan of layers that a recipe has made, by torch's threads of now.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        The recipe.
+    model : ModelDescription
+        The model.
+    layers : sequence of LayerPlan
+        All of the model's.
+    text : Text
+        What the plan was fitted to.
+    config : CompressionConfig
+        Settings of the run.
+    sinks : int
+        As in `CompressionPlan`.
+    """
+    provenance = Provenance(
+        model=model.name,
+        text=text.name,
+        sequences=text.sequences,
+        length=text.length,
+        context=config.context or text.length,
+        recipe=recipe.describe(),
+        seed=config.seed,
+        requested_ratio=config.ratio,
+        threads=torch.get_num_threads(),
+        versions=versions(),
+    )
+    return CompressionPlan(
+        tuple(layers),
+        config.rotary,
+        model.config_hash,
+        model.fingerprint,
+        AttentionShape(model.query_heads, model.rotary_dim),
+        provenance,
+        sinks=sinks,
+    )
 
 
 def check_run(decoder: Decoder, config: CompressionConfig) -> None:
@@ -117,14 +177,3 @@ def check_run(decoder: Decoder, config: CompressionConfig) -> None:
     if config.context is not None:
         check_context(config.context)
     check_finite(decoder.model)
-
-
-def context_of(
-    decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
-) -> int:
-    """Return the tokens that the ratio holds for, and refuse sequences too long for the model.
-
-    No text is read.
-    """
-    length = calibration_length(decoder.model, tokens, config.length)
-    return length if config.context is None else config.context

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from math import log
 
+import torch
+from torch import Tensor
+
+from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.errors import ArgumentError
+from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.projected import divergence, log_probabilities, reconstructed
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.runs.progress import follow
 
 LOG = logging.getLogger(__name__)
 
@@ -75,3 +83,46 @@ def _next_ratio(tried: dict[float, float], nats: float) -> float:
         measured = (log(tried[nearest]) - log(tried[other])) / (nearest - other)
         slope = min(measured, SLOPE / 5)  # noise must not turn the line
     return nearest + (aim - log(tried[nearest])) / slope
+
+
+@torch.no_grad()
+def measured(decoder: Decoder, plan: CompressionPlan, tokens: Tensor) -> CompressionPlan:
+    """Return the plan with its measured divergence in its provenance.
+
+    Keys and values of the whole model are reconstructed as the cache reads them.
+
+    Parameters
+    ----------
+    decoder : Decoder
+        View of the model.
+    plan : CompressionPlan
+        Plan of coded latents.
+    tokens : Tensor
+        Token ids of held-out sequences, (S, n), int64.
+    """
+    losses = []
+    for text in follow(tokens.split(1), len(tokens), "measuring the loss"):
+        text = text.to(decoder.device)
+        exact = log_probabilities(decoder.model, text)
+        context = plan.predictor_context()
+
+        def reconstruct(
+            index: int, keys: Tensor, values: Tensor, context: PredictorContext = context
+        ) -> tuple[Tensor, Tensor]:
+            context.begin(index)
+            both = []
+            for (_, planned), x in zip(plan.layers[index].sites, (keys, values), strict=True):
+                rows = x.transpose(1, 2).flatten(2).flatten(0, 1)  # (n, D)
+                flat = planned.reconstruct(rows.cpu().float(), context)
+                context.add(flat)
+                by_head = planned.grouping.merge(flat.unflatten(0, (1, 1, -1)))
+                both.append(by_head.to(x))
+            return both[0], both[1]
+
+        layers = range(len(plan.layers))
+        with reconstructed(decoder.model, reconstruct, layers=layers, sinks=plan.sinks):
+            losses.append(float(divergence(exact, log_probabilities(decoder.model, text))))
+    sample = torch.tensor(losses, dtype=torch.float64)
+    error = float(sample.std()) / len(losses) ** 0.5 if len(losses) > 1 else None
+    provenance = replace(plan.provenance, measured_nats=float(sample.mean()), measured_error=error)
+    return replace(plan, provenance=provenance)

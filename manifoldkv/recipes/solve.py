@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,11 +42,16 @@ class BasisFinder:
                 raise ArgumentError(reason)
 
     def __call__(
-        self, activations: LayerActivations, site: Site, ranks: Sequence[int]
+        self,
+        activations: LayerActivations,
+        site: Site,
+        ranks: Sequence[int],
+        metric: Tensor | None = None,
     ) -> Iterator[tuple[int, Basis]]:
-        """Yield ranks and their bases."""
+        """Yield ranks and their bases; `metric` is as in `Problem`."""
         grouping = HeadGrouping(self._recipe.grouping(site), activations.kv_heads)
-        problem = self._recipe.objective.problem(activations, site, grouping, self._rotary)
+        objective, rotary = self._recipe.objective, self._rotary
+        problem = objective.problem(activations, site, grouping, rotary, metric)
         full = activations.head_dim
         solver = self._recipe.solver
         if full in ranks and not solver.joint:
@@ -92,6 +97,7 @@ def find_bases(
     executor: Executor,
     threads: int,
     checkpoints: Checkpoints,
+    metrics: Mapping[tuple[int, Site], Tensor],
 ) -> list[LayerBases]:
     """Return the bases of all layers at their candidate ranks, resumed or solved and stored.
 
@@ -109,6 +115,8 @@ def find_bases(
         Number of threads of a task.
     checkpoints : Checkpoints
         Checkpoints keyed by model, tokens and number of threads.
+    metrics : mapping
+        Metrics by layer and tensor, of an objective that needs statistics; otherwise empty.
     """
     heads = model.config.get_text_config().num_key_value_heads
     stored = {site: finder.checkpoints(checkpoints, site, candidates) for site in SITES}
@@ -131,7 +139,7 @@ def find_bases(
             for site in SITES:
                 key = (activations.layer, site)
                 if key in missing:
-                    yield Task(key, activations, (site, missing[key]))
+                    yield Task(key, activations, (site, missing[key], metrics.get(key)))
             del activations  # before those of the next layer are computed
 
     total = sum(map(len, missing.values()))

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from manifoldkv.activations.moments import LayerMoments, SiteMoments
-from manifoldkv.basis import SITES, Basis, HeadGrouping
+from manifoldkv.activations.statistics import Statistics
+from manifoldkv.basis import SITES, Basis, HeadGrouping, detached
 from manifoldkv.coding.costs import best_gains
-from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
+from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
+from manifoldkv.coding.predictive import Reconstruct, fit_layers, predictor_of
 from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
-from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.tables import entropy_coded, find_step
-from manifoldkv.coding.transform import SAMPLES as TRANSFORM_SAMPLES
-from manifoldkv.coding.transform import SiteDesign, WeightedKLT, sampled, weighted_klt
+from manifoldkv.coding.transform import TransformConfig, WeightedKLT, sampled, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.description import ModelDescription
+from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.recipes.coded import CodedRecipe, Designs
-from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
-from manifoldkv.recipes.probe import timed
+from manifoldkv.recipes.coded import CodedRecipe, coded_plan
+
+if TYPE_CHECKING:
+    from manifoldkv.recipes.config import CompressionConfig
 
 SAMPLES = 8192
-"""Tokens of each site that tables are made of."""
-STEPS_TRIED = 24
-"""Steps at which tables are made, on twice as many samples as bits are allocated with."""
+"""Tokens of each tensor that tables are made of."""
 FOLDS = 8
 """Folds of `weighted_klt`: tables must hold for other text."""
+ROUNDS = 3
+"""Rounds of fitting predictors and the step, which depend on each other: first as if reconstruction
+were exact."""
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StoredRecipe(CodedRecipe[float]):
+class StoredRecipe(CodedRecipe):
     """A plan for a `Codec`: latents become symbols, which an entropy coder stores.
 
     The transform is that of `BitRecipe`, but the Fisher information is that of a prompt whose cache
-    is stored after it was read exactly: errors cost the tokens after it (`fisher_moments`, whose
-    `prompt` is half of every calibration sequence). One step for all latents of the model is then
-    the whole allocation; it is chosen so that the bytes of a stored cache, with everything in it,
-    are expected to meet the ratio. They are compared to a cache in 16 bits, at the context of the
-    run. No model runs on such latents: a codec decodes them to a stock cache.
+    is stored after it was read exactly: errors cost the tokens after it (`collect`, whose `prompt`
+    is half of every calibration sequence). One step for all latents of the model is then the whole
+    allocation; it is chosen so that the bytes of a stored cache, with everything in it, are
+    expected to meet the ratio. They are compared to a cache in 16 bits, at the context of the run.
+    No model runs on such latents: a codec decodes them to an uncompressed cache.
 
     Parameters
     ----------
-    sinks
+    sinks, objective
         As in `CodedRecipe`.
     below : int or None
         Number of layers below that predict keys and values; with 0 only values are predicted, from
@@ -56,7 +57,7 @@ class StoredRecipe(CodedRecipe[float]):
     Raises
     ------
     ArgumentError
-        If `sinks` or `below` is negative.
+        If `sinks` or `below` is negative, or the objective is unknown or has no metric.
     """
 
     below: int | None = 2
@@ -67,44 +68,34 @@ class StoredRecipe(CodedRecipe[float]):
             raise ArgumentError(f"below must be >= 0, got {self.below}")
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"below": self.below}
-
-    def describe_allocation(self) -> dict[str, Any]:
-        return {"name": "entropy"}
-
-    @property
-    def predicts(self) -> bool:
-        return self.below is not None
-
-    def design(
-        self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]
-    ) -> Designs[float]:
-        if self.below is None:
-            return Designs([SiteDesign() for _ in moments for _ in SITES], 1)
-        layers = range(len(moments))
-        depths = [min(self.below, layers_below(run.windows, index)) for index in layers]
-        inputs = [all_inputs(site, depth) for depth in depths for site in SITES]
-        return Designs([SiteDesign(one) for one in inputs], ROUNDS)
+        return super().describe() | {"ranks": {"name": "entropy"}, "below": self.below}
 
     def prompt(self, length: int) -> int:
         return length // 2
 
-    def check_windows(self, windows: Sequence[int | None]) -> None:
-        for index, window in enumerate(windows):
+    def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
+        super().check(model, config, context)
+        for index, window in enumerate(model.windows):
             if window is not None:
                 raise PlanError(
                     f"layer {index} has a sliding window of {window} tokens, whose caches recipe "
                     "stored does not store: take recipe bits"
                 )
+        self.budget(model, config.ratio, context)
 
-    def budget(self, decoder: Decoder, ratio: float, context: int) -> float:
-        """Return the bits of the symbols of a token, after all else in a stored cache."""
-        layers, features = len(decoder.layers), decoder.features
-        full = 2 * 2 * features * layers * context
+    def budget(self, model: ModelDescription, ratio: float, context: int) -> float:
+        """Return the bits of the symbols of a token, after all else in a stored cache.
+
+        Raises
+        ------
+        ArgumentError
+            If the ratio is too small.
+        """
+        full = 2 * 2 * model.features * model.layers * context
         sinks = min(self.sinks, context)
         around = frame_bytes(context) + TOKEN_ID_BYTES * context
-        around += 2 * features * layers * sinks * decoder.dtype.itemsize
-        around += 2 * layers  # sizes of sites are rounded up to whole bytes
+        around += 2 * model.features * model.layers * sinks * model.itemsize
+        around += 2 * model.layers  # sizes of tensors are rounded up to whole bytes
         remaining = ratio * full - around
         if remaining <= 0:
             raise ArgumentError(
@@ -113,42 +104,70 @@ class StoredRecipe(CodedRecipe[float]):
             )
         return 8 * remaining / max(1, context - sinks)
 
-    def transform(
-        self, moments: SiteMoments, x: Tensor, inputs: Tensor | None, design: SiteDesign
-    ) -> WeightedKLT:
-        return weighted_klt(moments, x, inputs, samples=len(x), folds=FOLDS)
+    def fit(self, statistics: Statistics, config: CompressionConfig) -> CompressionPlan:
+        model, metrics = statistics.model, self.metrics(statistics)
+        bits = self.budget(model, config.ratio, config.context or statistics.length)
+        configs = self._configs(model)
 
-    def held(self, site: WeightedKLT) -> WeightedKLT:
-        return replace(site, latents=sampled(site.latents, SAMPLES).float())
+        def fit(
+            tensor: int, x: Tensor, inputs: Tensor | None, config: TransformConfig
+        ) -> WeightedKLT:
+            layer, site = divmod(tensor, len(SITES))
+            of_tensor = statistics.layers[layer].of(SITES[site])
+            return weighted_klt(of_tensor, metrics[tensor], x, inputs, samples=len(x), folds=FOLDS)
 
-    def allocate(self, sites: list[WeightedKLT], run: CodedRun, designs: Designs[float]) -> float:
-        return find_step([site.latents for site in sites], run.budget)
+        step, transforms = 0.0, []
+        rounds = 1 if self.below is None else ROUNDS
+        for count in range(1, rounds + 1):
+            LOG.info("fitting %d layers, round %d of %d", model.layers, count, rounds)
+            layers = fit_layers(statistics, configs, fit, reconstruct_at(step) if step else None)
+            transforms = [_thinned(one) for layer in layers for one in layer.transforms]
+            step = find_step([one.latents for one in transforms], bits)
+        planned = []
+        for transform, of_tensor in zip(transforms, configs, strict=True):
+            basis, quantizer = quantized(transform, step, model.grouping)
+            mean = detached(transform.mean.float())
+            planned.append(SitePlan(basis, quantizer, mean, predictor_of(transform, of_tensor)))
+        return coded_plan(self, statistics, config, planned)
 
-    def quantize(
-        self, site: WeightedKLT, allocation: float, index: int, grouping: HeadGrouping
-    ) -> tuple[Basis, Quantizer]:
-        used = (site.latents / allocation).round().abs().amax(dim=0) > 0
-        order = used.int().argsort(descending=True, stable=True)
-        # Every head has as many latents: some that are always 0 may be among them.
-        columns = order[: max(1, -(-int(used.sum()) // grouping.width)) * grouping.width]
-        quantizer = entropy_coded(site.latents[:, columns] / allocation)
-        return site.basis(columns, grouping, step=allocation), quantizer
+    def _configs(self, model: ModelDescription) -> list[TransformConfig]:
+        """Return the configurations of all tensors."""
+        if self.below is None:
+            return [TransformConfig() for _ in model.windows for _ in SITES]
+        depths = [min(self.below, layers_below(model.windows, i)) for i in range(model.layers)]
+        return [TransformConfig(all_inputs(site, depth)) for depth in depths for site in SITES]
+
+
+def quantized(
+    transform: WeightedKLT, step: float, grouping: HeadGrouping
+) -> tuple[Basis, EntropyCoded]:
+    """Return basis and quantizer of the latents that are not always rounded to 0."""
+    used = (transform.latents / step).round().abs().amax(dim=0) > 0
+    order = used.int().argsort(descending=True, stable=True)
+    # Every head has as many latents: some that are always 0 may be among them.
+    columns = order[: max(1, -(-int(used.sum()) // grouping.width)) * grouping.width]
+    quantizer = entropy_coded(transform.latents[:, columns] / step)
+    return transform.basis(columns, grouping, step=step), quantizer
+
+
+def reconstruct_at(step: float) -> Reconstruct:
+    """Return the reconstruction of tensors whose latents are rounded at a step.
+
+    Latents are those of residuals of a cross-validation, as of text that nothing was fitted to:
+    where one is rounded to 0, the prediction is the reconstruction.
+    """
 
     def reconstruct(
-        self,
-        site: WeightedKLT,
-        allocation: float,
-        x: Tensor,
-        planned: SitePlan,
-        context: PredictorContext,
+        tensor: int, transform: WeightedKLT, x: Tensor, context: PredictorContext
     ) -> Tensor:
-        # Latents are those of residuals of a cross-validation, as of text that nothing was fitted
-        # to: where one is rounded to 0, the prediction is the reconstruction.
-        scaled = (site.latents / allocation).float()
+        scaled = (transform.latents / step).float()
         rounded = scaled.round()
         errors = rounded * best_gains(scaled, rounded).float() - scaled
-        return x + (errors @ (site.up * allocation).float().mT).to(x)
+        return x + (errors @ (transform.up * step).float().mT).to(x)
 
-    def fitting_seconds(self, features: int) -> float:
-        seconds, _ = timed(partial(entropy_coded, torch.randn(TRANSFORM_SAMPLES, features)))
-        return STEPS_TRIED * seconds
+    return reconstruct
+
+
+def _thinned(transform: WeightedKLT) -> WeightedKLT:
+    """Return a transform with fewer latents, which are kept until all tensors are fitted."""
+    return replace(transform, latents=sampled(transform.latents, SAMPLES).float())

@@ -1,4 +1,4 @@
-"""Possible transforms of every site of a model, from joint moments of neighbouring layers."""
+"""Candidate transforms of the keys and values of a model, from moments of neighbouring layers."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from math import inf
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.moments import LayerMoments
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import SITES, Site
+from manifoldkv.coding.candidates import Candidate, Candidates, blocks_of
 from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.regression import leading_directions, ridge
-from manifoldkv.coding.transform import SiteDesign, sampled, spectrum
-from manifoldkv.models.decoder import Decoder
-from manifoldkv.recipes.coded_run import CodedRun
-from manifoldkv.recipes.menu import Choice, Menu, blocks_of
+from manifoldkv.coding.transform import TransformConfig, sampled, spectrum
+from manifoldkv.models.description import ModelDescription
+from manifoldkv.runs.progress import follow
 from manifoldkv.windows import cached_tokens
 
 SAMPLES = 8192
 """Tokens of joint moments."""
 RANKS = (8, 16, 32, 64, 128, None)
 """Ranks of key predictors; None for full rank."""
-CHAINS = (2, 3, 4, 6)
-"""Lengths of chains within a limit of work. A chain is a run of layers; all sites of its layers
-below predict a site. It ends where another begins, so that a decode step depends on few layers."""
-ONE_CHAIN = (inf,)
-"""Length of the chain without a limit of work: all layers. Its choices count the latents of their
-inputs alone, not those of further layers that these depend on."""
+GROUP_LENGTHS = (2, 3, 4, 6)
+"""Lengths of cross-layer groups within a limit of compute. A group is a run of layers; all tensors
+of its layers below predict a tensor. It ends where another begins, so that a decode step depends on
+few layers."""
+ONE_GROUP = (inf,)
+"""Length of the group without a limit of compute: all layers."""
 INPUTS_BELOW = 5
-"""Largest number of layers below that a site of a chain is predicted from. In a longer chain its
+"""Largest number of layers below that a tensor of a group is predicted from. In a longer group its
 reconstruction depends on further layers through these."""
 SCALE = 1.0
 """Multiplications of a latent of a key by its scale."""
 
+LayerTensors = Sequence[Tensor]
+"""Keys and values of a layer, (tokens, D) each."""
+
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Transforms to choose from.
 
     Parameters
@@ -47,81 +50,76 @@ class Space:
     depth : int or None
         Largest number of layers below whose keys predict values; 0 for the keys of the same layer
         only, None for no predictors.
-    chains : tuple of float
-        Lengths of chains that are tried, in which keys are predicted too.
+    groups : tuple of float
+        Lengths of cross-layer groups that are tried, in which keys are predicted too.
     """
 
     bands: tuple[int | None, ...]
     depth: int | None
-    chains: tuple[float, ...]
+    groups: tuple[float, ...]
 
     @property
     def reach(self) -> int:
         """Return how many layers below are inputs at most."""
-        in_chains = (int(min(length - 1, INPUTS_BELOW)) for length in self.chains)
-        return max(self.depth or 0, *in_chains, 0)
+        in_groups = (int(min(length - 1, INPUTS_BELOW)) for length in self.groups)
+        return max(self.depth or 0, *in_groups, 0)
 
 
-class MenuBuilder:
-    """Menus of all layers, which are added from the first to the last.
+def candidates(
+    statistics: Statistics,
+    metrics: Sequence[Tensor],
+    inputs: Iterable[LayerTensors],
+    space: SearchSpace,
+    distortion: dict[float, float],
+    context: int,
+) -> list[Candidates]:
+    """Return candidates without cross-layer groups, then those of each length of groups.
 
     Parameters
     ----------
-    decoder : Decoder
-        View of the model.
-    run : CodedRun
-        Of the recipe.
-    moments : sequence of LayerMoments
-        Fisher moments of all layers.
-    space : Space
+    statistics : Statistics
+        Of the model.
+    metrics : sequence of Tensor
+        Weights of errors in keys and in values of all layers, (D, D), one after the other.
+    inputs : iterable of LayerTensors
+        Reconstructions of the samples, or the samples themselves, that tensors are predicted from,
+        by layer.
+    space : SearchSpace
         Transforms to choose from.
+    distortion : dict of float to float
+        As in `Candidates`.
+    context : int
+        Tokens of the text that compute and bytes are counted for.
     """
-
-    def __init__(
-        self, decoder: Decoder, run: CodedRun, moments: Sequence[LayerMoments], space: Space
-    ) -> None:
-        self._run = run
-        self._moments = moments
-        self._space = space
-        self._shape = _Shape.of(decoder, space)
-        self._context = PredictorContext(space.reach, run.windows)
-        lengths = (None, *space.chains)
-        self._sites: dict[float | None, list[list[Choice]]] = {length: [] for length in lengths}
-
-    def add(self, index: int, exact: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Add a layer.
-
-        Parameters
-        ----------
-        index : int
-            Of the layer.
-        exact : sequence of Tensor
-            Keys and values, (tokens, D) each.
-        inputs : sequence of Tensor
-            Reconstructions of them, or themselves, from which sites are predicted.
-        """
-        self._context.begin(index)
-        for x in inputs:
-            self._context.add(sampled(x, SAMPLES))
-        below = layers_below(self._run.windows, index)
+    windows = statistics.model.windows
+    shape = _Shape.of(statistics.model, space)
+    predictors = PredictorContext(space.reach, windows)
+    tensors: dict[float | None, list[list[Candidate]]] = {x: [] for x in (None, *space.groups)}
+    for index, of_layer in enumerate(follow(inputs, len(windows), "candidates")):
+        predictors.begin(index)
+        for x in of_layer:
+            predictors.add(sampled(x, SAMPLES))
+        below = layers_below(windows, index)
+        exact = exact_tensors(statistics, index)
         few = [sampled(x, SAMPLES) for x in exact]
-        joint = _Joint.of(few, self._context, min(self._space.reach, below), len(exact[0]))
-        choices = _Choices(self._shape, self._space, joint, self._moments[index])
-        for length, sites in self._sites.items():
+        joint = _Joint.of(few, predictors, min(space.reach, below), len(exact[0]))
+        found = _LayerCandidates(shape, space, joint, metrics[2 * index : 2 * index + 2])
+        for length, so_far in tensors.items():
             if length is None:
-                sites += choices.without_chains()
+                so_far += found.without_groups()
             else:
                 most = int(min(index % length, below, INPUTS_BELOW))
-                sites += choices.in_chain(range(1, most + 1) if length == inf else (most,))
+                so_far += found.in_group(range(1, most + 1) if length == inf else (most,))
+    cached = [cached_tokens(context, window) for window in windows for _ in SITES]
+    return [Candidates(each, cached, distortion) for each in tensors.values()]
 
-    def menus(self, distortion: dict[float, float]) -> list[Menu]:
-        """Return a menu without chains, then one for each length of chains.
 
-        `distortion` is as in `Menu`.
-        """
-        cached = [cached_tokens(self._run.context, window) for window in self._run.windows]
-        by_site = [tokens for tokens in cached for _ in SITES]
-        return [Menu(sites, by_site, distortion) for sites in self._sites.values()]
+def exact_tensors(statistics: Statistics, index: int) -> tuple[Tensor, Tensor]:
+    """Return the samples of keys and values of a layer, (tokens, D), float32 or float64."""
+    layer = statistics.layers[index]
+    keys, values = layer.key.samples.flatten(0, 1), layer.value.samples.flatten(0, 1)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    return keys.to(dtype), values.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class _Joint:
         return max(below for below, _ in self.names)
 
     def residuals(
-        self, site: Site, inputs: tuple[Input, ...], fisher: Tensor, ranks: Sequence[int | None]
+        self, site: Site, inputs: tuple[Input, ...], metric: Tensor, ranks: Sequence[int | None]
     ) -> list[Tensor]:
         """Return the second moments of the residuals of predictions of some ranks, (D, D).
 
@@ -185,7 +183,7 @@ class _Joint:
         of others, by ``1 + k / N`` if it will be fitted to N tokens. None are returned if there are
         too few tokens.
         """
-        covariance, features = self.exact[site], len(fisher)
+        covariance, features = self.exact[site], len(metric)
         if not inputs:
             return [covariance]
         columns = torch.cat(
@@ -200,7 +198,7 @@ class _Joint:
         for rank in ranks:
             residual, parameters = covariance - shared - shared.mT + predicted, len(columns)
             if rank is not None and rank < features:
-                first, second = leading_directions(predicted, fisher, rank)
+                first, second = leading_directions(predicted, metric, rank)
                 kept = first @ second
                 part = kept.mT @ shared
                 residual = covariance - part - part.mT + kept.mT @ predicted @ kept
@@ -212,7 +210,7 @@ class _Joint:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Quantities that the choices of all layers share.
+    """Quantities that the candidates of all layers share.
 
     Parameters
     ----------
@@ -232,81 +230,83 @@ class _Shape:
     ranks: list[int | None]
 
     @classmethod
-    def of(cls, decoder: Decoder, space: Space) -> _Shape:
-        heads, frequencies = decoder.kv_heads, decoder.frequencies()
+    def of(cls, model: ModelDescription, space: SearchSpace) -> _Shape:
+        heads, frequencies = model.kv_heads, model.frequencies
         blocks = [blocks_of(frequencies, heads, band) for band in space.bands]
-        rotated = 2 * decoder.rotary_dim * heads
+        rotated = 2 * model.rotary_dim * heads
         return cls(
-            decoder.query_heads,
-            float(rotated + decoder.query_heads * decoder.head_dim),
+            model.query_heads,
+            float(rotated + model.query_heads * model.head_dim),
             list({len(one): one for one in blocks}.values()),
-            [rank for rank in RANKS if rank is None or 2 * rank <= decoder.features],
+            [rank for rank in RANKS if rank is None or 2 * rank <= model.features],
         )
 
 
-class _Choices:
-    """Choices of the sites of a layer, those of the same inputs computed once."""
+class _LayerCandidates:
+    """Candidates of the keys and values of a layer, those of the same inputs computed once."""
 
-    def __init__(self, shape: _Shape, space: Space, joint: _Joint, moments: LayerMoments) -> None:
+    def __init__(
+        self, shape: _Shape, space: SearchSpace, joint: _Joint, metrics: Sequence[Tensor]
+    ) -> None:
         self._shape = shape
         self._depth = space.depth
         self._joint = joint
-        self._fisher = {site: moments.of(site).fisher for site in SITES}
-        self._found: dict[tuple[Site, tuple[Input, ...]], list[Choice]] = {}
+        self._metrics = dict(zip(SITES, metrics, strict=True))
+        self._found: dict[tuple[Site, tuple[Input, ...]], list[Candidate]] = {}
 
-    def without_chains(self) -> list[list[Choice]]:
-        """Return choices of keys that are not predicted, and of values from keys."""
+    def without_groups(self) -> list[list[Candidate]]:
+        """Return candidates of keys that are not predicted, and of values from keys."""
         keys: list[Input] = [(below, "key") for below in range(self._joint.below + 1)]
         count = 0 if self._depth is None else min(self._depth, self._joint.below) + 1
         values = [self._of("value", tuple(keys[:n])) for n in range(count + 1)]
-        return [self._of("key", ()), [choice for of_inputs in values for choice in of_inputs]]
+        return [self._of("key", ()), [one for of_inputs in values for one in of_inputs]]
 
-    def in_chain(self, depths: Iterable[int]) -> list[list[Choice]]:
-        """Return choices of keys and of values in a chain.
+    def in_group(self, depths: Iterable[int]) -> list[list[Candidate]]:
+        """Return candidates of keys and of values in a cross-layer group.
 
         Parameters
         ----------
         depths : iterable of int
-            Of how many layers below all sites may be inputs, beside none.
+            Of how many layers below all tensors may be inputs, beside none.
         """
         depths = (0, *depths)
         by_site = []
         for site in SITES:
             possible = dict.fromkeys(((), *(all_inputs(site, depth) for depth in depths)))
-            by_site.append([choice for inputs in possible for choice in self._of(site, inputs)])
+            by_site.append([one for inputs in possible for one in self._of(site, inputs)])
         return by_site
 
-    def _of(self, site: Site, inputs: tuple[Input, ...]) -> list[Choice]:
-        """Return the choices of a site with some inputs."""
+    def _of(self, site: Site, inputs: tuple[Input, ...]) -> list[Candidate]:
+        """Return the candidates of a tensor with some inputs."""
         if (site, inputs) not in self._found:
             of_site = self._keys if site == "key" else self._values
             self._found[site, inputs] = of_site(inputs)
         return self._found[site, inputs]
 
-    def _keys(self, inputs: tuple[Input, ...]) -> list[Choice]:
-        fisher = self._fisher["key"]
+    def _keys(self, inputs: tuple[Input, ...]) -> list[Candidate]:
+        metric = self._metrics["key"]
         ranks = self._shape.ranks if inputs else [None]
-        seconds = [*zip(ranks, self._joint.residuals("key", inputs, fisher, ranks), strict=False)]
-        choices = []
+        seconds = [*zip(ranks, self._joint.residuals("key", inputs, metric, ranks), strict=False)]
+        found = []
         for blocks in self._shape.bands:
             for rank, second in seconds:
-                variances, rows = spectrum(fisher, second, blocks)
-                design = SiteDesign(inputs, blocks, rank)
-                outputs = len(fisher) if rank is None else rank
-                fixed = self._shape.of_keys + (len(fisher) * outputs if inputs else 0)
+                variances, rows = spectrum(metric, second, blocks)
+                design = TransformConfig(inputs, blocks, rank)
+                outputs = len(metric) if rank is None else rank
+                fixed = self._shape.of_keys + (len(metric) * outputs if inputs else 0)
                 mixed = tuple((one, SCALE + outputs) for one in inputs)
-                choices.append(Choice(design, variances, rows, SCALE, fixed, mixed))
-        return choices
+                found.append(Candidate(design, variances, rows, SCALE, fixed, mixed))
+        return found
 
-    def _values(self, inputs: tuple[Input, ...]) -> list[Choice]:
+    def _values(self, inputs: tuple[Input, ...]) -> list[Candidate]:
         heads = float(self._shape.query_heads)
-        fisher = self._fisher["value"]
-        choices = []
-        for second in self._joint.residuals("value", inputs, fisher, [None]):
-            variances, _ = spectrum(fisher, second, ())
-            choices.append(
-                Choice(
-                    SiteDesign(inputs),
+        metric = self._metrics["value"]
+        found = []
+        for second in self._joint.residuals("value", inputs, metric, [None]):
+            variances, _ = spectrum(metric, second, ())
+            found.append(
+                Candidate(
+                    TransformConfig(inputs),
                     variances,
                     torch.zeros_like(variances),
                     heads,
@@ -314,4 +314,4 @@ class _Choices:
                     tuple((one, heads) for one in inputs),
                 )
             )
-        return choices
+        return found

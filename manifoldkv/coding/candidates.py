@@ -1,9 +1,9 @@
-"""Choice of bands and predictors under two budgets, bytes and multiplications.
+"""Selection of transforms and predictors under two budgets, bytes and multiplications.
 
-Every choice of a site has a spectrum, the variances of its latents in nats, and a number of
+Every candidate of a tensor has a spectrum, the variances of its latents in nats, and a number of
 multiplications. At a price of a bit and a price of a multiplication each latent has a best width,
-each site a best choice, and all choices together take some bytes and some work: both prices are
-found by bisection (Everett 1963, Generalized Lagrange multiplier method).
+each tensor a best candidate, and all of these together take some bits and some multiplications:
+both prices are found by bisection (Everett 1963, Generalized Lagrange multiplier method).
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from torch import Tensor
 from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictor import Input
-from manifoldkv.coding.transform import SiteDesign
+from manifoldkv.coding.transform import TransformConfig
 
 LEAST_PRICE, LARGEST_PRICE = 1e-15, 1e6
 """Range of both prices, in nats."""
-BIT_TOLERANCE, WORK_TOLERANCE = 1e-3, 1e-2
+BIT_TOLERANCE, COMPUTE_TOLERANCE = 1e-3, 1e-2
 """Relative tolerances of the prices."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A possible transform of a site.
+class Candidate:
+    """A possible transform of the keys or values of a layer.
 
     Parameters
     ----------
-    design : SiteDesign
+    config : TransformConfig
         Inputs, blocks and rank.
     variances : Tensor
         Of the latents, falling, (D,), float64: half of a squared error is a cost in nats.
     rows : Tensor
         Features that each latent is mapped to for every cached token, (D,); 0 for values.
     mixing : float
-        Further multiplications of a stored latent at its own site.
+        Further multiplications of a stored latent at its own tensor.
     fixed : float
         Multiplications per cached token that do not depend on the stored latents.
     mixed : tuple of (Input, float)
-        Sites of which each stored latent is multiplied further, and how often.
+        Tensors of which each stored latent is multiplied further, and how often.
     """
 
-    design: SiteDesign
+    config: TransformConfig
     variances: Tensor
     rows: Tensor
     mixing: float
@@ -58,17 +58,17 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepCompute:
     """Multiplications of a decode step whose stored latents are not known yet.
 
     Parameters
     ----------
     fixed : list of float
-        Per cached token, those that do not depend on the stored latents, by site.
+        Per cached token, those that do not depend on the stored latents, by tensor.
     uses : list of float
-        Of every stored latent by predictions and mixtures, at its own site and at others, by site.
+        Of every stored latent by predictions and mixtures, at its own tensor and at others.
     cached : list of int
-        Cached tokens, by site.
+        Cached tokens, by tensor.
     limit : float
         Largest number of multiplications.
     """
@@ -79,13 +79,13 @@ class StepWork:
     limit: float
 
     @classmethod
-    def of(cls, choices: Sequence[Choice], cached: list[int], limit: float) -> StepWork:
-        """Return the multiplications of some choices, one by site."""
-        uses = [one.mixing for one in choices]
-        for site, one in enumerate(choices):
+    def of(cls, candidates: Sequence[Candidate], cached: list[int], limit: float) -> StepCompute:
+        """Return the multiplications of some candidates, one of every tensor."""
+        uses = [one.mixing for one in candidates]
+        for index, one in enumerate(candidates):
             for (below, of), times in one.mixed:
-                uses[_index_of(site, below, of)] += times
-        return cls([one.fixed for one in choices], uses, cached, limit)
+                uses[_index_of(index, below, of)] += times
+        return cls([one.fixed for one in candidates], uses, cached, limit)
 
     def total(self, stored: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
         """Return the multiplications of all cached tokens.
@@ -93,127 +93,129 @@ class StepWork:
         Parameters
         ----------
         stored : sequence of Tensor
-            Whether each latent is stored, by site, bool (D,).
+            Whether each latent is stored, by tensor, bool (D,).
         rows : sequence of Tensor
-            Features that each latent is mapped to, by site, (D,); 0 for values.
+            Features that each latent is mapped to, by tensor, (D,); 0 for values.
         """
         total = 0.0
-        for site, (kept, mapped) in enumerate(zip(stored, rows, strict=True)):
-            per_latent = (mapped + self.uses[site]) * kept
-            total += self.cached[site] * (self.fixed[site] + float(per_latent.sum()))
+        for index, (kept, mapped) in enumerate(zip(stored, rows, strict=True)):
+            per_latent = (mapped + self.uses[index]) * kept
+            total += self.cached[index] * (self.fixed[index] + float(per_latent.sum()))
         return total
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Choices of all sites at two prices.
+class Selection:
+    """Candidates of all tensors at two prices.
 
     Parameters
     ----------
     indices : list of int
-        Of the choice, by site.
-    work : float
+        Of the candidate, by tensor.
+    compute : float
         Multiplications of a decode step of all cached tokens.
     nats : float
         Cost of rounding per token.
-    bit_price, work_price : float
+    bit_price, compute_price : float
         In nats per bit and per multiplication, of one cached token.
     """
 
     indices: list[int]
-    work: float
+    compute: float
     nats: float
     bit_price: float
-    work_price: float
+    compute_price: float
 
 
 @dataclass(frozen=True)
-class Menu:
-    """Choices of the keys and values of all layers, one site after the other.
+class Candidates:
+    """Candidates of the keys and values of all layers, one tensor after the other.
 
     Parameters
     ----------
-    sites : list of list of Choice
-        Choices by site.
+    tensors : list of list of Candidate
+        Candidates by tensor.
     cached : list of int
-        Cached tokens by site.
+        Cached tokens by tensor.
     distortion : dict of float to float
         Mean squared errors of a Gaussian latent of variance one, by bits.
     """
 
-    sites: list[list[Choice]]
+    tensors: list[list[Candidate]]
     cached: list[int]
     distortion: dict[float, float]
 
-    def best(self, bits: float, work: float) -> Chosen:
-        """Return the choices that cost least within two budgets.
+    def best(self, bits: float, compute: float) -> Selection:
+        """Return the candidates that cost least within two budgets.
 
         Parameters
         ----------
         bits : float
             Of the latents of all cached tokens.
-        work : float
+        compute : float
             Multiplications of all cached tokens; infinite for no limit.
         """
         free = self._within(bits, 0.0)
-        if free.work <= work:
+        if free.compute <= compute:
             return free
         return lowest(
             lambda price: self._within(bits, price),
-            lambda chosen: chosen.work <= work,
-            WORK_TOLERANCE,
+            lambda selected: selected.compute <= compute,
+            COMPUTE_TOLERANCE,
         )
 
-    def _within(self, bits: float, work_price: float) -> Chosen:
-        """Return the choices at a price of work and the lowest price of bits within a budget."""
+    def _within(self, bits: float, compute_price: float) -> Selection:
+        """Return the candidates at a price of compute and the lowest price of bits that fits."""
         chosen, _ = lowest(
-            lambda price: self._at(price, work_price), lambda tried: tried[1] <= bits, BIT_TOLERANCE
+            lambda price: self._at(price, compute_price),
+            lambda tried: tried[1] <= bits,
+            BIT_TOLERANCE,
         )
         return chosen
 
-    def _at(self, bit_price: float, work_price: float) -> tuple[Chosen, float]:
-        """Return the choices at two prices, and their bits."""
-        stored = [0.0] * len(self.sites)
+    def _at(self, bit_price: float, compute_price: float) -> tuple[Selection, float]:
+        """Return the candidates at two prices, and their bits."""
+        stored = [0.0] * len(self.tensors)
         indices: list[int] = []
-        nats = work = bits = 0.0
+        nats = compute = bits = 0.0
         of_widths = torch.tensor(list(self.distortion), dtype=torch.float64)
-        for site, (choices, t) in enumerate(zip(self.sites, self.cached, strict=True)):
-            costs, per_latent = self._stacked[site]
+        for tensor, (candidates, t) in enumerate(zip(self.tensors, self.cached, strict=True)):
+            costs, per_latent = self._stacked[tensor]
             prices = costs + bit_price * t * of_widths
-            prices[:, :, 1:] += work_price * t * per_latent.unsqueeze(2)
-            least, widths = prices.min(dim=2)  # (choices, D)
-            # Multiplications beyond those of the site's own latents.
+            prices[:, :, 1:] += compute_price * t * per_latent.unsqueeze(2)
+            least, widths = prices.min(dim=2)  # (candidates, D)
+            # Multiplications beyond those of the tensor's own latents.
             further = [
                 one.fixed
                 + sum(
-                    times * stored[_index_of(site, below, of)] for (below, of), times in one.mixed
+                    times * stored[_index_of(tensor, below, of)] for (below, of), times in one.mixed
                 )
-                for one in choices
+                for one in candidates
             ]
-            priced = least.sum(dim=1) + work_price * t * least.new_tensor(further)
+            priced = least.sum(dim=1) + compute_price * t * least.new_tensor(further)
             index = int(priced.argmin())
             kept = widths[index] > 0
-            stored[site] = float(kept.sum())
+            stored[tensor] = float(kept.sum())
             indices.append(index)
             nats += float(costs[index].gather(1, widths[index].unsqueeze(1)).sum())
             bits += float(of_widths[widths[index]].sum()) * t
-            work += (further[index] + float(per_latent[index][kept].sum())) * t
-        return Chosen(indices, work, nats, bit_price, work_price), bits
+            compute += (further[index] + float(per_latent[index][kept].sum())) * t
+        return Selection(indices, compute, nats, bit_price, compute_price), bits
 
     @cached_property
     def _stacked(self) -> list[tuple[Tensor, Tensor]]:
-        """Return costs (choices, D, widths) and multiplications (choices, D), by site."""
+        """Return costs (candidates, D, widths) and multiplications (candidates, D), by tensor."""
         return [
             (
-                torch.stack([gaussian_costs(one.variances, self.distortion) for one in choices]),
-                torch.stack([one.rows.double() + one.mixing for one in choices]),
+                torch.stack([gaussian_costs(one.variances, self.distortion) for one in candidates]),
+                torch.stack([one.rows.double() + one.mixing for one in candidates]),
             )
-            for choices in self.sites
+            for candidates in self.tensors
         ]
 
 
 def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float) -> T:
-    """Return the choice at the lowest price that fits a budget, or at the largest price."""
+    """Return what is selected at the lowest price that fits a budget, or at the largest price."""
     low, high = LEAST_PRICE, LARGEST_PRICE
     best = at(high)
     while high > (1 + tolerance) * low:
@@ -226,9 +228,9 @@ def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float
     return best
 
 
-def _index_of(site: int, below: int, of: Site) -> int:
-    """Return the index of an input of a site, keys and values of all layers counted."""
-    return site - site % 2 - 2 * below + SITES.index(of)
+def _index_of(tensor: int, below: int, of: Site) -> int:
+    """Return the index of an input of a tensor, keys and values of all layers counted."""
+    return tensor - tensor % 2 - 2 * below + SITES.index(of)
 
 
 def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple[Tensor, ...]:
