@@ -1,4 +1,4 @@
-"""Predictive coding along the layers: transforms of residuals, and what is reconstructed of them."""
+"""Predictive coding along the layers: transforms of residuals, and their reconstructions."""
 
 from __future__ import annotations
 
