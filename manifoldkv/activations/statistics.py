@@ -20,8 +20,8 @@ from manifoldkv.runs.files import write_whole
 
 SAMPLED_TOKENS = 32768
 """Largest number of tokens whose keys and values are kept."""
-HELD_OUT = "held_out."
-"""Prefix of the tensors of held-out sequences."""
+FINGERPRINT, HELD_OUT = "fingerprint", "held_out."
+"""Name of the fingerprint, and prefix of the tensors of held-out sequences."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,6 +171,17 @@ class Statistics:
     seed: int
     held_out: Statistics | None = None
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Statistics):
+            return NotImplemented
+        mine, its = self.tensors(), other.tensors()
+        return (self.describe(), mine.keys()) == (other.describe(), its.keys()) and all(
+            torch.equal(x, its[name]) for name, x in mine.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._description())
+
     def __repr__(self) -> str:
         held_out = 0 if self.held_out is None else self.held_out.sequences
         return (
@@ -217,14 +228,16 @@ class Statistics:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, ``"3.key.mean"``, say."""
-        named = {"fingerprint": self.model.fingerprint}
+        named = {FINGERPRINT: self.model.fingerprint}
         for index, layer in enumerate(self.layers):
             for site in SITES:
                 of_site = layer.of(site).tensors()
                 named |= {f"{index}.{site}.{name}": x.contiguous() for name, x in of_site.items()}
         if self.held_out is None:
             return named
-        return named | {HELD_OUT + name: x for name, x in self.held_out.tensors().items()}
+        of_held_out = self.held_out.tensors()
+        del of_held_out[FINGERPRINT]  # the model is the same
+        return named | {HELD_OUT + name: x for name, x in of_held_out.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return all fields that are no tensors, of JSON's types."""
@@ -253,7 +266,7 @@ class Statistics:
         """
         of_model = dict(description["model"])
         of_model |= {name: tuple(of_model[name]) for name in ("windows", "frequencies")}
-        model = ModelDescription(**of_model, fingerprint=tensors["fingerprint"])
+        model = ModelDescription(**of_model, fingerprint=tensors[FINGERPRINT])
         layers = []
         for index in range(model.layers):
             both = []
@@ -268,6 +281,7 @@ class Statistics:
             of_held_out = {
                 name[len(HELD_OUT) :]: x for name, x in tensors.items() if name.startswith(HELD_OUT)
             }
+            of_held_out[FINGERPRINT] = model.fingerprint
             held_out = cls.from_tensors(description["held_out"], of_held_out)
         return cls(model, tuple(layers), **rest, held_out=held_out)
 

@@ -171,7 +171,7 @@ class BitRecipe(CodedRecipe):
             )
 
     def fit(self, statistics: Statistics, config: CompressionConfig) -> CompressionPlan:
-        task = _Task.of(self, statistics, config)
+        task = BitFit.of(self, statistics, config)
         LOG.info("selecting transforms within %g times the multiplications of attention", self.work)
         layers = range(statistics.model.layers)
         selected = task.selected(exact_tensors(statistics, index) for index in layers)
@@ -222,7 +222,7 @@ class BitRecipe(CodedRecipe):
 
 
 @dataclass(frozen=True)
-class _Task:
+class BitFit:
     """Budgets and metrics of a plan, and the steps of fitting it.
 
     Parameters
@@ -249,7 +249,7 @@ class _Task:
     limit: float
 
     @classmethod
-    def of(cls, recipe: BitRecipe, statistics: Statistics, config: CompressionConfig) -> _Task:
+    def of(cls, recipe: BitRecipe, statistics: Statistics, config: CompressionConfig) -> BitFit:
         model = statistics.model
         context = config.context or statistics.length
         cached = sum(cached_tokens(context, window) for window in model.windows)

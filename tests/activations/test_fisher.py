@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from manifoldkv.activations import collect as collecting
 from manifoldkv.activations import fisher, placement
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import draw, fisher_moments
-from manifoldkv.activations.moments import LayerMoments, MomentSums
+from manifoldkv.activations.collect import collect
+from manifoldkv.activations.fisher import draw
+from manifoldkv.activations.moments import Moments
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.models import head
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.projected import log_probabilities
-from manifoldkv.models.support import modeling_module
+from manifoldkv.models.rotary import Angles, rotation_of_keys
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 
 SITES = ("key", "value")
@@ -34,13 +37,10 @@ Change = Callable[[int, str, Tensor], Tensor]
 
 
 @contextmanager
-def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iterator[None]:
-    """The stock model, with keys and values changed where its own linear layers put them out.
-
-    Keys after rotation are changed where the rotation puts them out.
-    """
+def changed(model: PreTrainedModel, change: Change) -> Iterator[None]:
+    """The uncompressed model, with keys and values changed where its linear layers put them out."""
     decoder = Decoder.of(model)
-    hooks, number, heads = [], len(decoder.layers), decoder.kv_heads
+    hooks, heads = [], decoder.kv_heads
 
     def by_head(index: int, site: str, x: Tensor) -> Tensor:
         if x.ndim == 4 and x.shape[1] == heads:
@@ -58,9 +58,8 @@ def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iter
         def on_output(module: object, args: object, output: Tensor) -> Tensor:
             sizes = [output.shape[-1] - 2 * decoder.features, *2 * [decoder.features]]
             queries, keys, values = output.split(sizes, -1)
-            if rotary == "pre":
-                keys = flat(index, "key", keys)
-            return torch.cat([queries, keys, flat(index, "value", values)], dim=-1)
+            keys, values = flat(index, "key", keys), flat(index, "value", values)
+            return torch.cat([queries, keys, values], dim=-1)
 
         return on_output
 
@@ -69,29 +68,17 @@ def changed(model: PreTrainedModel, change: Change, rotary: str = "pre") -> Iter
             hooks.append(attention.qkv_proj.register_forward_hook(fused(index)))
             continue
         hooks.append(attention.v_proj.register_forward_hook(hook(index, "value")))
-        if rotary == "pre":
-            keys = getattr(attention, "k_norm", attention.k_proj)
-            hooks.append(keys.register_forward_hook(hook(index, "key")))
-    modeling = modeling_module(decoder.layers[0])
-    rotate, calls = modeling.apply_rotary_pos_emb, []
-
-    def rotate_and_change(q: Tensor, k: Tensor, *args: Tensor, **kwargs: int) -> tuple:
-        q, k = rotate(q, k, *args, **kwargs)
-        calls.append(k)
-        return q, change((len(calls) - 1) % number, "key", k)
-
-    if rotary == "post":
-        modeling.apply_rotary_pos_emb = rotate_and_change
+        keys = getattr(attention, "k_norm", attention.k_proj)
+        hooks.append(keys.register_forward_hook(hook(index, "key")))
     try:
         yield
     finally:
-        modeling.apply_rotary_pos_emb = rotate
         for each in hooks:
             each.remove()
 
 
 def by_hand(
-    model: PreTrainedModel, tokens: Tensor, seed: int = 0, rotary: str = "pre"
+    model: PreTrainedModel, tokens: Tensor, seed: int = 0
 ) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
     """Features and gradients of all tokens by layer and site, (S·n, D) each: one backward pass."""
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +90,7 @@ def by_hand(
         features[index, site] = x.detach()
         return x + found[index, site]
 
-    with changed(model, keep, rotary):
+    with changed(model, keep):
         log_p = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
     total = torch.zeros((), dtype=log_p.dtype)
     for sequence in log_p:
@@ -119,10 +106,10 @@ def by_hand(
     return {place: (rows(features[place]), rows(change.grad)) for place, change in found.items()}
 
 
-def check(moments: list[LayerMoments], expected: dict, tolerance: float = NORM_TOLERANCE) -> None:
-    assert len(moments) * 2 == len(expected)
+def check(statistics: Statistics, expected: dict, tolerance: float = NORM_TOLERANCE) -> None:
+    assert len(statistics.layers) * 2 == len(expected)
     for (layer, site), (features, gradients) in expected.items():
-        found = moments[layer].of(site)
+        found = statistics.layers[layer].of(site)
         pairs = (
             (found.mean, features.mean(axis=0)),
             (found.covariance, np.cov(features.T, bias=True)),
@@ -136,25 +123,21 @@ def check(moments: list[LayerMoments], expected: dict, tolerance: float = NORM_T
         assert found.tokens == len(features)
 
 
-@pytest.mark.parametrize("rotary", ["pre", "post"])
 @pytest.mark.parametrize("family", FAMILIES | MORE_FAMILIES)
-def test_they_are_those_of_one_backward_pass_through_the_model(family: str, rotary: str) -> None:
+def test_they_are_those_of_one_backward_pass_through_the_model(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens()
-    check(fisher_moments(model, tokens, seed=3, rotary=rotary), by_hand(model, tokens, 3, rotary))
+    check(collect(model, tokens, seed=3), by_hand(model, tokens, 3))
 
 
-@pytest.mark.parametrize("rotary", ["pre", "post"])
 @pytest.mark.parametrize("first", [1, 5, 11])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
-def test_first_tokens_are_left_out_of_the_sums_but_not_of_the_text(
-    family: str, first: int, rotary: str
-) -> None:
+def test_first_tokens_are_left_out_of_the_sums_but_not_of_the_text(family: str, first: int) -> None:
     model, tokens = tiny_model(family), tiny_tokens()
     expected = {
         place: tuple(x.reshape(*tokens.shape, -1)[:, first:].reshape(-1, 16) for x in both)
-        for place, both in by_hand(model, tokens, rotary=rotary).items()
+        for place, both in by_hand(model, tokens).items()
     }
-    check(fisher_moments(model, tokens, rotary=rotary, first=first), expected)
+    check(collect(model, tokens, first=first), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "glm4"])
@@ -177,12 +160,22 @@ def test_of_a_prompt_they_are_those_of_its_cache_that_later_tokens_read(family: 
         for index, pair in enumerate(leaves):
             for site, x in zip(("key", "value"), pair, strict=True):
                 both = [
-                    part[0, :, first:].transpose(0, 1).flatten(1) for part in (x.detach(), x.grad)
+                    part[:, :, first:] if site == "value" else unrotated(model, index, part, first)
+                    for part in (x.detach(), x.grad)
                 ]
+                both = [part[0].transpose(0, 1).flatten(1) for part in both]
                 sums[index, site].append(np.stack([part.numpy() for part in both]))
     expected = {place: tuple(np.concatenate(each, axis=1)) for place, each in sums.items()}
-    found = fisher_moments(model, tokens, seed=3, rotary="post", first=first, prompt=prompt)
-    check(found, expected)
+    check(collect(model, tokens, seed=3, first=first, prompt=prompt), expected)
+
+
+def unrotated(model: PreTrainedModel, layer: int, keys: Tensor, first: int) -> Tensor:
+    """Keys of a cache, or gradients with respect to them, before rotation, from `first` on."""
+    decoder = Decoder.of(model)
+    positions = torch.arange(keys.shape[2]).unsqueeze(0)
+    cos, sin = decoder.angles(layer, positions, like=keys)
+    rotation = rotation_of_keys(decoder.layers[layer], cos.shape[-1])
+    return Angles(cos, sin, rotation).inverse().tile(keys, 0, keys.shape[2])[:, :, first:]
 
 
 def _held(layer: Any) -> tuple[Tensor, Tensor]:
@@ -194,7 +187,7 @@ def test_nothing_is_lost_where_little_fits_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fisher, "TOKENS_AT_ONCE", 24)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 64 * 5)
     monkeypatch.setattr(placement, "free_bytes", lambda device: 0)
-    check(fisher_moments(model, tokens), by_hand(model, tokens))
+    check(collect(model, tokens), by_hand(model, tokens))
 
 
 def test_covariances_of_keys_far_from_the_origin_keep_their_digits() -> None:
@@ -202,16 +195,17 @@ def test_covariances_of_keys_far_from_the_origin_keep_their_digits() -> None:
     Decoder.of(model).attentions[1].k_proj.bias.data += 1000
     captured = next(iter(capture(model, tokens, [1])))
     keys = captured.keys.transpose(1, 2).flatten(2).flatten(0, 1).double().numpy()
-    found = fisher_moments(model, tokens)[1].key.covariance.numpy()
+    found = collect(model, tokens).layers[1].key.covariance.numpy()
     expected = np.cov(keys.T, bias=True)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * expected.max())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
 def test_matrices_are_symmetric_and_without_negative_eigenvalues(family: str) -> None:
-    for layer in fisher_moments(tiny_model(family, torch.float32), tiny_tokens()):
+    for layer in collect(tiny_model(family, torch.float32), tiny_tokens(), jacobian=True).layers:
         for site in SITES:
-            for matrix in (layer.of(site).covariance, layer.of(site).fisher):
+            of_site = layer.of(site)
+            for matrix in (of_site.covariance, of_site.fisher, of_site.jacobian):
                 assert torch.equal(matrix, matrix.mT)
                 values = torch.linalg.eigvalsh(matrix)
                 assert values[0] > -1e-12 * values[-1]
@@ -237,7 +231,7 @@ def test_gradients_are_nothing_on_average() -> None:
     states = next(iter(capture(model, tokens, [2]))).outputs
     gradients = torch.empty(400, *states.shape, dtype=torch.float64)
     for seed, gradient in enumerate(gradients):
-        fisher._differentiate_logits(model, tokens, states, seed, gradient)
+        fisher.differentiate_logits(model, tokens, states, seed, 0, gradient)
     error = gradients.std(dim=0) / 20
     assert error.min() > 0
     assert (gradients.mean(dim=0).abs() < 5 * error).all()
@@ -256,11 +250,11 @@ def test_small_errors_cost_what_it_says(family: str) -> None:
     model, tokens = tiny_model(family, **SMOOTH), tiny_tokens(16)
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(16, 16, generator=generator, dtype=torch.float64)
-    runs = [fisher_moments(model, tokens, seed=seed) for seed in range(repeats)]
+    runs = [collect(model, tokens, seed=seed) for seed in range(repeats)]
     with torch.no_grad():
         exact = log_probabilities(model, tokens)
     for layer, site in ((0, "key"), (0, "value"), (1, "key"), (2, "value")):
-        traces = [(mix.mT @ run[layer].of(site).fisher @ mix).trace() for run in runs]
+        traces = [(mix.mT @ run.layers[layer].of(site).fisher @ mix).trace() for run in runs]
         estimated = 0.5 * tokens.numel() * size**2 * torch.stack(traces)
 
         def change(index: int, of: str, x: Tensor, place: tuple = (layer, site)) -> Tensor:
@@ -280,26 +274,26 @@ def test_small_errors_cost_what_it_says(family: str) -> None:
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
     model, tokens = tiny_model("qwen3", torch.float32), tiny_tokens()
-    first, second, other = (fisher_moments(model, tokens, seed=seed) for seed in (5, 5, 6))
+    first, second, other = (collect(model, tokens, seed=seed) for seed in (5, 5, 6))
     assert first == second
     assert first != other
-    for mine, its in zip(first, other, strict=True):
+    for mine, its in zip(first.layers, other.layers, strict=True):
         assert torch.equal(mine.key.covariance, its.key.covariance)
         assert not torch.equal(mine.key.fisher, its.key.fisher)
 
 
 def test_a_sequence_draws_the_same_whatever_follows_it() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    few, more = (sum_of(fisher_moments(model, part)) for part in (tokens[:3], tokens))
+    few, more = (sum_of(collect(model, part)) for part in (tokens[:3], tokens))
     np.testing.assert_array_less(few, more)  # one more sequence only adds
 
 
-def sum_of(moments: list[LayerMoments]) -> np.ndarray:
+def sum_of(statistics: Statistics) -> np.ndarray:
     """Squared gradients of all features summed over tokens, (layers, 2, D)."""
     return np.array(
         [
             [(m.of(site).fisher.diagonal() * m.of(site).tokens).numpy() for site in SITES]
-            for m in moments
+            for m in statistics.layers
         ]
     )
 
@@ -314,24 +308,25 @@ def test_half_precision_is_close_and_summed_in_full(
     two gradients in it. Products and sums lose nothing.
     """
     added: list[tuple[Tensor, Tensor]] = []
-    add = MomentSums.add
+    add = Moments.add
 
-    def recorded(self: object, *both: Tensor) -> None:
-        added.append(both)
-        add(self, *both)
+    def recorded(self: object, x: Tensor, gradient: Tensor, of_output: None) -> None:
+        added.append((x, gradient))
+        add(self, x, gradient, of_output)
 
+    monkeypatch.setattr(collecting, "SHARD", 16)
     monkeypatch.setattr(fisher, "draw", lambda log_p, uniform: (64 * uniform).long())
-    monkeypatch.setattr(MomentSums, "add", recorded)
+    monkeypatch.setattr(Moments, "add", recorded)
     model, tokens = tiny_model(family, torch.bfloat16, **SMOOTH), tiny_tokens(16)
-    found = fisher_moments(model, tokens)
+    found = collect(model, tokens)
     assert model.dtype == torch.bfloat16
     assert {x.dtype for both in added for x in both} == {torch.float32}
     gradients = added[-1][1].double().transpose(1, 2).reshape(-1, 16).numpy()
     np.testing.assert_allclose(
-        found[0].value.fisher.numpy(), gradients.T @ gradients / len(gradients), rtol=1e-12
+        found.layers[0].value.fisher.numpy(), gradients.T @ gradients / len(gradients), rtol=1e-12
     )
-    exact = fisher_moments(model.double(), tokens)
-    for mine, its in zip(found, exact, strict=True):
+    exact = collect(model.double(), tokens)
+    for mine, its in zip(found.layers, exact.layers, strict=True):
         for site in SITES:
             expected = its.of(site).fisher
             assert (mine.of(site).fisher - expected).norm() < 0.04 * expected.norm()

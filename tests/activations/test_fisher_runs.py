@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations import fisher
-from manifoldkv.activations.fisher import fisher_moments
-from manifoldkv.activations.moments import MomentSums, SiteMoments
-from manifoldkv.errors import ArgumentError, ModelError, PlanError, RunError
+from manifoldkv.activations import collect as collecting
+from manifoldkv.activations.collect import collect
+from manifoldkv.activations.moments import Moments
+from manifoldkv.errors import ArgumentError, ModelError, RunError
 from manifoldkv.models.decoder import Decoder
 from tests.families import tiny_model, tiny_tokens
 from tests.models.test_offloading import offloaded, saved
@@ -23,7 +23,7 @@ from tests.models.test_offloading import offloaded, saved
 def test_the_same_from_weights_that_stay_in_their_shards(family: str, tmp_path: Path) -> None:
     whole = saved(family, tmp_path)
     model = offloaded(tmp_path, torch.float32)
-    assert fisher_moments(model, tiny_tokens()) == fisher_moments(whole, tiny_tokens())
+    assert collect(model, tiny_tokens()) == collect(whole, tiny_tokens())
     assert all(p.is_meta for layer in Decoder.of(model).layers for p in layer.parameters())
 
 
@@ -38,7 +38,7 @@ def test_one_layer_is_loaded_at_a_time(tmp_path: Path) -> None:
     for layer in Decoder.of(model).layers:
         layer.self_attn.o_proj.register_full_backward_hook(count)
         layer.self_attn.o_proj.register_forward_pre_hook(count)
-    fisher_moments(model, tiny_tokens())
+    collect(model, tiny_tokens())
     assert len(seen) >= 3 * 3
     assert set(seen) == {1}
 
@@ -50,7 +50,7 @@ def test_the_model_is_left_as_it_was() -> None:
     layers, implementation = model.model.layers, model.config._attn_implementation
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
-    fisher_moments(model, tokens)
+    collect(model, tokens)
     assert [*model.state_dict()] == [*before]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -65,16 +65,16 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_a_model_that_is_trained_gives_the_same() -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    expected = fisher_moments(model, tokens)
+    expected = collect(model, tokens)
     model.train().requires_grad_(True)
-    assert fisher_moments(model, tokens) == expected
+    assert collect(model, tokens) == expected
     with torch.no_grad():
-        assert fisher_moments(model, tokens) == expected
+        assert collect(model, tokens) == expected
     model.activation_checkpointing_enable()
     for part in model.modules():
         if hasattr(part, "attention_dropout"):
             part.attention_dropout = 0.5
-    assert fisher_moments(model, tokens) == expected
+    assert collect(model, tokens) == expected
     assert all(part.training for part in model.modules())
 
 
@@ -98,45 +98,44 @@ def counted(
     return calls
 
 
-@pytest.mark.parametrize("file", range(6))
+@pytest.mark.parametrize("file", range(3))
 def test_an_interrupted_run_is_resumed(
     file: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first or the second of the two files of each layer."""
-    model, tokens = tiny_model("gpt-oss", torch.bfloat16), tiny_tokens()
-    expected = fisher_moments(model, tokens, seed=2)
+    """Before each of the three files, of two sequences each."""
+    monkeypatch.setattr(collecting, "SHARD", 2)
+    model, tokens = tiny_model("gpt-oss", torch.bfloat16), tiny_tokens(5)
+    expected = collect(model, tokens, seed=2)
     with monkeypatch.context() as patch:
-        counted(patch, fisher.Checkpoints, "write_tensors", file + 1)
+        counted(patch, collecting.Checkpoints, "write_tensors", file + 1)
         with pytest.raises(Kill):
-            fisher_moments(model, tokens, seed=2, folder=tmp_path)
-    sites = counted(monkeypatch, MomentSums, "moments")
-    assert fisher_moments(model, tokens, seed=2, folder=tmp_path) == expected
-    assert len(sites) == 2 * (3 - file // 2)
+            collect(model, tokens, seed=2, folder=tmp_path)
+    sites = counted(monkeypatch, Moments, "statistics")
+    assert collect(model, tokens, seed=2, folder=tmp_path) == expected
+    assert len(sites) == 2 * 3 * (3 - file)
     sites.clear()
-    assert fisher_moments(model, tokens, seed=2, folder=str(tmp_path)) == expected
+    assert collect(model, tokens, seed=2, folder=str(tmp_path)) == expected
     assert not sites
-    (left,) = tmp_path.glob(f"{fisher.GRADIENT}-*")
-    assert left.stat().st_size < 500  # the gradient itself is needed no more
 
 
 def test_what_depends_on_something_else_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokens = tiny_model("gemma2"), tiny_tokens()
-    fisher_moments(model, tokens, folder=tmp_path)
+    collect(model, tokens, folder=tmp_path)
     softer = tiny_model("gemma2", attn_logit_softcapping=1.0)
     assert all(torch.equal(a, b) for a, b in zip(*map(weights, (model, softer)), strict=True))
     for other, settings in (
         (softer, {}),
         (tiny_model("gemma2", seed=1), {}),
         (model, {"seed": 1}),
-        (model, {"rotary": "post"}),
+        (model, {"jacobian": True}),
         (model, {"first": 1}),
     ):
-        found = fisher_moments(other, tokens, folder=tmp_path, **settings)
-        assert found == fisher_moments(other, tokens, **settings)
-        assert found != fisher_moments(model, tokens)
-    assert fisher_moments(model, tokens[:2], folder=tmp_path) == fisher_moments(model, tokens[:2])
+        found = collect(other, tokens, folder=tmp_path, **settings)
+        assert found == collect(other, tokens, **settings)
+        assert found != collect(model, tokens)
+    assert collect(model, tokens[:2], folder=tmp_path) == collect(model, tokens[:2])
 
 
 def weights(model: PreTrainedModel) -> list[Tensor]:
@@ -145,52 +144,48 @@ def weights(model: PreTrainedModel) -> list[Tensor]:
 
 def test_damaged_files_are_named_and_computed_again_once_deleted(tmp_path: Path) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    expected = fisher_moments(model, tokens, folder=tmp_path)
-    (file,) = tmp_path.glob("fisher-1-*")
+    expected = collect(model, tokens, folder=tmp_path)
+    (file,) = tmp_path.glob("statistics-0-*")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(RunError, match=f"{file.name} is damaged"):
-        fisher_moments(model, tokens, folder=tmp_path)
+        collect(model, tokens, folder=tmp_path)
     file.unlink()
-    assert fisher_moments(model, tokens, folder=tmp_path) == expected
+    assert collect(model, tokens, folder=tmp_path) == expected
 
 
 def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens()
-    monkeypatch.setattr(fisher, "_moments", None)
+    monkeypatch.setattr(collecting, "_statistics_of", None)
     with pytest.raises(ArgumentError):
-        fisher_moments(model, tokens, seed=2**64)
-    with pytest.raises(PlanError, match="unknown rotary space 'both'"):
-        fisher_moments(model, tokens, rotary="both")
+        collect(model, tokens, seed=2**64)
     with pytest.raises(ArgumentError):
-        fisher_moments(model, tokens + 64)
+        collect(model, tokens + 64)
     for first in (-1, 12):
         with pytest.raises(ArgumentError, match=f"first must be >= 0 and < 12 tokens, got {first}"):
-            fisher_moments(model, tokens, first=first)
+            collect(model, tokens, first=first)
     for prompt in (0, 4, 12):
         with pytest.raises(ArgumentError, match=rf"prompt must be > first \(4\) .*, got {prompt}"):
-            fisher_moments(model, tokens, first=4, prompt=prompt)
+            collect(model, tokens, first=4, prompt=prompt)
     for family in ("mamba", "gpt2", "deepseek-v3"):
         with pytest.raises(ModelError):
-            fisher_moments(tiny_model(family), tokens)
+            collect(tiny_model(family), tokens)
 
 
 def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.lm_head.weight.data[3] = torch.inf
     with pytest.raises(RunError, match="layer 2 are not finite"):
-        fisher_moments(model, tiny_tokens(), folder=tmp_path)
+        collect(model, tiny_tokens(), folder=tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_moments_compare_hash_and_print_as_one_expects() -> None:
-    first, second = (fisher_moments(tiny_model("llama"), tiny_tokens())[0] for _ in range(2))
+def test_statistics_compare_and_print_as_one_expects() -> None:
+    first, second = (collect(tiny_model("llama"), tiny_tokens()) for _ in range(2))
     assert first == second
-    assert hash(first) == hash(second)
-    assert first.key != first.value
-    assert first.key != "anything else"
-    assert first.key != replace(first.key, tokens=3)
-    assert repr(first.key) == "SiteMoments(16 features, 48 tokens)"
-    assert isinstance(first.of("value"), SiteMoments)
-    assert first.of("value") is first.value
+    assert first != "anything else"
+    assert first != replace(first, sequences=3)
+    assert first != replace(first, held_out=second)
+    assert repr(first.layers[0].key) == "TensorStatistics(16 features, 48 tokens)"
+    assert "4 + 0 × 12 tokens" in repr(first)
