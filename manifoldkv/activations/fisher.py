@@ -205,13 +205,10 @@ def differentiate_layer(
             )
             of_inputs[:, : counted.prompt or 0] = 0
             gradient[chunk] = of_inputs.to(gradient)
+            rows = ..., counted.tokens, slice(None)
             for moments, x, of_x, of_output in zip(sums, sites, of_sites, of_outputs, strict=True):
-                moments.add(
-                    *(
-                        None if one is None else one.detach()[:, :, counted.tokens]
-                        for one in (x, of_x, of_output)
-                    )
-                )
+                of_output = None if of_output is None else of_output[rows]
+                moments.add(x.detach()[rows], of_x[rows], of_output)
     if not all(moments.finite for moments in sums):
         raise RunError(
             f"keys, values or gradients of layer {activations.layer} are not finite: load the "

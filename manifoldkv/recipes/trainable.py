@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from manifoldkv.basis import Basis, detached
 from manifoldkv.commuting import commuting_basis, complex_columns
+from manifoldkv.manifolds.grassmann import Grassmann
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.solvers.grassmann import Grassmann
 
 
 class TrainableBases:

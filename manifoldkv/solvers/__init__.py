@@ -2,11 +2,9 @@
 
 from manifoldkv.solvers.base import SOLVERS, Solution, Solver, checked, register_solver
 from manifoldkv.solvers.closed_form import ClosedForm
-from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
-from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
-from manifoldkv.solvers.trust_region import TrustRegion
+from manifoldkv.solvers.riemannian_lbfgs import Flag, ObliqueFlag, ObliqueLBFGS, RiemannianLBFGS
 
 __all__ = [
     "SOLVERS",
@@ -19,7 +17,6 @@ __all__ = [
     "RiemannianLBFGS",
     "Solution",
     "Solver",
-    "TrustRegion",
     "checked",
     "register_solver",
 ]

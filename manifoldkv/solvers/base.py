@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -41,21 +41,16 @@ class Solution:
 class Solver(ABC):
     """Minimiser of a problem, a frozen dataclass whose fields are hyper-parameters."""
 
-    joint: ClassVar[bool] = False
-    """Whether the solutions of `solve_ranks` depend on all ranks together."""
-
     def accepts(
         self, objective: Objective, site: Literal["key", "value"], grouping: str | int
     ) -> tuple[bool, str]:
         """Return whether the solver accepts an objective's problems, and the reason if not."""
         return True, ""
 
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return a solver for a probe run, and the ratio of the time of a whole run to its time.
-
-        `share` is that of the calibration sequences in the probe run.
-        """
-        return self, 1 / share
+    @property
+    def joint(self) -> bool:
+        """Return whether the solutions of `solve_ranks` depend on all ranks together."""
+        return False
 
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:

@@ -2,12 +2,11 @@
 
 from manifoldkv.objectives.kq_svd import KQSVD
 from manifoldkv.objectives.layer_output import LayerOutput
+from manifoldkv.solvers import Flag, ObliqueFlag
 from manifoldkv.solvers.closed_form import ClosedForm
-from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
-from manifoldkv.solvers.trust_region import TrustRegion
 from manifoldkv.testing import SolverConformance
 
 
@@ -54,16 +53,6 @@ class TestOblique(SolverConformance):
 
 class TestObliqueOnLayerOutput(SolverConformance):
     solver = ObliqueLBFGS(steps=8)
-    objective = LayerOutput()
-
-
-class TestTrustRegion(SolverConformance):
-    solver = TrustRegion()
-    objective = KQSVD()
-
-
-class TestTrustRegionOnLayerOutput(SolverConformance):
-    solver = TrustRegion(samples=1)
     objective = LayerOutput()
 
 

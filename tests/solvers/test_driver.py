@@ -10,9 +10,9 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from manifoldkv.errors import RunError
+from manifoldkv.manifolds.grassmann import Grassmann
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.solvers.driver import descend
-from manifoldkv.solvers.grassmann import Grassmann
 from manifoldkv.solvers.riemannian_adam import riemannian_adam
 
 STEPS = 25

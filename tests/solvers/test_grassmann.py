@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv.solvers.grassmann import Grassmann
+from manifoldkv.manifolds.grassmann import Grassmann
 
 SHAPE = (5, 4, 2)
 MANIFOLD = Grassmann()

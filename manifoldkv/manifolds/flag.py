@@ -1,10 +1,9 @@
-"""Nested bases of all ranks by one solve, on flag manifolds."""
+"""Nested bases of several ranks: points of a flag manifold."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
@@ -14,20 +13,18 @@ import torch
 from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
-from manifoldkv.basis import Basis, check_rank, orthonormal_basis
-from manifoldkv.objectives.base import Problem
-from manifoldkv.objectives.linear_algebra import same_size
-from manifoldkv.solvers.base import Solution, register_solver
-from manifoldkv.solvers.families import (
-    Family,
-    Oblique,
-    Orthonormal,
+from manifoldkv.basis import Basis, orthonormal_basis
+from manifoldkv.manifolds.base import (
+    BasisManifold,
     joint_eigenvectors,
     orthogonal_complement,
     ridged,
 )
-from manifoldkv.solvers.quasi_newton import Preconditioner
-from manifoldkv.solvers.riemannian_lbfgs import RiemannianLBFGS
+from manifoldkv.manifolds.oblique import Oblique
+from manifoldkv.manifolds.orthonormal import Orthonormal
+from manifoldkv.manifolds.quasi_newton import Preconditioner
+from manifoldkv.objectives.base import Problem
+from manifoldkv.objectives.linear_algebra import same_size
 
 NEGLIGIBLE = 1e-6
 """Smallest KQ-SVD loss of a rank, relative to the largest, that weighs the rank."""
@@ -35,7 +32,7 @@ LEAST_LOSS = 1e-12
 """Smallest KQ-SVD loss that is not rounding; matrices of the site have mean diagonal 1."""
 
 
-class Flags(Family):
+class Flags(BasisManifold):
     """Flags: points (…, p, c) of which the leading columns are the basis of every rank.
 
     A flag is a point of the Stiefel manifold up to rotations of the columns between two successive
@@ -52,6 +49,7 @@ class Flags(Family):
     """
 
     manifold = geoopt.Stiefel(canonical=False)
+    nested: ClassVar[bool] = True
 
     def __init__(self, problem: Problem, ranks: Sequence[int]) -> None:
         super().__init__(problem, ranks[-1])
@@ -72,14 +70,14 @@ class Flags(Family):
         """Return curvatures (…, b) of directions of a block (…, p, b), and the directions in it."""
 
     @abstractmethod
-    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+    def leading(self, frame: Tensor, edges: Sequence[int]) -> Basis:
         """Return a basis of which the leading columns up to every edge are those of a frame."""
 
     def bases(self, point: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, Basis]]:
         """Yield ranks and their bases, of which that of rank head_dim completes the others."""
         grouping = self.problem.grouping
         frame = torch.cat([point, orthogonal_complement(point)], dim=-1)
-        whole = self.nested(frame, [*self.counts, frame.shape[-1]])
+        whole = self.leading(frame, [*self.counts, frame.shape[-1]])
         for rank in ranks:
             leading = ..., slice(rank * grouping.width)
             down = whole.down[leading].contiguous()
@@ -165,7 +163,7 @@ class OrthonormalFlags(Flags, Orthonormal):
         weight, gram = (ridged(block.mT @ x @ block) for x in (self.weight, self.gram))
         return joint_eigenvectors(weight, gram)
 
-    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+    def leading(self, frame: Tensor, edges: Sequence[int]) -> Basis:
         return orthonormal_basis(frame.to(self.problem.activations.dtype), self.problem.grouping)
 
 
@@ -185,7 +183,7 @@ class ObliqueFlags(Flags, Oblique):
         values, vectors = torch.linalg.eigh(ridged(block.mT @ self._energies @ block))
         return values, vectors
 
-    def nested(self, frame: Tensor, edges: Sequence[int]) -> Basis:
+    def leading(self, frame: Tensor, edges: Sequence[int]) -> Basis:
         """Biorthogonalise block by block; latents between two ranks are uncorrelated, falling."""
         down, up = self.gram_inverse @ frame[0], self.weight_inverse @ frame[1]
         for first, last in pairwise([0, *edges]):
@@ -200,48 +198,3 @@ class ObliqueFlags(Flags, Oblique):
         down, up = same_size(down, up)
         dtype = self.problem.activations.dtype
         return Basis(down.to(dtype), up.to(dtype), self.problem.grouping)
-
-
-@register_solver("flag")
-@dataclass(frozen=True)
-class Flag(RiemannianLBFGS):
-    """Nested orthonormal bases of all ranks by one solve.
-
-    The leading columns of a basis are the basis of any smaller rank. The descent is that of
-    `RiemannianLBFGS` on the mean loss of all ranks (Ye, Wong and Lim 2022, arXiv:1907.00949).
-    """
-
-    steps: int = 128
-
-    flags: ClassVar[type[Flags]] = OrthonormalFlags
-    joint: ClassVar[bool] = True
-
-    def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
-        ((_, solution),) = self.solve_ranks(problem, [rank], seed)
-        return solution
-
-    def solve_ranks(
-        self, problem: Problem, ranks: Sequence[int], seed: int = 0
-    ) -> Iterator[tuple[int, Solution]]:
-        ranks = sorted(set(ranks))
-        for rank in ranks:
-            check_rank(rank, problem.activations.head_dim)
-        smaller = [rank for rank in ranks if rank < problem.activations.head_dim]
-        flags = self.flags(problem, smaller or ranks)
-        point, history, status = self.descend(flags, seed)
-        for rank, basis in flags.bases(point, ranks):
-            yield rank, Solution(basis, history, status)
-
-
-@register_solver("oblique-flag")
-@dataclass(frozen=True)
-class ObliqueFlag(Flag):
-    """Nested oblique bases of all ranks by one solve.
-
-    The leading columns of down and up are the basis of any smaller rank. The start is the closed
-    form of KQ-SVD, whose bases are nested.
-    """
-
-    steps: int = 64
-
-    flags: ClassVar[type[Flags]] = ObliqueFlags
