@@ -109,8 +109,6 @@ class CommutingRecipe(Recipe):
     ) -> None:
         check_run(decoder, config)
         check_rotates_halves(decoder)
-        if config.quantization is not None:
-            config.quantization.check_windows(decoder.windows)
         self._grouping_and_latents(decoder, config.ratio)
         context_of(decoder, tokens, config)
 

@@ -95,8 +95,6 @@ class RankRecipe(Recipe):
         self, decoder: Decoder, tokens: Tensor | TextSource | str, config: CompressionConfig
     ) -> None:
         check_run(decoder, config)
-        if config.quantization is not None:
-            config.quantization.check_windows(decoder.windows)
         BasisFinder(self, config.rotary, config.seed)  # raises if the solver does not accept
         self.ranks.candidate_ranks(_budget(decoder, config, context_of(decoder, tokens, config)))
 
