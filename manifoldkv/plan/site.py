@@ -168,14 +168,11 @@ class SitePlan:
             raise PlanError(f"{name}: means and predictors need a basis of all heads together")
         if self.mean is not None:
             check_numbers(f"{name}: mean", self.mean, (self.features,))
-        if self.predictor is not None:
-            if self.predictor.features != self.features:
-                raise PlanError(
-                    f"{name}: the predictor has {self.predictor.features} outputs, must be "
-                    f"{self.features}"
-                )
-            if self.quantizer.run is not None:
-                raise PlanError(f"{name}: latents rounded in runs cannot be those of a predictor")
+        if self.predictor is not None and self.predictor.features != self.features:
+            raise PlanError(
+                f"{name}: the predictor has {self.predictor.features} outputs, must be "
+                f"{self.features}"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return all that is no tensor."""
