@@ -229,19 +229,6 @@ class Evaluate(TextOptions, ModelOptions):
     seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0
 
 
-@command(app, "exporting.export")
-class Export(TextOptions):
-    """Write a plain checkpoint with the smaller cache.
-
-    The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
-    other engines load it like any model. Its card has the loss on held-out text.
-    """
-
-    plan: Plan
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")]
-    force: Force = False
-
-
 @command(app, "comparing.compare")
 class Compare(TextOptions, ModelOptions):
     """Show two plans side by side, in numbers and in text."""

@@ -31,7 +31,7 @@ FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Plan = Annotated[Path, typer.Option(**FOLDER, help="Folder of the plan.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing plan or checkpoint.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing plan.")]
 Length = Annotated[
     int | None,
     typer.Option(

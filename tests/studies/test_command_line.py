@@ -27,7 +27,6 @@ PAGES = [
     page
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("figures/**/*.md"))
     if "python studies/" in page.read_text(encoding="utf-8")
-    and page.parent.name != "engines"  # whose study is no longer part of the repository
 ]
 FEW = ("--sequences", 1, "--held-out", 1, "--sequence-length", 16)
 
