@@ -35,7 +35,6 @@ CASES = [
             ("gpt-oss", "static"),
             ("phi3", "token"),
             ("llama", "kivi"),
-            ("llama", "commuting"),
             ("gemma3", "eigen-attention"),
         )
         for dtype in (torch.float32, torch.bfloat16)
