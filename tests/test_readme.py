@@ -249,6 +249,16 @@ def test_the_start_page_has_the_table_of_the_readme():
     assert table in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
+def test_every_committed_picture_is_shown_by_a_page():
+    shown = {
+        (page.parent / link).resolve()
+        for page in (*PAGES, *(ROOT / "figures").rglob("*.md"))
+        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    }
+    pictures = {path for end in ("png", "svg") for path in (ROOT / "figures").rglob(f"*.{end}")}
+    assert pictures and not pictures - shown
+
+
 def test_own_objective_takes_under_twenty_lines():
     assert len([line for line in OWN_OBJECTIVE.splitlines() if line.strip()]) < 20
 
