@@ -19,7 +19,6 @@ from manifoldkv.cli.options import (
     ModelOptions,
     OtherWeights,
     Plan,
-    SlotOptions,
     TextOptions,
     Windows,
 )
@@ -306,8 +305,8 @@ class Report(TextOptions, ModelOptions):
 
 
 @command(app, "packing.pack")
-class Pack(SlotOptions):
-    """Make a saved slot of llama.cpp smaller.
+class Pack:
+    """Make a saved slot of llama.cpp smaller, or restore it.
 
     A slot of llama-server (/slots/0?action=save) or a prompt cache of llama-completion
     (--prompt-cache): one sequence from position 0 on, keys and values in f16 or q8_0. The plan is
@@ -315,19 +314,27 @@ class Pack(SlotOptions):
     """
 
     slot: Annotated[
-        Path, typer.Argument(**FILE | {"metavar": "SLOT"}, help="File that llama.cpp saved.")
+        Path,
+        typer.Argument(
+            **FILE | {"metavar": "SLOT"},
+            help="File that llama.cpp saved, or with --unpack its packed file.",
+        ),
     ]
-    out: Annotated[Path, typer.Option(**FILE, help="Packed file to write.")]
-
-
-@command(app, "packing.unpack")
-class Unpack(SlotOptions):
-    """Write a packed slot as a file of llama.cpp."""
-
-    packed: Annotated[
-        Path, typer.Argument(**FILE | {"metavar": "PACKED"}, help="File that pack wrote.")
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Model of the slot: its .gguf file, a folder, or an id on the Hub.",
+        ),
     ]
-    out: Annotated[Path, typer.Option(**FILE, help="File of llama.cpp to write.")]
+    plan: Plan
+    out: Annotated[
+        Path,
+        typer.Option(**FILE, help="Packed file to write, or with --unpack the file of llama.cpp."),
+    ]
+    unpack: Annotated[
+        bool, typer.Option("--unpack", help="Write the file of llama.cpp of a packed file.")
+    ] = False
 
 
 @command(app, "listing.listed")

@@ -94,17 +94,3 @@ class TextOptions(ModelInMemory):
     sequences: Windows = 8
     length: Length = None
     other_weights: OtherWeights = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotOptions:
-    """A model of llama.cpp as transformers loads it, and a plan of it."""
-
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="Model of the slot: its .gguf file, a folder, or an id on the Hub.",
-        ),
-    ]
-    plan: Plan
