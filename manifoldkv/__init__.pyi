@@ -6,7 +6,6 @@ from .coding.integers import Quantization
 from .diagnostics import diagnose
 from .errors import ManifoldKVError
 from .evaluation.perplexity import perplexity
-from .export import export_checkpoint
 from .models.loading import load_model
 from .objectives import Objective, register_objective
 from .plan.plan import CompressionPlan
@@ -35,7 +34,6 @@ __all__ = [
     "compress",
     "compressed",
     "diagnose",
-    "export_checkpoint",
     "load_model",
     "open_text",
     "perplexity",

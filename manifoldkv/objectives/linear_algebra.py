@@ -107,7 +107,7 @@ def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, T
     Parameters
     ----------
     gram, weight : Tensor
-        Positive semidefinite matrices, symmetric or complex Hermitian, (…, p, p).
+        Positive semidefinite matrices, (…, p, p).
 
     Returns
     -------
@@ -118,8 +118,8 @@ def weighted_directions(gram: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, T
     largest = values[..., -1:]
     # A weight of 0 is replaced by the identity.
     values = torch.where(largest > 0, values.clamp(min=RELATIVE_FLOOR * largest), 1.0)
-    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mH
-    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mH
+    root = (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+    inverse_root = (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT
     gains, right = torch.linalg.eigh(root @ gram @ root)
     right = right.flip(-1)
     return gains.flip(-1), root @ right, inverse_root @ right

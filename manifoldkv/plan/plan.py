@@ -330,7 +330,7 @@ class CompressionPlan(OnHub):
         ArgumentError
             If the ratio is larger than that of the plan, or smaller than ranks of 1 allow.
         PlanError
-            If latents are quantised or coded, or bases commuting.
+            If latents are quantised or coded.
         """
         if not self.rank_only:
             raise PlanError(f"only plans of bases alone can be truncated, not of {self.formats}")

@@ -9,7 +9,6 @@ from manifoldkv.errors import ArgumentError
 from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
 from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
 from manifoldkv.recipes.bits import BitRecipe
-from manifoldkv.recipes.commuting import CommutingRecipe
 from manifoldkv.recipes.low_rank import RankRecipe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.stored import StoredRecipe
@@ -34,7 +33,6 @@ RECIPES: dict[str, Recipe] = {
         ranks=Sequential(candidates=PAPER_CANDIDATES, sequences=None, rows=None),
     ),
     "fast": RankRecipe(LayerOutput(), ObliqueFlag(), ranks=Sequential(candidates=PAPER_CANDIDATES)),
-    "commuting": CommutingRecipe(),
     "stored": StoredRecipe(),
 }
 DEFAULT_RECIPE = "bits"

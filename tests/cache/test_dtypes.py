@@ -34,7 +34,6 @@ CASES = [
             ("gemma2", "low-rank"),
             ("gpt-oss", "static"),
             ("phi3", "token"),
-            ("llama", "commuting"),
             ("gemma3", "eigen-attention"),
         )
         for dtype in (torch.float32, torch.bfloat16)
