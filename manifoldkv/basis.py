@@ -115,22 +115,17 @@ class Basis:
         ``upᵀ down`` is the identity too, but ``down upᵀ`` is not symmetric.
     grouping : HeadGrouping
         Groups of heads, one for each basis.
-    frequencies : tuple of int or None
-        RoPE frequency of each pair of latents of a commuting basis, (width·r / 2,), ascending; pair
-        i is latents i and width·r / 2 + i (see `manifoldkv.commuting`); None for other bases.
     """
 
     down: Tensor
     up: Tensor
     grouping: HeadGrouping
-    frequencies: tuple[int, ...] | None = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Basis):
             return NotImplemented
         return (
             self.grouping == other.grouping
-            and self.frequencies == other.frequencies
             and self.orthonormal == other.orthonormal
             and equal(self.down, other.down)
             and equal(self.up, other.up)
@@ -141,18 +136,12 @@ class Basis:
 
     def __repr__(self) -> str:
         kind = "orthonormal" if self.orthonormal else "oblique"
-        kind += ", commuting" if self.commuting else ""
         return f"Basis(rank {self.rank} of {self.head_dim}, {kind}, {self.grouping})"
 
     @property
     def orthonormal(self) -> bool:
         """Return whether `up` is the tensor `down`."""
         return self.down is self.up
-
-    @property
-    def commuting(self) -> bool:
-        """Return whether projection commutes with the rotation of keys."""
-        return self.frequencies is not None
 
     @property
     def rank(self) -> int:
@@ -173,7 +162,7 @@ class Basis:
         """Return the basis in the dtype and on the device of `x`."""
         down = self.down.to(x)
         up = down if self.orthonormal else self.up.to(x)
-        return Basis(down, up, self.grouping, self.frequencies)
+        return Basis(down, up, self.grouping)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the reconstruction of `x`, (B, H, n, d), in the same shape."""

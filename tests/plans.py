@@ -18,7 +18,6 @@ from manifoldkv.coding.predictor import Input, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.coding.transform import SiteDesign
-from manifoldkv.commuting import commuting_basis
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
@@ -47,24 +46,6 @@ def any_basis(
         return Basis(columns, columns, grouping)
     skewed = columns + 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
     return Basis(skewed, columns @ torch.linalg.inv(skewed.mT @ columns), grouping)
-
-
-def any_commuting_basis(
-    head_dim: int, frequencies: tuple[int, ...], grouping: HeadGrouping, *, oblique: bool, seed: int
-) -> Basis:
-    """A random commuting basis, float64; each frequency has a subspace of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    shape, dtype = (grouping.groups, grouping.width), torch.complex128
-    downs, ups = [], []
-    for frequency in sorted(set(frequencies)):
-        count = frequencies.count(frequency)
-        columns = torch.linalg.qr(torch.randn(*shape, count, generator=generator, dtype=dtype)).Q
-        ups.append(columns)
-        skewed = columns + 0.3 * torch.randn(columns.shape, generator=generator, dtype=dtype)
-        downs.append(skewed @ torch.linalg.inv(columns.mH @ skewed) if oblique else columns)
-    up = torch.cat(ups, dim=-1)
-    down = torch.cat(downs, dim=-1) if oblique else up
-    return commuting_basis(down, up, tuple(sorted(frequencies)), grouping, head_dim)
 
 
 def random_plan(

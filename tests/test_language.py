@@ -23,7 +23,7 @@ WHAT = re.compile(
 """Phrases in place of a noun, which a docstring names."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = (
-    *("activations", "basis.py", "cache", "cli", "codec", "coding", "commuting.py", "diagnostics"),
+    *("activations", "basis.py", "cache", "cli", "codec", "coding", "diagnostics"),
     *(
         "integrations",
         "models",

@@ -218,7 +218,7 @@ def test_every_measured_number_is_in_a_committed_table(name):
 TABLE = """<!-- numbers: figures/loss/smollm2/results.csv -->
 | cache | times smaller | nats | passkeys | step |
 |---|---|---|---|---|
-| `best` | 8.0 | 0.012 | 10 of 12 | 6.5 |
+| `grouped-4-bit` | 8.0 | 0.840 | 5 of 12 | 1.8 |
 """
 
 
@@ -227,10 +227,10 @@ TABLE = """<!-- numbers: figures/loss/smollm2/results.csv -->
     [
         (TABLE, ""),
         (TABLE.replace("8.0", "8.1"), "['8.1']"),
-        (TABLE.replace("0.012", "0.047"), "['0.047']"),  # of bits
-        (TABLE.replace("0.012", "0.002"), "['0.002']"),  # of another size
-        (TABLE.replace("10 of", "12 of"), "['12 of 12']"),
-        (TABLE.replace("0.012", "0.012 ± 0.001"), "± of fewer than four windows"),
+        (TABLE.replace("0.840", "3.457"), "['3.457']"),  # of eigen-attention
+        (TABLE.replace("0.840", "0.772"), "['0.772']"),  # of another size
+        (TABLE.replace("5 of", "12 of"), "['12 of 12']"),
+        (TABLE.replace("0.840", "0.840 ± 0.001"), "± of fewer than four windows"),
         (TABLE.partition("\n")[2], "no CSV file is named above"),
         ("It is 14 times smaller for 0.001 nats.", "no CSV file is named above"),
         ("<!-- numbers: figures/storage/smollm2/results.csv -->\n14 times smaller", "['14']"),
@@ -247,6 +247,16 @@ def test_a_wrong_number_is_found(text, fault):
 def test_the_start_page_has_the_table_of_the_readme():
     table = README.partition("<!-- numbers")[2].partition("\n\n")[0]
     assert table in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_committed_picture_is_shown_by_a_page():
+    shown = {
+        (page.parent / link).resolve()
+        for page in (*PAGES, *(ROOT / "figures").rglob("*.md"))
+        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    }
+    pictures = {path for end in ("png", "svg") for path in (ROOT / "figures").rglob(f"*.{end}")}
+    assert pictures and not pictures - shown
 
 
 def test_own_objective_takes_under_twenty_lines():

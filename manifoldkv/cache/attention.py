@@ -96,31 +96,23 @@ class CachedAttention:
             return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
         visible, _ = layer.get_mask_sizes(count)
         past = visible - count
-        outputs, done = [], 0
-        for piece in layer.key_store.pieces(count):
-            new = slice(done, done + piece)
-            done += piece
-            self.store(layer, keys[:, :, new], values[:, :, new], context)
-            # The last query sees all tokens but padding.
-            shown = None if mask is None else mask[:, 0, -1, past:][:, new]
-            layer.sinks.take(keys[:, :, new], values[:, :, new], past + new.start, shown, angles)
-            if self._reconstructs(piece, settings):
-                if piece == visible and mask is None:
-                    outputs.append(
-                        self._attend_causally(
-                            layers, queries * settings.scaling, keys, values, angles
-                        )
-                    )
-                    continue
-                blocks = _blocks(new, past + done, MASKED_AT_A_TIME)
-            else:
-                scores = queries.shape[0] * queries.shape[1] * (past + done)
-                blocks = _blocks(new, scores, SCORES_AT_A_TIME)
-            for rows in blocks:
-                seen = self._seen(layer, rows, past, past + done, mask, (keys, values), angles)
-                outputs.append(
-                    self._attend_rows(layers, queries[:, :, rows], seen, settings, angles)
+        self.store(layer, keys, values, context)
+        # The last query sees all tokens but padding.
+        shown = None if mask is None else mask[:, 0, -1, past:]
+        layer.sinks.take(keys, values, past, shown, angles)
+        if self._reconstructs(count, settings):
+            if not past and mask is None:
+                return self._attend_causally(
+                    layers, queries * settings.scaling, keys, values, angles
                 )
+            blocks = _blocks(count, visible, MASKED_AT_A_TIME)
+        else:
+            scores = queries.shape[0] * queries.shape[1] * visible
+            blocks = _blocks(count, scores, SCORES_AT_A_TIME)
+        outputs = []
+        for rows in blocks:
+            seen = self._seen(layer, rows, past, mask, (keys, values), angles)
+            outputs.append(self._attend_rows(layers, queries[:, :, rows], seen, settings, angles))
         return _joined(outputs, dim=2)
 
     def _seen(
@@ -128,25 +120,23 @@ class CachedAttention:
         layer: CompressedLayer,
         rows: slice,
         past: int,
-        tokens: int,
         mask: Tensor | None,
         new: tuple[Tensor, Tensor],
         angles: Angles | None,
     ) -> Seen:
         """Return the tokens that queries `rows` of a call attend to.
 
-        Before the call, `past` tokens were visible, and `tokens` are with those of the call, whose
-        keys and values are `new`.
+        Before the call, `past` tokens were visible; keys and values of the call's are `new`.
         """
-        device = new[0].device
-        own = past if self._exact_prefill and new[0].shape[2] > 1 else tokens
+        count, device = new[0].shape[2], new[0].device
+        tokens = past + count
+        own = past if self._exact_prefill and count > 1 else tokens
         stop = tokens if mask is not None else past + rows.stop
         sees = _rows_of_mask(mask, rows, past, stop, device)
         offset = layer.tokens_held - tokens
         latents = min(own, stop)
         exact, of_sinks = [], None
-        by_token = layer.is_croppable  # and not in runs, which begin at fixed tokens
-        if layer.sinks.are_first and by_token and sees is None and latents == stop:
+        if layer.sinks.are_first and sees is None and latents == stop:
             # Latents of sink tokens are left out, so that no mask has to hide them.
             skipped = layer.sinks.size
             return Seen(offset + skipped, latents - skipped, [layer.sinks.seen()], None, skipped)
@@ -293,10 +283,10 @@ def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=dim)
 
 
-def _blocks(rows: slice, elements_per_row: int, elements: int) -> Iterator[slice]:
+def _blocks(rows: int, elements_per_row: int, elements: int) -> Iterator[slice]:
     """Cut query rows into blocks of at most `elements` elements."""
     size = max(1, elements // elements_per_row)
-    for start, stop in split_tiles(rows.start, rows.stop, size):
+    for start, stop in split_tiles(0, rows, size):
         yield slice(start, stop)
 
 

@@ -31,20 +31,6 @@ def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:
         )
 
 
-def check_unpadded(mask: Any) -> None:
-    """Refuse a mask with padding, which KIVI's layout would quantize together with tokens."""
-    for each in mask.values() if isinstance(mask, dict) else [mask]:
-        if each is None:
-            continue
-        of_last = each if each.ndim == 2 else each[:, :, -1]
-        if not bool(of_last.bool().all()):
-            raise CacheError(
-                "the attention mask has zeros, and what KIVI's layout rounds together would depend "
-                "on the padding: call the model with texts of one length, or use the static or the "
-                "token layout"
-            )
-
-
 def check_cache(cache: Any, plan: CompressionPlan, dtype: torch.dtype) -> None:
     """Refuse a cache that is not compressed, of another plan or dtype, or incomplete."""
     if not isinstance(cache, CompressedCache):

@@ -24,7 +24,6 @@ from manifoldkv.cache.calls import (
     boolean_masks,
     check_cache,
     check_one_text_a_row,
-    check_unpadded,
     new_tokens,
 )
 from manifoldkv.cache.forward import ForwardPass
@@ -189,7 +188,7 @@ class _Run:
         """Store the tokens of a stock cache, placed at (1 or B, n), in an empty one."""
         self._follow_model()
         tokens = positions.shape[1]
-        visible = None if self._plan.rounds_runs else unpadded(positions)
+        visible = unpadded(positions)
         if self._plan.rotary == "pre":
             cache.append_positions(positions)
         context = self._plan.predictor_context()
@@ -254,8 +253,6 @@ class _Run:
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._decoder.dtype)
         given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._decoder.kinds)
-        if self._plan.rounds_runs:
-            check_unpadded(given["attention_mask"])
         self._pass.begin(cache, self._plan.predictor_context())
         return (), given
 

@@ -33,6 +33,7 @@ class CompressedLayer(CacheLayerMixin):
     """
 
     is_compileable = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(
@@ -45,13 +46,11 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.window = plan.window
         self.is_sliding = plan.window is not None
-        # Tokens that were rounded in a run have lost their exact values.
-        self.is_croppable = all(site.quantizer.run is None for _, site in plan.sites)
         self.sinks = Sinks(plan.sink_tokens(sinks))
 
         def store(site: SitePlan) -> Store:
             features = site.basis.down.shape[2]
-            return store_for(site.quantizer, features, dtype, device, unseen=self.sinks.size)
+            return store_for(site.quantizer, features, dtype, device)
 
         self.key_store = store(plan.key)
         self.value_store = store(plan.value)
@@ -98,18 +97,7 @@ class CompressedLayer(CacheLayerMixin):
         return past + query_length, self.tokens_seen - past
 
     def activate_past_recording(self) -> None:
-        """Keep the tokens that a later crop may need.
-
-        Raises
-        ------
-        CacheError
-            If the layout does not support crops.
-        """
-        if not self.is_croppable:
-            raise CacheError(
-                "KIVI's layout cannot take tokens back: no assisted decoding and no prompt lookup "
-                "with it; use the static or the token layout"
-            )
+        """Keep the tokens that a later crop may need."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -145,11 +133,6 @@ class CompressedLayer(CacheLayerMixin):
             raise CacheError(
                 f"cannot crop {count} tokens: a window of {self.window} has dropped what would be "
                 "seen again; call activate_past_recording() before"
-            )
-        if not self.key_store.can_drop_last(count):
-            raise CacheError(
-                f"cannot crop {count} tokens: some of them are rounded already, which KIVI's "
-                "layout cannot undo; use the static or the token layout"
             )
 
     def reset(self) -> None:

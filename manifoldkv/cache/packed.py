@@ -11,8 +11,6 @@ from torch.nn import functional
 from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
 from manifoldkv.coding.integers import (
     PLANES,
-    FeatureIntegers,
-    Integers,
     StaticIntegers,
     TokenIntegers,
     integers,
@@ -123,11 +121,11 @@ class StaticRangeStore(Store):
 
 
 class RangeStore(Store):
-    """Integers in ranges found while decoding, each of a run of tokens and a group of features.
+    """Integers in ranges found while decoding, each of a token and a group of features.
 
     Parameters
     ----------
-    quantizer : TokenIntegers or FeatureIntegers
+    quantizer : TokenIntegers
         Bits and group size.
     features : int
         Latents of a head group.
@@ -135,19 +133,13 @@ class RangeStore(Store):
         Of reconstructed elements.
     """
 
-    def __init__(
-        self, quantizer: TokenIntegers | FeatureIntegers, features: int, dtype: torch.dtype
-    ) -> None:
-        by_feature = isinstance(quantizer, FeatureIntegers)
-        run, group = (quantizer.group_size, 1) if by_feature else (1, quantizer.group_size)
+    def __init__(self, quantizer: TokenIntegers, features: int, dtype: torch.dtype) -> None:
         self._bits = quantizer.bits
+        self._group = quantizer.group_size
         self._features = features
-        self._run = run
-        self._group = group
         self._codes = GrowingTensor()
-        # There are fewer ranges than tokens, and their room to grow is to be less too.
-        self._offsets = GrowingTensor(max(1, 64 // run))  # (B, G, n / run, groups)
-        self._scales = GrowingTensor(max(1, 64 // run))
+        self._offsets = GrowingTensor()  # (B, G, n, groups)
+        self._scales = GrowingTensor()
         self.parts = [self._codes, self._offsets, self._scales]
         self._dtype = dtype
 
@@ -155,87 +147,20 @@ class RangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
-        by_run = latents.unflatten(2, (-1, self._run))  # (B, G, n / run, run, features)
-        offsets, scales = stored_ranges(by_run, self._group, self._bits)
-        offset, scale = self._of_elements(offsets), self._of_elements(scales)
-        self._codes.append(_encode(by_run, offset, scale, self._bits).flatten(2, 3))
+        offsets, scales = stored_ranges(latents, self._group, self._bits)
+        offset, scale = self._of_features(offsets), self._of_features(scales)
+        self._codes.append(_encode(latents, offset, scale, self._bits))
         self._offsets.append(offsets)
         self._scales.append(scales)
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
-        assert first % self._run == 0
         codes, offsets, scales = self._codes.view, self._offsets.view, self._scales.view
-        for start, stop in split_tiles(first, len(self), max(1, size // self._run) * self._run):
-            runs = slice(start // self._run, stop // self._run)
-            offset = self._of_elements(offsets[:, :, runs].to(self._dtype))
-            scale = self._of_elements(scales[:, :, runs].to(self._dtype))
+        for start, stop in split_tiles(first, len(self), size):
+            offset = self._of_features(offsets[:, :, start:stop].to(self._dtype))
+            scale = self._of_features(scales[:, :, start:stop].to(self._dtype))
             integers = unpack(codes[:, :, start:stop], self._bits, self._features)
-            by_run = integers.to(self._dtype).unflatten(2, (-1, self._run))
-            yield start - first, stop - first, (by_run * scale + offset).flatten(2, 3)
+            yield start - first, stop - first, integers.to(self._dtype) * scale + offset
 
-    def _of_elements(self, of_groups: Tensor) -> Tensor:
-        """Shape (B, G, n / run, groups) to be broadcast to (B, G, n / run, run, features)."""
-        return spread(of_groups, self._group, self._features).unsqueeze(3)
-
-
-class ResidualStore(Store):
-    """The newest tokens exact, older ones rounded a whole run at a time: KIVI's layout.
-
-    Parameters
-    ----------
-    quantizer : Integers
-        Length of a run and of the residual window.
-    rounded : Store
-        Takes the tokens that leave the window.
-    unseen : int
-        Number of first tokens that are never read. Copies of the token after them are stored
-        instead, so that they do not widen the ranges of their run.
-    """
-
-    def __init__(self, quantizer: Integers, rounded: Store, unseen: int = 0) -> None:
-        self._quantizer = quantizer
-        self._unseen = unseen
-        self._rounded = rounded
-        self._exact = GrowingTensor(smallest_growth=16)
-        self.parts = [*rounded.parts, self._exact]
-
-    def __len__(self) -> int:
-        return len(self._rounded) + len(self._exact)
-
-    def append(self, latents: Tensor) -> None:
-        self._exact.append(latents)
-        leaving = len(self._exact) - self._quantizer.exact_tokens(len(self))
-        if leaving:
-            self._rounded.append(self._narrowed(self._exact.view[:, :, :leaving]))
-            self._exact.drop_first(leaving)
-
-    def tiles(self, first: int, size: int) -> Iterator[Tile]:
-        if len(self._rounded):
-            yield from self._rounded.tiles(first, size)
-        yield len(self._rounded), len(self), self._exact.view
-
-    def pieces(self, count: int) -> list[int]:
-        """Cut new tokens so that a run leaves the window with the first token of a piece only."""
-        run, window = self._quantizer.group_size, self._quantizer.residual or 0
-        pieces, tokens, stop = [], len(self), len(self) + count
-        while tokens < stop:
-            runs_out = max(0, tokens + 1 - window) // run
-            next_leaves = window + (runs_out + 1) * run
-            pieces.append(min(stop, next_leaves - 1) - tokens)
-            tokens += pieces[-1]
-        return pieces
-
-    def can_drop_last(self, count: int) -> bool:
-        left = len(self) - count
-        return left - self._quantizer.exact_tokens(left) == len(self._rounded)
-
-    def drop_last(self, count: int) -> None:
-        self._exact.drop_last(count)
-
-    def _narrowed(self, leaving: Tensor) -> Tensor:
-        """Return tokens (B, G, n, features) that leave the window with nothing of unseen ones."""
-        unseen = self._unseen - len(self._rounded)
-        if not 0 < unseen < leaving.shape[2]:
-            return leaving
-        first = leaving[:, :, unseen : unseen + 1].expand(-1, -1, unseen, -1)
-        return torch.cat([first, leaving[:, :, unseen:]], dim=2)
+    def _of_features(self, of_groups: Tensor) -> Tensor:
+        """Return numbers of groups (B, G, n, groups), to be broadcast to all features."""
+        return spread(of_groups, self._group, self._features)

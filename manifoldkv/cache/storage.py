@@ -192,10 +192,7 @@ class Store(ABC):
         """
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the reconstructed latents of some tokens, (B, G, stop - start, features).
-
-        Only for stores that round every token alone.
-        """
+        """Return the reconstructed latents of some tokens, (B, G, stop - start, features)."""
         _, _, latents = next(self.tiles(start, stop - start))
         return latents[:, :, : stop - start]
 
@@ -203,14 +200,6 @@ class Store(ABC):
         """Append tokens (B, G, m, features), and return their reconstructed latents."""
         self.append(latents)
         return self.read(len(self) - latents.shape[2], len(self))
-
-    def pieces(self, count: int) -> list[int]:
-        """Split `count` new tokens so that appending the parts equals appending single tokens."""
-        return [count]
-
-    def can_drop_last(self, count: int) -> bool:
-        """Return whether the last `count` tokens can be dropped."""
-        return True
 
     def drop_first(self, count: int) -> None:
         """Drop the first `count` tokens."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from manifoldkv.cache.mixed import MixedWidthStore
-from manifoldkv.cache.packed import RangeStore, ResidualStore, StaticRangeStore
+from manifoldkv.cache.packed import RangeStore, StaticRangeStore
 from manifoldkv.cache.storage import ExactStore, Store, working_dtype
 from manifoldkv.cache.trellis import TrellisStore
-from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
+from manifoldkv.coding.integers import StaticIntegers, TokenIntegers
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
@@ -17,12 +17,7 @@ from manifoldkv.kernels.decode import runs_triton
 
 
 def store_for(
-    quantizer: Quantizer,
-    features: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    unseen: int = 0,
+    quantizer: Quantizer, features: int, dtype: torch.dtype, device: torch.device
 ) -> Store:
     """Return an empty store of latents in the format of a quantizer.
 
@@ -36,8 +31,6 @@ def store_for(
         Of the model.
     device : torch.device
         Of the layer.
-    unseen : int
-        Number of first tokens whose latents are never read.
 
     Raises
     ------
@@ -58,9 +51,6 @@ def store_for(
             return MixedWidthStore(quantizer, working, device)
         case StaticIntegers():
             return StaticRangeStore(quantizer, features, working, device)
-        case TokenIntegers() | FeatureIntegers():
-            rounded = RangeStore(quantizer, features, working)
-            if quantizer.residual is None:
-                return rounded
-            return ResidualStore(quantizer, rounded, unseen)
+        case TokenIntegers():
+            return RangeStore(quantizer, features, working)
     raise NotImplementedError(f"no store for quantizer {quantizer.name}")

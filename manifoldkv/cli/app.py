@@ -19,7 +19,6 @@ from manifoldkv.cli.options import (
     ModelOptions,
     OtherWeights,
     Plan,
-    SlotOptions,
     TextOptions,
     Windows,
 )
@@ -150,7 +149,7 @@ class Compress(ModelOptions):
         bool,
         typer.Option(
             "--dry-run",
-            help="Only estimate time, memory and bytes, and the loss by --work; save nothing.",
+            help="Only print the bytes of the cache and an estimate of the loss by --work.",
         ),
     ] = False
 
@@ -227,19 +226,6 @@ class Evaluate(TextOptions, ModelOptions):
         ),
     ] = "exact"
     seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0
-
-
-@command(app, "exporting.export")
-class Export(TextOptions):
-    """Write a plain checkpoint with the smaller cache.
-
-    The plan is one of the recipe commuting. The checkpoint needs no manifoldkv: transformers and
-    other engines load it like any model. Its card has the loss on held-out text.
-    """
-
-    plan: Plan
-    out: Annotated[Path, typer.Option(**FOLDER, help="Folder to write the checkpoint to.")]
-    force: Force = False
 
 
 @command(app, "comparing.compare")
@@ -319,8 +305,8 @@ class Report(TextOptions, ModelOptions):
 
 
 @command(app, "packing.pack")
-class Pack(SlotOptions):
-    """Make a saved slot of llama.cpp smaller.
+class Pack:
+    """Make a saved slot of llama.cpp smaller, or restore it.
 
     A slot of llama-server (/slots/0?action=save) or a prompt cache of llama-completion
     (--prompt-cache): one sequence from position 0 on, keys and values in f16 or q8_0. The plan is
@@ -328,19 +314,27 @@ class Pack(SlotOptions):
     """
 
     slot: Annotated[
-        Path, typer.Argument(**FILE | {"metavar": "SLOT"}, help="File that llama.cpp saved.")
+        Path,
+        typer.Argument(
+            **FILE | {"metavar": "SLOT"},
+            help="File that llama.cpp saved, or with --unpack its packed file.",
+        ),
     ]
-    out: Annotated[Path, typer.Option(**FILE, help="Packed file to write.")]
-
-
-@command(app, "packing.unpack")
-class Unpack(SlotOptions):
-    """Write a packed slot as a file of llama.cpp."""
-
-    packed: Annotated[
-        Path, typer.Argument(**FILE | {"metavar": "PACKED"}, help="File that pack wrote.")
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Model of the slot: its .gguf file, a folder, or an id on the Hub.",
+        ),
     ]
-    out: Annotated[Path, typer.Option(**FILE, help="File of llama.cpp to write.")]
+    plan: Plan
+    out: Annotated[
+        Path,
+        typer.Option(**FILE, help="Packed file to write, or with --unpack the file of llama.cpp."),
+    ]
+    unpack: Annotated[
+        bool, typer.Option("--unpack", help="Write the file of llama.cpp of a packed file.")
+    ] = False
 
 
 @command(app, "listing.listed")

@@ -40,7 +40,6 @@ def _layer_facts(layer: LayerPlan, bits: bool) -> dict[str, Any]:
         "value_rank": layer.value.rank,
         "head_dim": layer.key.head_dim,
         "key_grouping": layer.key.grouping.name,
-        "commuting": layer.key.basis.commuting,
         "value_grouping": layer.value.grouping.name,
         "window": layer.window,
         "bits": layer.mean_bits if bits else None,
@@ -50,7 +49,6 @@ def _layer_facts(layer: LayerPlan, bits: bool) -> dict[str, Any]:
 def _lines(plan: CompressionPlan) -> list[str]:
     provenance, first = plan.provenance, plan.layers[0]
     uncompressed = f"first {plan.sinks} tokens uncompressed, " if plan.sinks else ""
-    keys = f"{first.key.grouping.name}{' (commuting)' if first.key.basis.commuting else ''}"
     predicted = []
     if provenance.predicted_nats is not None:
         predicted = [
@@ -70,7 +68,7 @@ def _lines(plan: CompressionPlan) -> list[str]:
         f"        {uncompressed}keys {plan.rotary}-rotation, latents {plan.formats}",
         f"work    {plan.work:.3g} times the multiplications of stock attention in a decode step",
         *predicted,
-        f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
+        f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} once",
         "layer   key rank  value rank  (of head_dim)"
         + ("   key bits  value bits" if plan.variable_width else ""),

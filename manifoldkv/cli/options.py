@@ -31,7 +31,7 @@ FILE: dict[str, Any] = {"parser": _path, "metavar": "FILE"}
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Plan = Annotated[Path, typer.Option(**FOLDER, help="Folder of the plan.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing plan or checkpoint.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing plan.")]
 Length = Annotated[
     int | None,
     typer.Option(
@@ -94,17 +94,3 @@ class TextOptions(ModelInMemory):
     sequences: Windows = 8
     length: Length = None
     other_weights: OtherWeights = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotOptions:
-    """A model of llama.cpp as transformers loads it, and a plan of it."""
-
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="Model of the slot: its .gguf file, a folder, or an id on the Hub.",
-        ),
-    ]
-    plan: Plan

@@ -1,4 +1,4 @@
-"""The commands that pack and unpack caches of llama.cpp."""
+"""The command that packs and unpacks caches of llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.app import Pack, Unpack
+from manifoldkv.cli.app import Pack
 from manifoldkv.cli.inputs import load, load_plan
-from manifoldkv.cli.options import ModelInMemory, SlotOptions
+from manifoldkv.cli.options import ModelInMemory
 from manifoldkv.codec.blob import read_blob
 from manifoldkv.errors import CacheError
 from manifoldkv.integrations.llama_cpp import pack_slot, read_packed, unpack_slot
@@ -26,7 +26,11 @@ T = TypeVar("T")
 
 
 def pack(options: Pack) -> Answer:
-    """Write the packed file of a slot."""
+    """Write the packed file of a slot, or the slot of a packed file."""
+    return _unpacked(options) if options.unpack else _packed(options)
+
+
+def _packed(options: Pack) -> Answer:
     content = read_blob(options.slot)
     slot, _ = _named(options.slot, read_slot, content)
     model, plan = _opened(options)
@@ -36,18 +40,17 @@ def pack(options: Pack) -> Answer:
     return _answer(slot, (options.slot, content), (options.out, packed))
 
 
-def unpack(options: Unpack) -> Answer:
-    """Write the slot of a packed file."""
-    packed = read_blob(options.packed)
-    slot, _ = _named(options.packed, read_packed, packed)
+def _unpacked(options: Pack) -> Answer:
+    packed = read_blob(options.slot)
+    slot, _ = _named(options.slot, read_packed, packed)
     model, plan = _opened(options)
     LOG.info("unpacking %d tokens", len(slot.order))
-    content = _named(options.packed, lambda packed: unpack_slot(packed, model, plan), packed)
+    content = _named(options.slot, lambda packed: unpack_slot(packed, model, plan), packed)
     write_whole(options.out, content)
-    return _answer(slot, (options.out, content), (options.packed, packed))
+    return _answer(slot, (options.out, content), (options.slot, packed))
 
 
-def _opened(options: SlotOptions) -> tuple[PreTrainedModel, CompressionPlan]:
+def _opened(options: Pack) -> tuple[PreTrainedModel, CompressionPlan]:
     """Load the plan, and the model in the dtype of slots, of which no layer runs."""
     model, _ = load(ModelInMemory(model=options.model, dtype="float16", offload=True))
     return model, load_plan(options.plan, model, other_weights=False, attended=False)

@@ -7,8 +7,6 @@ scale = (high - low) / (2^bits - 1). Ranges that are computed while decoding are
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import ClassVar, Literal, get_args
@@ -25,7 +23,7 @@ BITS = (2, 3, 4, 8)
 PLANES = (8, 4, 2, 1)
 """Widths of the planes that integers are cut into, so that each fills whole bytes."""
 
-Layout = Literal["static", "token", "kivi"]
+Layout = Literal["static", "token"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
@@ -37,18 +35,12 @@ class Quantization:
     ----------
     bits : {8, 4, 3, 2}
         Bits of every stored element.
-    layout : {"static", "token", "kivi"}
+    layout : {"static", "token"}
         ``"static"``, the paper's: keys in ranges calibrated per head and group of features, values
         in a range per token and group of features. ``"token"``: keys in such a range too, so that
         no range is calibrated; with `full_rank_plan` it is the integer cache of inference engines.
-        ``"kivi"``: keys in a range per feature and run of `group_size` tokens, values as above; the
-        newest tokens stay exact until a whole run has left a window of `residual` tokens. Such a
-        cache takes no padded batch, cannot be cropped (no assisted decoding) and does not fit
-        sliding windows; the other two can do all of this.
     group_size : int
-        Features (or, for KIVI's keys, tokens) that share a range. A last group may be shorter.
-    residual : int
-        Newest tokens that KIVI's layout does not round; unused by the others.
+        Features that share a range. A last group may be shorter.
 
     Raises
     ------
@@ -59,31 +51,21 @@ class Quantization:
     bits: int = 4
     layout: Layout = "static"
     group_size: int = 64
-    residual: int = 64
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise PlanError(f"unknown layout {self.layout!r}; known: {', '.join(LAYOUTS)}")
         self.values()  # checks the numbers
 
-    def check_windows(self, windows: Sequence[int | None]) -> None:
-        """Raise `PlanError` if a layer with a sliding window cannot hold the layout."""
-        if self.layout == "kivi":
-            for index, window in enumerate(windows):
-                _check_no_window(f"layer {index}", window)
-
     def keys(self, ranges: Tensor | None = None) -> Integers:
         """Return the quantizer of keys. `ranges` are those of `StaticIntegers`, if static."""
-        if self.layout == "kivi":
-            return FeatureIntegers(self.bits, self.group_size, self.residual)
         if ranges is None:
             return TokenIntegers(self.bits, self.group_size)
         return StaticIntegers(self.bits, self.group_size, ranges)
 
     def values(self) -> Integers:
         """Return the quantizer of values."""
-        residual = self.residual if self.layout == "kivi" else None
-        return TokenIntegers(self.bits, self.group_size, residual)
+        return TokenIntegers(self.bits, self.group_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +82,6 @@ class Integers(Quantizer):
 
     bits: int
     group_size: int
-    residual: ClassVar[int | None] = None
-    """Number of newest tokens that are not rounded; None if tokens are rounded at once."""
     ranges_of: ClassVar[str]
     """Elements that share a range, in words."""
 
@@ -110,50 +90,16 @@ class Integers(Quantizer):
             raise PlanError(f"bits must be one of 2, 3, 4, 8, got {self.bits}")
         if self.group_size < 1:
             raise PlanError(f"group_size must be >= 1, got {self.group_size}")
-        if self.residual is not None and self.residual < 0:
-            raise PlanError(f"residual must be >= 0, got {self.residual}")
 
     def check(self, name: str, basis: Basis, window: int | None) -> None:
-        if self.run is not None:
-            _check_no_window(name, window)
+        return
 
     @property
     def format(self) -> str:
         return f"{self.bits}-bit integers {self.ranges_of}"
 
-    @property
-    def run(self) -> int | None:
-        return None if self.residual is None else self.group_size
-
-    def exact_tokens(self, tokens: int) -> int:
-        """Return how many of the newest of `tokens` tokens are not rounded."""
-        if self.residual is None:
-            return 0
-        return tokens - max(0, tokens - self.residual) // self.group_size * self.group_size
-
-    def reconstruct(self, latents: Tensor) -> Tensor:
-        rounded = latents.shape[-2] - self.exact_tokens(latents.shape[-2])
-        first, rest = latents[..., :rounded, :], latents[..., rounded:, :]
-        return torch.cat([self._reconstruct(first), rest], dim=-2) if rounded else latents
-
-    @abstractmethod
-    def _reconstruct(self, latents: Tensor) -> Tensor:
-        """Return latents (..., n, features) with all tokens rounded."""
-
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
-        exact = self.exact_tokens(tokens)
-        rounded = tokens - exact
-        ranges = self._ranges(rounded, features) * 2 * SCALE_BYTES
-        return rounded * packed_bytes(features, self.bits) + ranges + exact * features * itemsize
-
-    def _ranges(self, tokens: int, features: int) -> int:
-        """Return the stored ranges of some rounded tokens: one per token and group of features."""
-        return tokens * ceil(features / self.group_size)
-
-    def bytes_per_token(self, features: int, itemsize: int) -> float:
-        start, run = self.residual or 0, self.run or 1
-        last = self.nbytes(start + run, features, itemsize)
-        return (last - self.nbytes(start, features, itemsize)) / run
+        return tokens * packed_bytes(features, self.bits)
 
     def token_bits(self, features: int) -> float:
         return float(self.bits * features)
@@ -190,66 +136,32 @@ class StaticIntegers(Integers):
         if tuple(self.ranges.shape) != expected:
             raise PlanError(f"{name}: ranges are {tuple(self.ranges.shape)}, must be {expected}")
 
-    def _reconstruct(self, latents: Tensor) -> Tensor:
+    def reconstruct(self, latents: Tensor) -> Tensor:
         features = latents.shape[-1]
         offset, scale = offset_and_scale(self.ranges.to(latents).unsqueeze(1), self.bits)
         offset = spread(offset, self.group_size, features)  # (G, 1, features or 1)
         scale = spread(scale, self.group_size, features)
         return integers(latents, offset, scale, self.bits) * scale + offset
 
-    def _ranges(self, tokens: int, features: int) -> int:
-        return 0
-
 
 @dataclass(frozen=True, eq=False)
 class TokenIntegers(Integers):
-    """Integers in a range per token and group of features.
-
-    Parameters
-    ----------
-    residual : int or None
-        Newest tokens that are not rounded until a run of `group_size` tokens leaves them; None if
-        tokens are rounded at once.
-    """
+    """Integers in a range per token and group of features."""
 
     name: ClassVar[str] = "token-integers"
     ranges_of: ClassVar[str] = "in ranges per token"
 
-    residual: int | None = None  # type: ignore[misc]
+    def reconstruct(self, latents: Tensor) -> Tensor:
+        features = latents.shape[-1]
+        offsets, scales = stored_ranges(latents, self.group_size, self.bits)
+        offset = spread(offsets, self.group_size, features)
+        scale = spread(scales, self.group_size, features)
+        codes = integers(latents, offset, scale, self.bits)
+        return codes * scale.to(codes) + offset.to(codes)
 
-    def _reconstruct(self, latents: Tensor) -> Tensor:
-        return _rounded(latents.unsqueeze(-2), self.bits, self.group_size).squeeze(-2)
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureIntegers(Integers):
-    """Integers in a range per feature and run of `group_size` tokens: KIVI's keys.
-
-    Parameters
-    ----------
-    residual : int
-        Newest tokens that are not rounded until a whole run leaves them.
-    """
-
-    name: ClassVar[str] = "feature-integers"
-    ranges_of: ClassVar[str] = "in ranges per feature"
-
-    residual: int = 64  # type: ignore[misc]
-
-    def _reconstruct(self, latents: Tensor) -> Tensor:
-        by_run = latents.unflatten(-2, (-1, self.group_size))
-        return _rounded(by_run, self.bits, 1).flatten(-3, -2)
-
-    def _ranges(self, tokens: int, features: int) -> int:
-        return tokens // self.group_size * features
-
-
-def _check_no_window(name: str, window: int | None) -> None:
-    if window is not None:
-        raise PlanError(
-            f"{name} has a sliding window of {window} tokens, which KIVI's runs of tokens do not "
-            "fit: use the static or the token layout"
-        )
+    def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
+        ranges = tokens * ceil(features / self.group_size)
+        return super().nbytes(tokens, features, itemsize) + ranges * 2 * SCALE_BYTES
 
 
 def pack_elements(bits: int) -> int:
@@ -289,25 +201,19 @@ def group_ranges(x: Tensor, group_size: int, dims: tuple[int, ...] = ()) -> Tens
     return torch.stack([low, high], dim=-1)
 
 
-def stored_ranges(by_run: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return offsets and scales of runs of tokens, float16.
+def stored_ranges(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return offsets and scales of groups of features, (..., groups) each, float16.
 
     Parameters
     ----------
-    by_run : Tensor
-        (..., runs, tokens, features)
+    x : Tensor
+        (..., features)
     group_size : int
         Features that share a range.
     bits : int
         Of the integers.
-
-    Returns
-    -------
-    tuple of Tensor
-        (..., runs, groups) each.
     """
-    ranges = group_ranges(by_run.float(), group_size, dims=(by_run.ndim - 2,))
-    offset, scale = offset_and_scale(ranges, bits)
+    offset, scale = offset_and_scale(group_ranges(x.float(), group_size), bits)
     return offset.half(), scale.half()
 
 
@@ -332,13 +238,3 @@ def integers(x: Tensor, offset: Tensor, scale: Tensor, bits: int) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = (x - offset.to(x.dtype)) / torch.where(scale > 0, scale, 1).to(x.dtype)
     return straight_through(scaled, scaled.round()).clamp(0, 2**bits - 1)
-
-
-def _rounded(by_run: Tensor, bits: int, group_size: int) -> Tensor:
-    """Return runs of tokens (..., runs, tokens, features) rounded in a range of each run."""
-    features = by_run.shape[-1]
-    offset, scale = stored_ranges(by_run, group_size, bits)
-    offset = spread(offset, group_size, features).unsqueeze(-2)
-    scale = spread(scale, group_size, features).unsqueeze(-2)
-    codes = integers(by_run, offset, scale, bits)
-    return codes * scale.to(codes) + offset.to(codes)

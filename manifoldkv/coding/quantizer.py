@@ -97,14 +97,6 @@ class Quantizer(ABC):
     def format(self) -> str:
         """Return the format in words, such as ``"mixed widths"``."""
 
-    @property
-    def run(self) -> int | None:
-        """Return the tokens that are rounded together; None if every token is rounded alone.
-
-        Runs exclude padded batches, crops, sliding windows and predictors.
-        """
-        return None
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field."""
         return {name: value for name, value in self._values() if isinstance(value, Tensor)}

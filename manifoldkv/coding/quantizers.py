@@ -9,7 +9,7 @@ from torch import Tensor
 
 from manifoldkv.basis import Basis
 from manifoldkv.coding.entropy import EntropyCoded
-from manifoldkv.coding.integers import FeatureIntegers, StaticIntegers, TokenIntegers
+from manifoldkv.coding.integers import StaticIntegers, TokenIntegers
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import LARGEST_INTEGER, Quantizer
 from manifoldkv.coding.trellis import TrellisCoded
@@ -45,7 +45,6 @@ QUANTIZERS: dict[str, type[Quantizer]] = {
         Unquantized,
         StaticIntegers,
         TokenIntegers,
-        FeatureIntegers,
         MixedWidths,
         TrellisCoded,
         EntropyCoded,
@@ -74,8 +73,6 @@ def quantizer_from(description: dict[str, Any], tensors: dict[str, Tensor]) -> Q
     if name not in QUANTIZERS:
         raise PlanError(f"unknown quantizer {name!r}; known: {', '.join(QUANTIZERS)}")
     for field, value in arguments.items():
-        if value is None:
-            continue
         if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
             raise PlanError(
                 f"{field} of quantizer {name} must be an integer in [0, {LARGEST_INTEGER}], got "

@@ -1,8 +1,7 @@
 """Grassmann manifold with geoopt's interface, which has no Grassmann manifold.
 
-Leading dimensions are a batch: a product of manifolds. Points, tangent vectors and gradients are
-real, or complex with the metric of ℝ^2np (Edelman, Arias and Smith 1998, arXiv:physics/9806030,
-with transposes conjugated).
+Leading dimensions are a batch: a product of manifolds (Edelman, Arias and Smith 1998,
+arXiv:physics/9806030).
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ Checked = tuple[bool, str | None]
 
 
 class Grassmann(Manifold):
-    """Subspaces, represented by X (…, n, p) with Xᴴ X = I, for losses that depend on X Xᴴ only.
+    """Subspaces, represented by X (…, n, p) with Xᵀ X = I, for losses that depend on X Xᵀ only.
 
-    Tangent vectors U are horizontal, Xᴴ U = 0. Retraction is the polar factor of X + U; transport
+    Tangent vectors U are horizontal, Xᵀ U = 0. Retraction is the polar factor of X + U; transport
     is projection onto the new tangent space.
     """
 
@@ -34,11 +33,11 @@ class Grassmann(Manifold):
     def _check_point_on_manifold(
         self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> Checked:
-        product = x.mH @ x
+        product = x.mT @ x
         identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(product)
         if torch.allclose(product, identity, atol=atol, rtol=rtol):
             return True, None
-        return False, f"`X^H X != I` with atol={atol}, rtol={rtol}"
+        return False, f"`X^T X != I` with atol={atol}, rtol={rtol}"
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
@@ -54,7 +53,7 @@ class Grassmann(Manifold):
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """Return the nearest tangent vector."""
-        return u - x @ (x.mH @ u)
+        return u - x @ (x.mT @ u)
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
         """Return the Riemannian gradient, the horizontal part of torch's gradient."""
@@ -63,9 +62,9 @@ class Grassmann(Manifold):
     def inner(
         self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
     ) -> Tensor:
-        """Return Re tr(Uᴴ V), real."""
-        product = u.conj() * (u if v is None else v)
-        return product.real.sum(dim=(-1, -2), keepdim=keepdim)
+        """Return tr(Uᵀ V)."""
+        product = u * (u if v is None else v)
+        return product.sum(dim=(-1, -2), keepdim=keepdim)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """Return the retraction of a tangent vector."""

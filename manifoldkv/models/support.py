@@ -178,9 +178,7 @@ def _obstacle(config: PretrainedConfig) -> str | None:
 
 
 def _depends_on_length(rope: dict[str, Any]) -> bool:
-    if (
-        rope.get("rope_type") == "longrope"
-    ):  # equal factors, as in exported checkpoints, are constant
+    if rope.get("rope_type") == "longrope":  # equal factors, as of GGUF files, are constant
         return rope.get("short_factor") is None or rope["short_factor"] != rope.get("long_factor")
     return rope.get("rope_type") == "dynamic"
 

@@ -199,11 +199,6 @@ class CompressionPlan(OnHub):
         return all(planned.quantizer.attended for planned in self._sites)
 
     @property
-    def rounds_runs(self) -> bool:
-        """Return whether tokens are rounded in runs, which no padded batch can be."""
-        return any(planned.quantizer.run is not None for planned in self._sites)
-
-    @property
     def formats(self) -> str:
         """Return the formats of latents in words, such as ``"mixed widths"``."""
         keys = ", ".join(dict.fromkeys(layer.key.quantizer.format for layer in self.layers))
@@ -335,7 +330,7 @@ class CompressionPlan(OnHub):
         ArgumentError
             If the ratio is larger than that of the plan, or smaller than ranks of 1 allow.
         PlanError
-            If latents are quantised or coded, or bases commuting.
+            If latents are quantised or coded.
         """
         if not self.rank_only:
             raise PlanError(f"only plans of bases alone can be truncated, not of {self.formats}")

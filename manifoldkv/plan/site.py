@@ -18,7 +18,6 @@ from manifoldkv.basis import (
 from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.quantizer import Quantizer, check_numbers
 from manifoldkv.coding.quantizers import Unquantized, quantizer_from
-from manifoldkv.commuting import check_commuting
 from manifoldkv.errors import PlanError
 
 
@@ -168,22 +167,16 @@ class SitePlan:
             raise PlanError(f"{name}: means and predictors need a basis of all heads together")
         if self.mean is not None:
             check_numbers(f"{name}: mean", self.mean, (self.features,))
-        if self.predictor is not None:
-            if self.predictor.features != self.features:
-                raise PlanError(
-                    f"{name}: the predictor has {self.predictor.features} outputs, must be "
-                    f"{self.features}"
-                )
-            if self.quantizer.run is not None:
-                raise PlanError(f"{name}: latents rounded in runs cannot be those of a predictor")
+        if self.predictor is not None and self.predictor.features != self.features:
+            raise PlanError(
+                f"{name}: the predictor has {self.predictor.features} outputs, must be "
+                f"{self.features}"
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return all that is no tensor."""
-        commuting = {}
-        if self.basis.frequencies is not None:
-            commuting["frequencies"] = list(self.basis.frequencies)
         predicted = {} if self.predictor is None else {"predictor": self.predictor.describe()}
-        return (commuting | predicted) | {
+        return predicted | {
             "grouping": self.grouping.name,
             "rank": self.rank,
             "orthonormal": self.basis.orthonormal,
@@ -225,8 +218,7 @@ class SitePlan:
         """
         down = tensors.pop("down")
         up = down if description["orthonormal"] else tensors.pop("up")
-        frequencies = tuple(description["frequencies"]) if "frequencies" in description else None
-        basis = Basis(down, up, HeadGrouping(description["grouping"], kv_heads), frequencies)
+        basis = Basis(down, up, HeadGrouping(description["grouping"], kv_heads))
         quantizer = quantizer_from(description["quantizer"], tensors)
         predictor = None
         if "predictor" in description:
@@ -259,4 +251,3 @@ def check_basis(name: str, basis: Basis) -> None:
     if not error <= ORTHONORMAL_TOLERANCE:
         law = "PᵀP" if basis.orthonormal else "upᵀ down"
         raise PlanError(f"{name}: {law} is not the identity, largest difference {error:.1e}")
-    check_commuting(name, basis)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from manifoldkv.basis import Basis
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.errors import ArgumentError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -34,11 +34,7 @@ def truncated_layers(
     ArgumentError
         If the ratio is not positive, larger than that of the layers or smaller than that of ranks
         of 1.
-    PlanError
-        If a basis is commuting, whose latents are pairs.
     """
-    if any(planned.basis.commuting for layer in layers for _, planned in layer.sites):
-        raise PlanError("a plan of commuting bases cannot be truncated: compress again")
     full = sum(layer.full_elements(tokens) for layer in layers)
 
     def scaled(factor: float) -> tuple[tuple[LayerPlan, ...], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import SITES
 from manifoldkv.coding.allocation import PACK, allocate, allocate_streams
-from manifoldkv.coding.candidates import COMPUTE_TOLERANCE, StepCompute, lowest
+from manifoldkv.coding.candidates import COMPUTE_TOLERANCE, Candidates, StepCompute, lowest
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictive import fit_layers, predictor_of
 from manifoldkv.coding.scales import SHORT_BITS, TOKEN_SCALE_BYTES
@@ -59,6 +59,11 @@ BANDS = (1, 2, 4, 8, 16, None)
 """Widths of bands in frequencies."""
 DEPTH = 5
 """Layers below whose keys predict values."""
+FRONTIER = (2.0, 4.0, 8.0, 16.0, inf)
+"""Limits of compute whose losses are estimated."""
+FRONTIER_GROUP = 4
+"""Length of cross-layer groups in this estimate: with all of `GROUP_LENGTHS` it takes twice as long
+for the same."""
 LOG = logging.getLogger(__name__)
 
 Bits = list[NDArray[Any]]
@@ -190,6 +195,24 @@ class BitRecipe(CodedRecipe):
         ]
         return coded_plan(self, statistics, config, planned)
 
+    def frontier(self, statistics: Statistics, config: CompressionConfig) -> dict[str, float]:
+        task, model = BitFit.of(self, statistics, config), statistics.model
+        exact = (exact_tensors(statistics, index) for index in range(model.layers))
+        found = task.candidates(exact, (FRONTIER_GROUP, *ONE_GROUP))
+        least, losses = least_compute(model), {}
+        for compute in (one for one in FRONTIER if one >= least):
+            limit = replace(self, work=compute).multiplications(model, task.context)
+            # The last candidates are of one group, whose compute is not counted in full.
+            possible = found[:-1] if isfinite(compute) else found
+            nats = min(each.best(8 * task.nbytes, limit).nats for each in possible)
+            losses[f"{compute:g}" if isfinite(compute) else "unlimited"] = nats
+        return losses
+
+    def multiplications(self, model: ModelDescription, context: int) -> float:
+        """Return the limit of the multiplications of all cached tokens of a text."""
+        cached = sum(cached_tokens(context, window) for window in model.windows)
+        return self.work * 2 * model.query_heads * model.head_dim * cached
+
     def least_ratio(self, model: ModelDescription, context: int) -> float:
         """Return the ratio of a plan without latents."""
         of_sinks, of_scales, full = _fixed_bytes(model, self.sinks, context)
@@ -252,14 +275,13 @@ class BitFit:
     def of(cls, recipe: BitRecipe, statistics: Statistics, config: CompressionConfig) -> BitFit:
         model = statistics.model
         context = config.context or statistics.length
-        cached = sum(cached_tokens(context, window) for window in model.windows)
         return cls(
             recipe,
             statistics,
             recipe.metrics(statistics),
             context,
             recipe.budget(model, config.ratio, context),
-            recipe.work * 2 * model.query_heads * model.head_dim * cached,
+            recipe.multiplications(model, context),
         )
 
     @property
@@ -273,6 +295,16 @@ class BitFit:
         windows = self.statistics.model.windows
         return [cached_tokens(self.context, window) for window in windows for _ in SITES]
 
+    def candidates(
+        self, inputs: Iterable[LayerTensors], groups: tuple[float, ...]
+    ) -> list[Candidates]:
+        """Return the candidates with cross-layer groups of some lengths, as `candidates` does."""
+        recipe = self.recipe
+        space = SearchSpace(recipe.bands, recipe.depth, () if recipe.depth is None else groups)
+        return candidates(
+            self.statistics, self.metrics, inputs, space, self.distortion, self.context
+        )
+
     def selected(self, inputs: Iterable[LayerTensors]) -> Selected:
         """Return the configurations that lose least of all candidates.
 
@@ -281,12 +313,7 @@ class BitFit:
         inputs : iterable of LayerTensors
             As in `candidates`.
         """
-        recipe = self.recipe
-        groups: tuple[float, ...] = GROUP_LENGTHS if isfinite(self.limit) else ONE_GROUP
-        space = SearchSpace(recipe.bands, recipe.depth, () if recipe.depth is None else groups)
-        found = candidates(
-            self.statistics, self.metrics, inputs, space, self.distortion, self.context
-        )
+        found = self.candidates(inputs, GROUP_LENGTHS if isfinite(self.limit) else ONE_GROUP)
         selections = [each.best(8 * self.nbytes, self.limit) for each in found]
         best = min(range(len(found)), key=lambda index: selections[index].nats)
         of_tensors = zip(found[best].tensors, selections[best].indices, strict=True)

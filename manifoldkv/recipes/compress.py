@@ -28,6 +28,9 @@ from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import SEQUENCES, calibration_length, calibration_tokens
 from manifoldkv.windows import cached_tokens
 
+FRONTIER_SEQUENCES, FRONTIER_LENGTH = 4, 256
+"""Number and largest length of the sequences that losses by limit of compute are estimated on."""
+
 
 def compress(
     model: PreTrainedModel,
@@ -169,6 +172,31 @@ def fit(
     recipe = config.complete_recipe()
     recipe.check(statistics.model, config, config.context or statistics.length)
     return recipe.fit(statistics, config)
+
+
+def frontier(
+    model: PreTrainedModel,
+    tokens: Tensor | TextSource | str,
+    config: CompressionConfig | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Return the loss of plans at a ratio by limit of compute, in nats per token.
+
+    Limits are the keys: ``"2"``, ``"4"``, ``"8"``, ``"16"`` and ``"unlimited"``, without those that
+    no plan meets. Losses are those of a rate-distortion calculation with Gaussian latents on four
+    sequences of at most 256 tokens, which measured ones exceed. The dictionary is empty if the
+    recipe is not a `BitRecipe`. Parameters are those of `compress`.
+
+    Raises
+    ------
+    ManifoldKVError
+        As `compress`, before any long work.
+    """
+    run = started(Decoder.of(model), tokens, config, settings)
+    recipe = run.config.complete_recipe()
+    few = run.tokens[:FRONTIER_SEQUENCES, :FRONTIER_LENGTH]
+    config = replace(run.config, context=run.context)
+    return recipe.frontier(recipe.calibrate(replace(run, tokens=few)), config)
 
 
 def started(

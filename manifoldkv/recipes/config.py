@@ -42,8 +42,7 @@ class CompressionConfig:
         whose loss on calibration sequences that nothing was fitted to stays below. The provenance
         of the plan has the predicted and the measured loss.
     rotary : {"pre", "post"}
-        Whether keys are stored before rotation (smaller error) or after it (faster). A
-        `CommutingRecipe` stores them after rotation in both cases.
+        Whether keys are stored before rotation (smaller error) or after it (faster).
     quantization : Quantization, optional
         Format of integer latents; see `quantize`. Latents of a `BitRecipe` or a `StoredRecipe` are
         quantized already.

@@ -85,8 +85,6 @@ class RankRecipe(Recipe):
         return asdict(self) | methods
 
     def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
-        if config.quantization is not None:
-            config.quantization.check_windows(model.windows)
         BasisFinder(self, config.rotary, config.seed)  # raises if the solver does not accept
         self.ranks.candidate_ranks(_budget(model, config, context))
 

@@ -94,6 +94,10 @@ class Recipe(ABC):
                 )
         return replace(self, **given)
 
+    def frontier(self, statistics: Any, config: CompressionConfig) -> dict[str, float]:
+        """Return the estimated loss by limit of compute, of a recipe that has such limits."""
+        return {}
+
     def least_ratio(self, model: ModelDescription, context: int) -> float:
         """Return the smallest ratio of a plan that is asked for by its loss."""
         return 0.0

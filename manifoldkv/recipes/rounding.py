@@ -56,17 +56,17 @@ def quantize(
         by variance, ``"none"`` keeps the solver's. With the same ranks in every layer, the default
         has the lowest added NLL at 4 bits of the static layout, on both reference models with bases
         of EigenAttention and of the paper's objective, and at 3 bits on three of these four; at 2
-        bits ``"none"`` is best throughout, and at 8 bits and in KIVI's layout the differences are
-        small (``docs/not-worth-it.md``). On the paper's plan of sequential ranks for
-        reference-llama, ``"none"`` has the lowest perplexity (``figures/quantization_llama.png``).
+        bits ``"none"`` is best throughout, and at 8 bits the differences are small
+        (``docs/not-worth-it.md``). On the paper's plan of sequential ranks for reference-llama,
+        ``"none"`` has the lowest perplexity (``figures/quantization_llama.png``).
 
     Raises
     ------
     ArgumentError
         If the transform is unknown.
     PlanError
-        If the plan is quantized or of another model, the layout does not fit it, or the calibration
-        sequences have no tokens but sink tokens.
+        If the plan is quantized or of another model, or the calibration sequences have no tokens
+        but sink tokens.
     """
     if not plan.rank_only:
         raise PlanError(f"the plan is quantised already: its latents are {plan.formats}")
@@ -74,7 +74,6 @@ def quantize(
     plan.check_model(decoder)
     if rotation not in ROTATIONS:
         raise ArgumentError(f"unknown rotation {rotation!r}; known: hadamard, pca, none")
-    quantization.check_windows([layer.window for layer in plan.layers])
     _, tokens = calibration_tokens(decoder.model, tokens)
     most = max(layer.sink_tokens(plan.sinks) for layer in plan.layers)
     if tokens.shape[1] <= most:

@@ -45,15 +45,14 @@ def tune(
     *,
     steps: int = 200,
     learning_rate: float = LEARNING_RATE,
-    sequences_per_step: int = SEQUENCES_PER_STEP,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
 ) -> CompressionPlan:
     """Return the plan with bases trained for the least divergence from the uncompressed model.
 
     An orthonormal basis is a point of a Stiefel manifold, an oblique one the two subspaces of its
-    projector, each a point of one; a commuting one has such subspaces of ℂ^g for every frequency.
-    Ranks, grouping and bytes do not change. The weights of the model get no gradient.
+    projector, each a point of one. Ranks, grouping and bytes do not change. The weights of the
+    model get no gradient.
 
     Parameters
     ----------
@@ -65,8 +64,6 @@ def tune(
         Number of steps of Riemannian Adam under a cosine schedule; with 0 the plan is returned.
     learning_rate : float
         Learning rate at the start; nearly the length of a step on each manifold.
-    sequences_per_step : int
-        Calibration sequences of a step. Layers are recomputed for the gradient from their inputs.
     seed : int
         Seed of the order of the sequences.
     checkpoints : Checkpoints, optional
@@ -97,13 +94,13 @@ def tune(
     if not bases.parameters() or steps < 1:
         return plan
     generator = torch.Generator().manual_seed(seed)
-    batches = [random_sequences(len(tokens), sequences_per_step, generator) for _ in range(steps)]
+    batches = [random_sequences(len(tokens), SEQUENCES_PER_STEP, generator) for _ in range(steps)]
     optimizer = riemannian_adam(bases.parameters(), learning_rate)
     schedule = LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * (step / steps))) / 2)
     keyed = (
         (checkpoints or Checkpoints())
         .made_by(tune)
-        .keyed(plan=plan.digest(), tuning=[steps, learning_rate, sequences_per_step, seed])
+        .keyed(plan=plan.digest(), tuning=[steps, learning_rate, seed])
     )
 
     def closure(step: int) -> float:

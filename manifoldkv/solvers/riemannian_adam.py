@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,56 +86,22 @@ class RiemannianAdam(Solver):
                 projectors.add_((late @ late.mT).double())
             return False
 
-        def basis() -> Basis:
-            return Basis(columns, columns, problem.grouping)
+        optimizer = riemannian_adam([columns], self.learning_rate)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
-        history = self.train(problem, basis, [columns], generator, add_projector)
+        def closure(step: int) -> float:
+            basis = Basis(columns, columns, problem.grouping)
+            loss = problem.loss(basis, self.batch(problem, generator))
+            loss.backward(inputs=[columns])
+            return loss.item()
+
+        label = label_of(problem)
+        history = descend(closure, optimizer, schedule, steps, label=label, callback=add_projector)
         if averaged:
             final = leading_eigenvectors(projectors, columns.shape[-1]).to(columns)
         else:
             final = manifold.projx(columns.detach())
         return Solution(orthonormal_basis(final, problem.grouping), history, "all steps taken")
-
-    def train(
-        self,
-        problem: Problem,
-        basis: Callable[[], Basis],
-        points: Sequence[geoopt.ManifoldParameter],
-        generator: torch.Generator,
-        callback: Callable[[list[float]], bool] | None = None,
-    ) -> list[float]:
-        """Train points on any manifolds in place and return the loss of each step.
-
-        Parameters
-        ----------
-        problem : Problem
-            Loss and data.
-        basis : callable
-            Function that returns the basis at the current points, differentiable in them.
-        points : sequence of geoopt.ManifoldParameter
-            Points on their manifolds; `metric` has no effect.
-        generator : torch.Generator
-            Random generator of the samples.
-        callback : callable, optional
-            As in `descend`.
-
-        Raises
-        ------
-        RunError
-            If a loss is not finite.
-        """
-        steps = self.steps_on(problem)
-        optimizer = riemannian_adam(points, self.learning_rate)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-
-        def closure(step: int) -> float:
-            loss = problem.loss(basis(), self.batch(problem, generator))
-            loss.backward(inputs=points)
-            return loss.item()
-
-        return descend(
-            closure, optimizer, schedule, steps, label=label_of(problem), callback=callback
-        )
 
     def steps_on(self, problem: Problem) -> int:
         """Return the number of steps, smaller with few sequences."""

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import torch
+from manifoldkv.coding.candidates import blocks_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -20,7 +21,6 @@ from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
-from manifoldkv.recipes.menu import blocks_of
 from manifoldkv.runs.source import versions
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

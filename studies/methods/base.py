@@ -164,11 +164,19 @@ register_method = METHODS.register
 
 @torch.no_grad()
 def losses(
-    model: PreTrainedModel, tokens: Tensor, keywords: Callable[[], dict[str, Any]]
+    model: PreTrainedModel,
+    tokens: Tensor,
+    keywords: Callable[[], dict[str, Any]],
+    parts: list[int] | None = None,
 ) -> Perplexity:
-    """Return the loss on token ids (sequences, length), with keyword arguments for the model."""
+    """Return the loss on token ids (sequences, length), with keyword arguments for the model.
+
+    A sequence is read at once, or in parts of some lengths with the same arguments.
+    """
     by_sequence = []
     for sequence in tqdm(tokens.to(model.device).split(1), disable=None, leave=False):
-        logits = model(input_ids=sequence, **keywords()).logits[0, :-1]
+        given = keywords()
+        read = sequence.split(parts or sequence.shape[1], dim=1)
+        logits = torch.cat([model(input_ids=part, **given).logits[0] for part in read])[:-1]
         by_sequence.append(cross_entropy(logits.float(), sequence[0, 1:]).item())
     return Perplexity(tuple(by_sequence), tokens.shape[0] * (tokens.shape[1] - 1))

@@ -9,6 +9,8 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
+from manifoldkv.errors import ModelError
+
 SAMPLES, STEPS = 1 << 14, 120
 """Points of a step, and steps, of Lloyd's algorithm in the plane."""
 AT_ONCE = 1 << 16
@@ -86,12 +88,25 @@ def nearest_word(points: Tensor, words: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
+def check_hadamard(size: int) -> None:
+    """Raise `ModelError` unless there is a Hadamard matrix for heads of some features."""
+    if size & (size - 1):
+        raise ModelError(
+            f"heads are rotated by Hadamard matrices, whose size is a power of two, and those of "
+            f"this model have {size} features"
+        )
+
+
 @cache
 def randomized_hadamard(size: int, seed: int) -> Tensor:
     """Return an orthonormal Hadamard matrix behind random signs, (size, size), float32.
 
-    The size is a power of two.
+    Raises
+    ------
+    ModelError
+        If the size is not a power of two.
     """
+    check_hadamard(size)
     generator = torch.Generator().manual_seed(seed)
     signs = 2.0 * torch.randint(2, (size, 1), generator=generator) - 1
     return signs * torch.from_numpy(hadamard(size)).float() / size**0.5

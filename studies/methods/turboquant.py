@@ -14,9 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from manifoldkv.coding.integers import TokenIntegers, packed_bytes
 from manifoldkv.coding.quantizer import SCALE_BYTES
-from manifoldkv.errors import ModelError
 from methods.base import Setting, register_method
-from methods.grids import lloyd_max
+from methods.grids import check_hadamard, lloyd_max
 from methods.rounding import RoundedLayer, RoundingMethod
 
 SKIPPED = 2
@@ -62,11 +61,7 @@ class TurboQuant(RoundingMethod):
     def __init__(self, setting: Setting, ratio: float) -> None:
         super().__init__(setting, ratio)
         self.bits = round(16 * ratio)
-        if setting.head_dim & (setting.head_dim - 1):
-            raise ModelError(
-                f"TurboQuant turns heads by Hadamard matrices, whose size is a power of two, and "
-                f"the heads of this model have {setting.head_dim} features"
-            )
+        check_hadamard(setting.head_dim)
 
     @classmethod
     def ratios(cls, requested: Sequence[float]) -> Sequence[float]:

@@ -62,7 +62,7 @@ def test_activations_in_files_are_those_in_memory(
             assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
-@pytest.mark.parametrize("recipe", ["best", "paper", "fast", "commuting", "stored"])
+@pytest.mark.parametrize("recipe", ["best", "paper", "fast", "stored"])
 def test_plans_from_files_are_those_from_memory(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

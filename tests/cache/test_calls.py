@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
-from manifoldkv import CompressionPlan, Quantization, compressed
+from manifoldkv import Quantization, compressed
 from manifoldkv.errors import CacheError
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
 from tests.families import tiny_model, tiny_tokens
@@ -19,10 +19,6 @@ def left_padded(pads: int = 4) -> tuple[Tensor, Tensor]:
     return tokens, (tokens != 0).long()
 
 
-def kivi_plan(model: PreTrainedModel) -> CompressionPlan:
-    return random_plan(model, quantization=Quantization(4, "kivi", group_size=4, residual=3))
-
-
 def additive(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
     """The causal mask (B, 1, n, n) of a mask of tokens, as numbers to be added to scores."""
     causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
@@ -32,41 +28,17 @@ def additive(mask: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
 
 
-class TestPaddingInKIVIsLayout:
-    """Its runs of tokens begin at the first slot, be it a pad or not."""
-
-    def test_it_is_refused(self) -> None:
-        model = tiny_model("llama")
-        tokens, mask = left_padded()
-        four = additive(mask, torch.float64, float("-inf"))
-        with compressed(model, kivi_plan(model)) as new_cache:
-            cache = new_cache()
-            for refused in (mask, mask.bool(), four, four == 0, mask.flip(1)):
-                with pytest.raises(CacheError, match="mask has zeros"):
-                    model(input_ids=tokens, attention_mask=refused, past_key_values=cache)
-            with pytest.raises(CacheError, match="use the static or the token layout"):
-                model.generate(tokens, attention_mask=mask, max_new_tokens=2)
-            assert cache.get_seq_length() == 0
-
-    def test_a_mask_without_zeros_changes_nothing(self) -> None:
-        model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        expected = steps(model, kivi_plan(model), tokens, [LONG])
-        mask = torch.ones_like(tokens)
-        with compressed(model, kivi_plan(model)), torch.no_grad():
-            for given in (mask, additive(mask, torch.float64, float("-inf"))):
-                assert_equal(model(input_ids=tokens, attention_mask=given).logits, expected)
-
-    @pytest.mark.parametrize("layout", ["static", "token"])
-    def test_the_other_layouts_take_it(self, layout: str) -> None:
-        model = tiny_model("llama")
-        tokens, mask = left_padded()
-        quantization = Quantization(4, layout, group_size=4)
-        plan = random_plan(model, quantization=quantization)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        alone = steps(model, plan, tokens[:1, 4:], [LONG - 4])
-        with compressed(model, plan), torch.no_grad():
-            found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
-        assert_equal(found[:1, 4:], alone)
+@pytest.mark.parametrize("layout", ["static", "token"])
+def test_integers_take_padding(layout: str) -> None:
+    model = tiny_model("llama")
+    tokens, mask = left_padded()
+    quantization = Quantization(4, layout, group_size=4)
+    plan = random_plan(model, quantization=quantization)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    alone = steps(model, plan, tokens[:1, 4:], [LONG - 4])
+    with compressed(model, plan), torch.no_grad():
+        found = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+    assert_equal(found[:1, 4:], alone)
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)

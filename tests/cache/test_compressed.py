@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.cache import attention as cache_attention
 from manifoldkv.cache import sites as cache_sites
-from manifoldkv.errors import CacheError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
@@ -169,10 +168,10 @@ class TestManyQueries:
         assert_equal(steps(model, plan, tokens, [LONG]), expected)
         assert_equal(steps(model, plan, tokens, [9, 1, 4]), expected)
 
-    @pytest.mark.parametrize("layout", ["static", "token", "kivi"])
+    @pytest.mark.parametrize("layout", ["static", "token"])
     def test_rounded_latents(self, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model, tokens = tiny_model("llama"), tiny_tokens(2, LONG)
-        plan = random_plan(model, quantization=Quantization(4, layout, group_size=4, residual=3))
+        plan = random_plan(model, quantization=Quantization(4, layout, group_size=4))
         found = steps(model, plan, tokens, [LONG])
         monkeypatch.setattr(cache_attention, "MANY_QUERIES", 10**6)
         assert_equal(found, steps(model, plan, tokens, [LONG]))
@@ -283,22 +282,8 @@ def test_positions_may_jump() -> None:
     assert_equal(torch.cat(found, dim=1), expected)
 
 
-@pytest.mark.parametrize("rotary", ROTARIES)
-def test_the_kivi_layout_refuses_to_guess_ahead(rotary: str) -> None:
-    model, assistant, tokens = tiny_model("llama"), tiny_model("llama"), tiny_tokens(1, 4)
-    plan = random_plan(model, rotary=rotary, quantization=Quantization(4, "kivi", group_size=4))
-    tokens = tokens.repeat(1, 3)
-    with compressed(model, plan) as new_cache:
-        for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
-            for more in ({}, {"past_key_values": new_cache()}):
-                with pytest.raises(CacheError, match="no assisted decoding and no prompt lookup"):
-                    model.generate(tokens, max_new_tokens=5, **how, **more)
-        with pytest.raises(CacheError, match="no assisted decoding and no prompt lookup"):
-            assistant.generate(tokens, max_new_tokens=5, assistant_model=model)
-
-
 @pytest.mark.parametrize("layout", ["static", "token"])
-def test_other_layouts_guess_ahead(layout: str) -> None:
+def test_integers_guess_ahead(layout: str) -> None:
     model, tokens = tiny_model("llama"), tiny_tokens(1, 4).repeat(1, 3)
     plan = random_plan(model, quantization=Quantization(4, layout, group_size=4))
     arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}

@@ -25,10 +25,10 @@ KINDS = {
     "exact": {},
     "sinks": {"sinks": 3},
     "static": {"quantization": Quantization(4, "static", group_size=4)},
-    "kivi": {"quantization": Quantization(4, "kivi", group_size=4, residual=3)},
+    "token": {"quantization": Quantization(4, "token", group_size=4)},
     "more-sinks-than-tokens": {
         "sinks": PREFIX + 2,
-        "quantization": Quantization(4, "kivi", group_size=4, residual=3),
+        "quantization": Quantization(4, "token", group_size=4),
     },
 }
 

@@ -20,7 +20,7 @@ border of two codes may fall on its other side, which costs most where codes are
 LONGEST = 100
 PROMPTS = (1, 2, 31, 32, LONGEST)
 STEPS = 3
-LAYOUTS = ("static", "token", "kivi")
+LAYOUTS = ("static", "token")
 CASES = [
     *(
         (family, "best", dtype)
@@ -34,8 +34,6 @@ CASES = [
             ("gemma2", "low-rank"),
             ("gpt-oss", "static"),
             ("phi3", "token"),
-            ("llama", "kivi"),
-            ("llama", "commuting"),
             ("gemma3", "eigen-attention"),
         )
         for dtype in (torch.float32, torch.bfloat16)
@@ -60,7 +58,7 @@ def model_of(family: str) -> PreTrainedModel:
 def plan_of(family: str, recipe: str) -> CompressionPlan:
     model, tokens = model_of(family), tiny_tokens(8, LONGEST)
     if recipe in LAYOUTS:
-        layout = Quantization(8, recipe, group_size=4, residual=8)
+        layout = Quantization(8, recipe, group_size=4)
         return quantize(full_rank_plan(model), model, tokens, layout)
     return compress(model, tokens, recipe=short(recipe), ratio=0.6)
 

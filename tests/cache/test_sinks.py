@@ -30,7 +30,6 @@ LAYOUTS = {
     "exact": {},
     "static": {"quantization": Quantization(3, "static", group_size=4)},
     "token": {"quantization": Quantization(4, "token", group_size=4)},
-    "kivi": {"quantization": Quantization(4, "kivi", group_size=4, residual=3)},
 }
 PIECES = ([LONG], [1] * LONG, [2, 1, 4, 1, 6])
 
@@ -182,7 +181,7 @@ class TestLayouts:
             assert_equal(steps(model, plan, tokens, sizes), model(input_ids=tokens).logits)
 
     def test_bytes_are_counted(self, rotary: str, layout: str) -> None:
-        for family in ("llama", *(["gemma3"] if layout != "kivi" else [])):
+        for family in ("llama", "gemma3"):
             model, tokens = tiny_model(family), tiny_tokens(2, LONG)
             plan = self.plan(model, rotary, layout)
             with compressed(model, plan) as new_cache:
@@ -200,7 +199,7 @@ class TestLayouts:
             assert cache.storage_nbytes() == cache.nbytes() + begins + positions
 
     def test_a_stock_cache_is_taken_over(self, rotary: str, layout: str) -> None:
-        for family in ("llama", *(["gemma3"] if layout != "kivi" else [])):
+        for family in ("llama", "gemma3"):
             model, tokens = tiny_model(family), tiny_tokens(2, LONG)
             for start in (2, LONG - 3):
                 check_law(model, self.plan(model, rotary, layout), tokens, start)
@@ -217,19 +216,6 @@ class TestLayouts:
                     for how in ({"past_key_values": new_cache()}, {"use_cache": False})
                 )
                 assert torch.equal(cached, anew)
-
-
-def test_the_first_tokens_widen_no_range_of_others() -> None:
-    """A key of the lowest layer depends on its own token: others are stored as beside any first."""
-    tokens, read = tiny_tokens(2, LONG), []
-    other = tokens.clone()
-    other[:, :3] = other[:, :3].flip(0)
-    model = tiny_model("llama")
-    plan = random_plan(model, key_grouping=1, sinks=3, **LAYOUTS["kivi"])
-    for text in (tokens, other):
-        tiles = prefilled(model, plan, text).layers[0].key_store.tiles(0, LONG)
-        read.append(torch.cat([latents for _, _, latents in tiles], dim=2)[:, :, 3:])
-    assert torch.equal(*read)
 
 
 def test_static_ranges_are_those_of_all_but_the_first_tokens() -> None:

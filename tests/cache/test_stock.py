@@ -131,12 +131,11 @@ def test_positions_matter_to_keys_before_rotation_only(family: str) -> None:
                 assert_same(left_out, given)
 
 
-@pytest.mark.parametrize("layout", ["static", "kivi"])
+@pytest.mark.parametrize("layout", ["static", "token"])
 @pytest.mark.parametrize("rotary", ROTARIES)
 def test_rounded_latents(rotary: str, layout: str) -> None:
-    """KIVI's layout takes a prefilled prompt in pieces; its runs are the same at once."""
     model, tokens = tiny_model("llama"), tiny_tokens(2, 20)
-    quantization = Quantization(3, layout, group_size=4, residual=3)
+    quantization = Quantization(3, layout, group_size=4)
     plan = random_plan(model, rotary=rotary, quantization=quantization, key_grouping=1)
     for start in (2, 3, 7, 8, 17):
         check_law(model, plan, tokens[:, : start + 6], start)

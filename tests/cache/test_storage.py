@@ -63,7 +63,6 @@ FORMATS = {
     "exact": None,
     "static": Quantization(3, "static", group_size=4),
     "token": Quantization(4, "token", group_size=4),
-    "kivi": Quantization(2, "kivi", group_size=4, residual=6),
 }
 """Bytes of every width are those of tests/cache/test_quantizers.py."""
 
@@ -160,29 +159,3 @@ class TestCrop:
                 for each in (cache, other)
             )
         assert torch.equal(found, expected)
-
-    @pytest.mark.parametrize("count", [1, 2, 4, 5])
-    def test_the_kivi_layout_goes_on_after_a_crop_or_refuses_it(self, count: int) -> None:
-        model = tiny_model("llama")
-        quantization = Quantization(4, "kivi", group_size=4, residual=3)
-        plan = random_plan(model, quantization=quantization)
-        tokens = tiny_tokens(1, 24)
-        with compressed(model, plan) as new_cache, torch.no_grad():
-            whole = model(input_ids=tokens).logits
-            for length in range(count, 14):
-                cache = new_cache()
-                assert not cache.is_croppable
-                model(input_ids=tokens[:, :length], past_key_values=cache)
-                rounded = [
-                    n - quantization.values().exact_tokens(n) for n in (length - count, length)
-                ]
-                if rounded[0] < rounded[1]:
-                    with pytest.raises(CacheError, match="rounded already"):
-                        cache.crop(-count)
-                else:
-                    cache.crop(-count)
-                start = cache.get_seq_length()
-                assert start == length - count * (rounded[0] == rounded[1])
-                assert cache.nbytes() == plan.nbytes(start, dtype=torch.float64)
-                found = model(input_ids=tokens[:, start:], past_key_values=cache).logits
-                assert torch.allclose(found, whole[:, start:], atol=1e-6)

@@ -38,7 +38,7 @@ def default(command: str, name: str) -> Any:
 def test_every_command_is_named() -> None:
     out = lines("--help")
     assert lines("-h") == out
-    commands = "compress generate evaluate export compare inspect bench diagnose report pack unpack"
+    commands = "compress generate evaluate compare inspect bench diagnose report pack"
     assert list(COMMANDS) == [*commands.split(), "list"]
     assert all(f"  {command} " in out for command in COMMANDS)
     assert "Exit codes: 0" in out

@@ -1,4 +1,4 @@
-"""``manifoldkv pack`` and ``manifoldkv unpack``."""
+"""``manifoldkv pack``."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_slot_is_packed_and_unpacked(slot: Path, stored: Path, tmp_path: Path)
     assert sizes["tokens"] == TOKENS
     assert sizes["slot_bytes"] == slot.stat().st_size
     assert sizes["packed_bytes"] == packed.stat().st_size < 0.5 * sizes["slot_bytes"]
-    said = lines("unpack", packed, *known, "--out", out)
+    said = lines("pack", packed, "--unpack", *known, "--out", out)
     assert said.startswith("300 tokens: ")
     assert f"in {out}, " in said
     model, _ = load_model(MODEL, dtype=torch.float16)
@@ -49,17 +49,17 @@ def test_a_slot_is_packed_and_unpacked(slot: Path, stored: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("command", "name", "message"),
+    ("options", "name", "message"),
     [
-        ("pack", "nothing", "cannot read {path}: No such file"),
-        ("unpack", "nothing", "cannot read {path}: No such file"),
-        ("pack", "letter.txt", "{path}: not a saved slot or prompt cache of llama.cpp (bad magic)"),
-        ("unpack", "letter.txt", "{path}: not a packed slot (bad magic)"),
-        ("unpack", "slot.bin", "{path}: not a packed slot (bad magic)"),
+        ((), "nothing", "cannot read {path}: No such file"),
+        (("--unpack",), "nothing", "cannot read {path}: No such file"),
+        ((), "letter.txt", "{path}: not a saved slot or prompt cache of llama.cpp (bad magic)"),
+        (("--unpack",), "letter.txt", "{path}: not a packed slot (bad magic)"),
+        (("--unpack",), "slot.bin", "{path}: not a packed slot (bad magic)"),
     ],
 )
 def test_another_file_is_refused_before_a_model_is_loaded(
-    command: str,
+    options: tuple,
     name: str,
     message: str,
     slot: Path,
@@ -69,7 +69,7 @@ def test_another_file_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(inputs, "load_model", fail)
     (tmp_path / "letter.txt").write_text("Dear reader")
     path, out = tmp_path / name, tmp_path / "out"
-    done = run(command, path, "--model", MODEL, "--plan", "plan", "--out", out)
+    done = run("pack", path, *options, "--model", MODEL, "--plan", "plan", "--out", out)
     assert done.code == 2
     assert f"manifoldkv: {message.format(path=path)}" in done.err
     assert not out.exists()

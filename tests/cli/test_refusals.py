@@ -12,7 +12,6 @@ GENERATE = ("generate", MODEL, "--prompt")
 EVALUATE = ("evaluate", MODEL, "--plan", "{plan}")
 DIAGNOSE = ("diagnose", MODEL, "--plan", "{plan}", "--sequences", 1)
 COMPARE = ("compare", MODEL, "{plan}", "{plan}", "--sequences", 1, "--length", 16)
-EXPORT = ("export", MODEL, "--out", "out", "--sequences", 1, "--length", 16, "--plan")
 LARGE = 10**20
 
 BEFORE_LOADING = [
@@ -103,8 +102,6 @@ AFTER_LOADING = [
     ((*COMPARE, "--prompt", ""), "the prompt has no token"),
     ((*COMPARE, "--prompt", "a", "--max-new-tokens", 1024), "more than the 1024 positions"),
     ((*COMPARE, "--max-new-tokens", 1024), "leave no room for a prompt"),
-    ((*EXPORT, "{folder}"), "cannot read {folder}"),
-    ((*EXPORT, "{plan}"), "cannot be exported"),
 ]
 
 

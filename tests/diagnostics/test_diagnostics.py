@@ -144,7 +144,6 @@ LLAMA_PLANS |= {
     "sinks after rotation": partial(random_plan, sinks=2, rotary="post"),
     "static": partial(random_plan, quantization=Quantization(3, "static", group_size=2)),
     "token": partial(random_plan, quantization=Quantization(2, "token"), rotary="post", sinks=2),
-    "kivi": partial(random_plan, quantization=Quantization(2, "kivi", 8, 4)),
 }
 PLANS = [("llama", name, plan) for name, plan in LLAMA_PLANS.items()] + [
     (family, name, LLAMA_PLANS[name])

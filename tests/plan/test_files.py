@@ -26,11 +26,10 @@ NONSENSE_QUANTIZERS: list[Any] = [
     None,
     {},
     {"name": "static-integers", "bits": 4, "group_size": 2},  # without ranges
-    {"name": "token-integers", "bits": 5, "group_size": 2, "residual": None},
-    {"name": "token-integers", "bits": 4.0, "group_size": 2, "residual": None},
-    {"name": "token-integers", "bits": 4, "group_size": 0, "residual": None},
-    {"name": "token-integers", "bits": 4, "group_size": 10**18, "residual": None},  # memory
-    {"name": "token-integers", "bits": 4, "group_size": 2, "residual": -1},
+    {"name": "token-integers", "bits": 5, "group_size": 2},
+    {"name": "token-integers", "bits": 4.0, "group_size": 2},
+    {"name": "token-integers", "bits": 4, "group_size": 0},
+    {"name": "token-integers", "bits": 4, "group_size": 10**18},  # memory
     {"name": "token-integers", "bits": 4, "group_size": 2, "more": 2},
     {"name": "token-integers", "bits": 4},
     {"name": "other", "bits": 4, "group_size": 2},

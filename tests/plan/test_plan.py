@@ -25,7 +25,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": 2},
     "static": {"quantization": Quantization(3, "static", group_size=2)},
     "token": {"quantization": Quantization(3, "token", group_size=2)},
-    "kivi": {"quantization": Quantization(2, "kivi")},
 }
 
 
@@ -116,12 +115,6 @@ class TestImpossiblePlans:
         with pytest.raises(PlanError, match=r"key: ranges are \(2, 1, 2\), must be \(2, 3, 2\)"):
             self.changed(key=replace(key, quantizer=quantizer))
 
-    def test_kivi_with_a_window(self) -> None:
-        layer = plan_named("windows").layers[0]
-        rounded = replace(layer.value, quantizer=Quantization(4, "kivi").values())
-        with pytest.raises(PlanError, match="layer 0 value has a sliding window of 5 tokens"):
-            replace(plan_named("windows"), layers=(replace(layer, value=rounded),))
-
     def test_no_layers(self) -> None:
         with pytest.raises(PlanError, match="at least one layer"):
             replace(plan_named("plain"), layers=())
@@ -140,9 +133,6 @@ class TestNumbers:
         assert plan_named("static").bytes_per_token() == 3 * 2 * (3 + 3 + 2 * 4)
         # The same, and keys have three groups of 4 bytes.
         assert plan_named("token").bytes_per_token() == 3 * 2 * (3 + 3 * 4 + 3 + 2 * 4)
-        # 2 bit keys of 5: 2 bytes and 4 bytes per feature and 64 tokens; values 1 + 4 bytes.
-        expected = 3 * 2 * (2 + 5 * 4 / 64 + 1 + 4)
-        assert plan_named("kivi").bytes_per_token() == pytest.approx(expected)
 
     def test_sink_tokens_by_hand(self) -> None:
         # 2 first tokens of 16 elements beside the 9 of every token, in 3 layers of 2 heads.

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from manifoldkv import CompressionPlan, Quantization, compress
+from manifoldkv import CompressionPlan, compress
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.predictor import LinearPredictor
 from manifoldkv.coding.quantizers import Unquantized
@@ -108,9 +108,6 @@ def test_predictors_that_do_not_fit_are_refused() -> None:
     narrower = LinearPredictor(inputs, torch.ones(30, 15))
     with pytest.raises(PlanError, match="layer 1 key: the predictor has 15 outputs, must be 16"):
         changed(predictor=narrower)
-    runs = Quantization(4, "kivi").values()
-    with pytest.raises(PlanError, match="rounded in runs cannot be those of a predictor"):
-        changed(quantizer=runs)
     with pytest.raises(PlanError, match="a plan with predictors needs coded latents at all sites"):
         changed(quantizer=Unquantized(), predictor=None)
     for weights in (torch.ones(4), torch.ones(0, 4), torch.full((8, 4), torch.nan)):

@@ -70,12 +70,6 @@ def test_rounded_latents_are_refused() -> None:
         plan.truncated(0.2)
 
 
-def test_commuting_bases_are_refused() -> None:
-    plan = compress(tiny_model("llama"), tiny_tokens(), recipe="commuting", ratio=0.5)
-    with pytest.raises(PlanError, match="commuting"):
-        plan.truncated(0.3)
-
-
 def test_nested_bases_are_truncated_at_every_site_and_resumed(tmp_path) -> None:
     recipe = RankRecipe("layer-output", Flag(steps=4), ranks="sequential")
 

@@ -69,7 +69,7 @@ def test_work_is_a_positive_number(work: float) -> None:
 
 
 def test_other_recipes_have_no_budget_of_work() -> None:
-    for recipe in ("low-rank", "stored", "commuting"):
+    for recipe in ("low-rank", "stored"):
         with pytest.raises(ArgumentError, match="has no budget of work: leave work out"):
             CompressionConfig(recipe=recipe, work=2.0)
 

@@ -175,17 +175,6 @@ class TestRefusedBeforeAnyWork:
                 tiny_model("llama"), tiny_tokens(), recipe=RankRecipe("layer-output", "closed-form")
             )
 
-    def test_kivi_with_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The name of the function hides that of its module.
-        monkeypatch.setattr(import_module("manifoldkv.recipes.solve"), "capture", None)
-        with pytest.raises(PlanError, match="sliding window"):
-            compress(
-                tiny_model("mistral"),
-                tiny_tokens(),
-                recipe="eigen-attention",
-                quantization=Quantization(4, "kivi"),
-            )
-
     @pytest.mark.parametrize("context", [0, -1, 2**20 + 1])
     def test_contexts_that_no_plan_can_name(
         self, context: int, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,6 @@ PAGES = [
     page
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("figures/**/*.md"))
     if "python studies/" in page.read_text(encoding="utf-8")
-    and page.parent.name != "engines"  # whose study is no longer part of the repository
 ]
 FEW = ("--sequences", 1, "--held-out", 1, "--sequence-length", 16)
 
@@ -221,7 +220,7 @@ def test_committed_figures_are_drawn_from_their_tables_alone(
         (tmp_path / table).write_bytes(content)
     done = run_here(*command, "--redraw", "--out", tmp_path)
     assert done.code == 0, done.err
-    assert set(done.figures) == {path.stem for path in committed.glob("*.png")}
+    assert set(done.figures) >= {path.stem for path in committed.glob("*.png")}
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {*tables, *(f"{stem}.png" for stem in done.figures)}
     assert all((tmp_path / table).read_bytes() == tables[table] for table in tables)

@@ -13,7 +13,7 @@ from tests.studies.running import Done, finished
 
 MEASURED = ("--tokens", 20, 40, "--batch", 2, "--rounds", 1)
 KINDS = [("decode", 20, 1), ("decode", 40, 1), ("batch", 20, 2), ("prefill", 20, 1)]
-METHODS = ("eigen-attention", "kivi")
+METHODS = ("eigen-attention", "integers")
 SHAPES = {"KV_HEADS": 2, "QUERY_HEADS": 4, "HEAD_DIM": 16, "FEATURES": 32, "PACKS": 3}
 
 
@@ -69,13 +69,13 @@ def test_a_repeated_run_measures_nothing_again(done: Done) -> None:
 
 
 def test_saved_plans_are_timed_without_a_text(done: Done, tmp_path: Path) -> None:
-    folders = sorted((done.folder / "steps" / "plans").glob("kivi-*"))
+    folders = sorted((done.folder / "steps" / "plans").glob("integers-*"))
     again = finished(
         *("benchmark", "speed", "--text", "no-such-text", "--tokens", 5, "--rounds", 1),
         *("--batch", 1, "--plans", *folders, "--out", tmp_path),
     ).table()
     assert list(dict.fromkeys(again["composition"])) == [folder.name for folder in folders]
-    works = done.table().query("composition == 'kivi'")["work"]
+    works = done.table().query("composition == 'integers'")["work"]
     assert sorted(set(again["work"])) == sorted(set(works))
 
 

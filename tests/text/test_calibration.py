@@ -130,7 +130,7 @@ def test_sequences_are_counted_while_a_text_is_read(tokenizer, monkeypatch):
     assert counted == [(1, 3), (1, 3), (1, 3), (3, 3)]
 
 
-@pytest.mark.parametrize("recipe", ["best", "stored", "low-rank", "commuting"])
+@pytest.mark.parametrize("recipe", ["best", "stored", "low-rank"])
 def test_nothing_is_read_for_a_run_that_is_refused(recipe):
     """Sequences too long for the model, or a ratio too small for the recipe."""
     model = tiny_model("llama")
@@ -185,7 +185,7 @@ class TestTokensOfAModel:
 
     @pytest.mark.parametrize(
         ("dtype", "recipe"),
-        [(torch.uint8, "eigen-attention"), (torch.int16, "low-rank"), (torch.int32, "commuting")],
+        [(torch.uint8, "eigen-attention"), (torch.int16, "low-rank"), (torch.int32, "stored")],
     )
     def test_every_integer_is_an_id(self, dtype, recipe):
         model, tokens = tiny_model("llama"), tiny_tokens()

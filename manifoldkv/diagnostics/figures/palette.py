@@ -72,7 +72,6 @@ METHODS = {
     "own-keys": Mark(BLUE, "^"),
     "one-layer-below": Mark(BLUE, "v"),
     "stored": Mark(BLUE, "*"),
-    "commuting": Mark(BLUE, "h"),
     "integers": Mark(VERMILLION, "v", "--"),
     "kivi": Mark(WINE, ">", "--"),
     "fp8": Mark(OLIVE, "h", "--"),
