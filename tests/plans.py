@@ -12,12 +12,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
-from manifoldkv.activations.moments import LayerMoments
+from manifoldkv.activations.statistics import Statistics
 from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.coding.candidates import blocks_of
 from manifoldkv.coding.predictor import Input, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.quantizers import Unquantized
-from manifoldkv.coding.transform import SiteDesign
+from manifoldkv.coding.transform import TransformConfig
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
@@ -26,9 +27,9 @@ from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
-from manifoldkv.recipes.coded import Designs
-from manifoldkv.recipes.coded_run import CodedRun
-from manifoldkv.recipes.menu import blocks_of
+from manifoldkv.recipes.bits import BitFit, Selected
+from manifoldkv.recipes.coded import coded_plan
+from manifoldkv.recipes.config import CompressionConfig
 from tests.families import tiny_tokens
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}
@@ -129,15 +130,17 @@ layer; from those of the layers below too; of keys and values predicted from all
 same in a trellis code; the same from the layer below alone."""
 
 
-def designs_of(kind: str, below: int) -> tuple[SiteDesign, SiteDesign]:
+def designs_of(kind: str, below: int) -> tuple[TransformConfig, TransformConfig]:
     """Inputs and ranks of keys and values with `below` layers below."""
     if "chain" in kind:
         rank = 4 if kind == "low-rank chain" else None
         keys, values = all_inputs("key", below), all_inputs("value", below)
-        return SiteDesign(keys, rank=rank if keys else None), SiteDesign(values, rank=rank)
+        return TransformConfig(keys, rank=rank if keys else None), TransformConfig(
+            values, rank=rank
+        )
     layers = {"dense": 0, "own keys": 1, "keys below": below + 1}[kind]
     inputs: tuple[Input, ...] = tuple((one, "key") for one in range(layers))
-    return SiteDesign(), SiteDesign(inputs)
+    return TransformConfig(), TransformConfig(inputs)
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,22 @@ class DesignedRecipe(BitRecipe):
 
     kind: str = "dense"
 
-    def design(self, decoder: Decoder, run: CodedRun, moments: list[LayerMoments]) -> Designs[Any]:
-        blocks = blocks_of(decoder.frequencies(), decoder.kv_heads, DESIGNS[self.kind])
-        sites: list[SiteDesign] = []
+    def fit(self, statistics: Statistics, config: CompressionConfig) -> CompressionPlan:
+        """Fit predictors to samples, then to reconstructions of the bits that follow."""
+        model, task = statistics.model, BitFit.of(self, statistics, config)
+        blocks = blocks_of(model.frequencies, model.kv_heads, DESIGNS[self.kind])
+        configs: list[TransformConfig] = []
         most = 1 if self.kind == "relay chain" else INPUTS_BELOW
-        for index in range(len(decoder.layers)):
-            keys, values = designs_of(self.kind, min(most, layers_below(run.windows, index)))
-            sites += [replace(keys, blocks=blocks), values]
-        return Designs(sites, rounds=2)
+        for index in range(model.layers):
+            keys, values = designs_of(self.kind, min(most, layers_below(model.windows, index)))
+            configs += [replace(keys, blocks=blocks), values]
+        selected = Selected(configs, [], None)
+        bits = task.allocated(task.transforms(selected, None), None)
+        planned = [
+            task.planned(tensor, transform, bits, configs[tensor])
+            for tensor, transform in enumerate(task.transforms(selected, bits))
+        ]
+        return coded_plan(self, statistics, config, planned)
 
 
 def designed_plan(

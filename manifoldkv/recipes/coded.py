@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,7 @@ class CodedRecipe(Recipe):
     in_sixteen_bits = True
 
     sinks: int = 4
-    objective: Objective | str = "fisher"
+    objective: Objective | str = field(default="fisher", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -6,12 +6,12 @@ from copy import deepcopy
 from dataclasses import replace
 
 import torch
-from manifoldkv.coding.candidates import blocks_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from manifoldkv import CompressionPlan
 from manifoldkv.basis import Basis, HeadGrouping
+from manifoldkv.coding.candidates import blocks_of
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import LinearPredictor
 from manifoldkv.coding.trellis import TrellisCoded

@@ -5,21 +5,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.moments import SiteMoments
+from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.coding.regression import PREDICTION_RIDGE
-from manifoldkv.coding.transform import SiteDesign, WeightedKLT, spectrum, weighted_klt
+from manifoldkv.coding.transform import TransformConfig, WeightedKLT, spectrum, weighted_klt
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
+METRIC = torch.eye(FEATURES, dtype=torch.float64)
 
 
-def some_site(tokens: int = TOKENS) -> tuple[SiteMoments, Tensor, Tensor, Tensor]:
+def statistics_of(mean: Tensor, covariance: Tensor) -> TensorStatistics:
+    """Statistics of which a transform reads mean and covariance."""
+    samples = torch.empty(0, 0, FEATURES)
+    return TensorStatistics(mean, covariance, METRIC, METRIC[None], None, samples, TOKENS)
+
+
+def some_site(tokens: int = TOKENS) -> tuple[TensorStatistics, Tensor, Tensor, Tensor]:
     """Moments, x, what it is predicted from, and the weights by which it truly is."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(INPUTS, FEATURES, generator=generator)
     given = torch.randn(tokens, INPUTS, generator=generator) + 2
     x = given @ weights + 3 + torch.randn(tokens, FEATURES, generator=generator)
     identity = torch.eye(FEATURES, dtype=torch.float64)
-    moments = SiteMoments(x.mean(dim=0).double(), identity, identity, tokens)
+    moments = statistics_of(x.mean(dim=0).double(), identity)
     return moments, x, given, weights
 
 
@@ -42,18 +49,18 @@ def test_a_prediction_is_ridge_regression() -> None:
     moments, x, given, _ = some_site()
     weights, mean = ridge(x.double().numpy(), given.double().numpy())
     for folds in (1, 3):
-        site = weighted_klt(moments, x, given, folds=folds)
+        site = weighted_klt(moments, METRIC, x, given, folds=folds)
         assert site.weights is not None
         assert site.mean is not None
         np.testing.assert_allclose(site.weights.numpy(), weights, atol=1e-4)
         np.testing.assert_allclose(site.mean.numpy(), mean, atol=1e-3)
     left = x.double().numpy() - mean - given.double().numpy() @ weights
-    np.testing.assert_allclose(left_of(weighted_klt(moments, x, given)), left, atol=1e-3)
+    np.testing.assert_allclose(left_of(weighted_klt(moments, METRIC, x, given)), left, atol=1e-3)
 
 
 def test_every_fold_is_predicted_by_all_others() -> None:
     moments, x, given, _ = some_site()
-    found = left_of(weighted_klt(moments, x, given, folds=4))
+    found = left_of(weighted_klt(moments, METRIC, x, given, folds=4))
     for fold in np.array_split(np.arange(TOKENS), 4):
         others = np.setdiff1d(np.arange(TOKENS), fold)
         all_x, all_given = x.double().numpy(), given.double().numpy()
@@ -66,7 +73,7 @@ def test_folds_promise_what_other_text_leaves() -> None:
     """Of the noise, of variance 1, a regression on as few tokens hides a third."""
     moments, x, given, _ = some_site(2 * TOKENS)
     seen, unseen = slice(0, TOKENS), slice(TOKENS, None)
-    sites = [weighted_klt(moments, x[seen], given[seen], folds=folds) for folds in (1, 10)]
+    sites = [weighted_klt(moments, METRIC, x[seen], given[seen], folds=folds) for folds in (1, 10)]
     once, crossed = (float((left_of(site) ** 2).mean()) for site in sites)
     site = sites[0]
     assert site.weights is not None
@@ -77,7 +84,7 @@ def test_folds_promise_what_other_text_leaves() -> None:
     assert 0.85 * truth < crossed < 1.2 * truth
 
 
-def coloured_site() -> tuple[SiteMoments, Tensor]:
+def coloured_site() -> tuple[TensorStatistics, Tensor, Tensor]:
     """A site whose features are correlated, and cost errors differently."""
     generator = torch.Generator().manual_seed(3)
     mixing = torch.randn(FEATURES, FEATURES, generator=generator, dtype=torch.float64)
@@ -85,7 +92,7 @@ def coloured_site() -> tuple[SiteMoments, Tensor]:
     costs = torch.randn(FEATURES, 2 * FEATURES, generator=generator, dtype=torch.float64)
     mean = x.mean(dim=0)
     covariance = (x - mean).mT @ (x - mean) / TOKENS
-    return SiteMoments(mean, covariance, costs @ costs.mT, TOKENS), x
+    return statistics_of(mean, covariance), costs @ costs.mT, x
 
 
 BLOCKS = (torch.tensor([0, 3]), torch.tensor([5, 1]), torch.tensor([2, 4]))
@@ -93,9 +100,10 @@ ONE_BLOCK = (torch.arange(FEATURES),)
 
 
 def test_one_block_of_all_features_is_no_block() -> None:
-    moments, x = coloured_site()
+    moments, metric, x = coloured_site()
     whole, one = (
-        weighted_klt(moments, x, design=SiteDesign(blocks=blocks)) for blocks in ((), ONE_BLOCK)
+        weighted_klt(moments, metric, x, config=TransformConfig(blocks=blocks))
+        for blocks in ((), ONE_BLOCK)
     )
     for part in ("down", "up", "mean", "latents"):
         assert torch.equal(getattr(whole, part), getattr(one, part))
@@ -104,11 +112,11 @@ def test_one_block_of_all_features_is_no_block() -> None:
 @pytest.mark.parametrize("blocks", [(), ONE_BLOCK, BLOCKS])
 def test_blocks_are_transforms_of_their_own(blocks: tuple[Tensor, ...]) -> None:
     """Inverse to each other, 0 elsewhere, with latents of the variances that were promised."""
-    moments, x = coloured_site()
-    site = weighted_klt(moments, x, design=SiteDesign(blocks=blocks))
+    moments, metric, x = coloured_site()
+    site = weighted_klt(moments, metric, x, config=TransformConfig(blocks=blocks))
     identity = torch.eye(FEATURES, dtype=torch.float64)
     torch.testing.assert_close(site.up.mT @ site.down, identity)
-    variances, rows = spectrum(moments.fisher, moments.covariance, blocks)
+    variances, rows = spectrum(metric, moments.covariance, blocks)
     torch.testing.assert_close(site.latents.square().mean(dim=0), variances)
     assert (variances.diff() <= 0).all()
     assert torch.equal(rows, site.rows)
@@ -125,9 +133,9 @@ def test_blocks_are_transforms_of_their_own(blocks: tuple[Tensor, ...]) -> None:
 
 def test_a_prediction_of_low_rank_leaves_what_its_factors_leave() -> None:
     moments, x, inputs, _ = some_site()
-    full = weighted_klt(moments, x, inputs)
+    full = weighted_klt(moments, METRIC, x, inputs)
     for rank in (1, FEATURES):
-        site = weighted_klt(moments, x, inputs, design=SiteDesign(rank=rank))
+        site = weighted_klt(moments, METRIC, x, inputs, config=TransformConfig(rank=rank))
         assert site.weights is not None
         assert site.expansion is not None
         assert full.weights is not None

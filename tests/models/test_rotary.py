@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from manifoldkv.coding.candidates import blocks_of
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotation import Rotation
-from manifoldkv.recipes.menu import blocks_of
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model
 
 TOKENS, HEADS = 7, 2

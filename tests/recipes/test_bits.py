@@ -23,15 +23,15 @@ from manifoldkv import (
     sample_tokens,
 )
 from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import fisher_moments
-from manifoldkv.activations.moments import SiteMoments
+from manifoldkv.activations.collect import collect
+from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.regression import RIDGE
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation import Comparison, perplexity
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.recipes.bits import BANDS
+from manifoldkv.recipes.bits import BANDS, least_compute
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
@@ -77,7 +77,7 @@ def test_the_budget_is_never_exceeded(
     """That of bytes, and that of multiplications, which is drawn above the least one."""
     model, tokens = tiny_model("llama"), tiny_tokens(8, 24)
     recipe = BitRecipe(sinks, inf, depth=depth, trellis=trellis)
-    recipe = replace(recipe, work=recipe.least_work(Decoder.of(model)) + work)
+    recipe = replace(recipe, work=least_compute(Decoder.of(model).description()) + work)
     options = {"recipe": recipe, "ratio": ratio, "context": context}
     layers = [None] * model.config.num_hidden_layers
     full = stock_bytes(model, context, layers)
@@ -165,7 +165,7 @@ def test_plans_without_predictions_keep_to_their_work(measured) -> None:
 def test_no_coordinates_are_better_than_those_of_fisher(name: str) -> None:
     """By Hadamard's inequality: the product of what an error costs and of what latents vary."""
     model, tokens = tiny_model("llama"), tiny_tokens(4, 40)
-    moments = fisher_moments(model, tokens)
+    moments = collect(model, tokens).layers
     plan = compress(model, tokens, recipe=BitRecipe(0, inf, (None,), None), ratio=1.0)
     loss = perplexity(model, tokens, plan).nll - perplexity(model, tokens).nll
     assert abs(loss) < 0.01  # nearly nothing is lost with eight bits
@@ -182,7 +182,7 @@ def test_no_coordinates_are_better_than_those_of_fisher(name: str) -> None:
     assert (torch.stack(found) < torch.stack(others) - 0.1).any()
 
 
-def log_costs(basis: Basis, moments: SiteMoments) -> Tensor:
+def log_costs(basis: Basis, moments: TensorStatistics) -> Tensor:
     """The sum over all latents of the logarithm of their variance times their Fisher cost."""
     down, up = basis.down[0].double(), basis.up[0].double()
     variance = (down.mT @ moments.covariance @ down).diagonal()

@@ -14,8 +14,8 @@ from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.tables import NARROWEST, entropy_coded, find_step
 from manifoldkv.coding.transform import weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.recipes.stored import StoredRecipe
-from tests.coding.test_transform import TOKENS, ridge, some_site
+from manifoldkv.recipes.stored import StoredRecipe, reconstruct_at
+from tests.coding.test_transform import METRIC, TOKENS, ridge, some_site
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import CONTEXT, some_tokens, stored_model, stored_plan
 
@@ -61,10 +61,10 @@ def test_no_step_takes_fewer_bits_than_symbols_that_are_all_0() -> None:
 
 def test_the_reconstruction_of_zeros_is_a_prediction_by_others() -> None:
     moments, x, inputs, _ = some_site()
-    site = weighted_klt(moments, x, inputs, samples=TOKENS, folds=4)
+    site = weighted_klt(moments, METRIC, x, inputs, samples=TOKENS, folds=4)
 
     def reconstruct(step: float) -> Tensor:
-        return StoredRecipe().reconstruct(site, step, x, None, PredictorContext(None, ()))
+        return reconstruct_at(step)(0, site, x, PredictorContext(None, ()))
 
     found = reconstruct(1e6).double().numpy()
     all_x, all_inputs = x.double().numpy(), inputs.double().numpy()
@@ -113,7 +113,11 @@ def test_a_run_with_a_folder_gives_the_same_plan_and_resumes(tmp_path: Path) -> 
     [
         ({"ratio": 1.5}, ArgumentError, r"ratio 1.5 is not in \(0, 1\]"),
         ({"ratio": 0.01}, ArgumentError, "ratio 0.01 is too small: 4 uncompressed tokens"),
-        ({"ranks": "uniform"}, ArgumentError, "has no ranks to choose: leave the rank rule out"),
+        (
+            {"ranks": "uniform"},
+            ArgumentError,
+            "StoredRecipe has no ranks: leave ranks='uniform' out",
+        ),
         ({"rotary": "both"}, PlanError, "unknown rotary space"),
         ({"context": 0}, PlanError, "a context of 0 tokens"),
     ],

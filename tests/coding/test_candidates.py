@@ -1,4 +1,4 @@
-"""Choices under two budgets: against all there are."""
+"""Selections under two budgets: against all there are."""
 
 import itertools
 
@@ -8,19 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manifoldkv.coding.candidates import Candidate, Candidates, Selection, StepCompute
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictor import Input
-from manifoldkv.coding.transform import SiteDesign
+from manifoldkv.coding.transform import TransformConfig
 from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION
-from manifoldkv.recipes.menu import Choice, Chosen, Menu, StepWork
 
 LATENTS, WIDTHS = 2, 9
 CACHED = 3
 
 
-def choice(variances: list[float], rows: int, fixed: float, inputs: tuple[Input, ...]) -> Choice:
-    return Choice(
-        SiteDesign(inputs),
+def choice(variances: list[float], rows: int, fixed: float, inputs: tuple[Input, ...]) -> Candidate:
+    return Candidate(
+        TransformConfig(inputs),
         torch.tensor(sorted(variances, reverse=True), dtype=torch.float64),
         torch.full((LATENTS,), rows),
         1.0,
@@ -30,8 +30,8 @@ def choice(variances: list[float], rows: int, fixed: float, inputs: tuple[Input,
 
 
 @st.composite
-def menus(draw: st.DrawFn, layers: int = 1, *, linked: bool = True) -> Menu:
-    """Two choices for keys and for values, which may multiply the latents of keys below."""
+def some_candidates(draw: st.DrawFn, layers: int = 1, *, linked: bool = True) -> Candidates:
+    """Two candidates for keys and for values, which may multiply the latents of keys below."""
     variances = st.lists(st.floats(0.01, 10), min_size=LATENTS, max_size=LATENTS)
     sites = []
     for layer in range(layers):
@@ -39,17 +39,17 @@ def menus(draw: st.DrawFn, layers: int = 1, *, linked: bool = True) -> Menu:
         inputs = tuple((below, "key") for below in range(layer + 1)) if linked else ()
         values = [choice(draw(variances), 0, 0.0, one) for one in ((), inputs)]
         sites += [keys, values]
-    return Menu(sites, [CACHED] * len(sites), GAUSSIAN_DISTORTION)
+    return Candidates(sites, [CACHED] * len(sites), GAUSSIAN_DISTORTION)
 
 
-def free(menu: Menu) -> Chosen:
-    return menu.best(np.inf, np.inf)
+def free(candidates: Candidates) -> Selection:
+    return candidates.best(np.inf, np.inf)
 
 
-def brute_force(menu: Menu) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cost, bits and multiplications of all choices and widths of a menu of one layer."""
+def brute_force(candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cost, bits and multiplications of all choices and widths of a candidates of one layer."""
     found = []
-    for keys, values in itertools.product(*menu.sites):
+    for keys, values in itertools.product(*candidates.tensors):
         costs = [
             gaussian_costs(one.variances, GAUSSIAN_DISTORTION).numpy() for one in (keys, values)
         ]
@@ -66,20 +66,20 @@ def brute_force(menu: Menu) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return nats, bits, work
 
 
-def taken(menu: Menu, chosen: Chosen) -> tuple[float, float]:
+def taken(candidates: Candidates, chosen: Selection) -> tuple[float, float]:
     """Bits and multiplications of what was chosen, by the widths that its prices allow."""
     stored, bits = [], 0
-    for site, index in zip(menu.sites, chosen.indices, strict=True):
+    for site, index in zip(candidates.tensors, chosen.indices, strict=True):
         one = site[index]
         costs = gaussian_costs(one.variances, GAUSSIAN_DISTORTION)
         prices = costs + chosen.bit_price * CACHED * torch.arange(WIDTHS)
         per_latent = one.rows.double() + one.mixing
-        prices[:, 1:] += chosen.work_price * CACHED * per_latent.unsqueeze(1)
+        prices[:, 1:] += chosen.compute_price * CACHED * per_latent.unsqueeze(1)
         widths = prices.argmin(dim=1)
         stored.append(widths > 0)
         bits += int(widths.sum()) * CACHED
-    choices = [site[index] for site, index in zip(menu.sites, chosen.indices, strict=True)]
-    step = StepWork.of(choices, menu.cached, 0.0)
+    choices = [site[index] for site, index in zip(candidates.tensors, chosen.indices, strict=True)]
+    step = StepCompute.of(choices, candidates.cached, 0.0)
     return bits, step.total(stored, [one.rows for one in choices])
 
 
@@ -95,15 +95,15 @@ def test_choices_are_within_both_budgets_and_no_others_are_better(
     It holds for sites that are apart. The latents of keys are chosen before the values that
     multiply them, so that linked ones are only within the budgets.
     """
-    menu = data.draw(menus(linked=linked))
-    most_bits, most_work = taken(menu, free(menu))
+    candidates = data.draw(some_candidates(linked=linked))
+    most_bits, most_work = taken(candidates, free(candidates))
     most_bits, most_work = bits * most_bits, 2 * CACHED + work * most_work
-    chosen = menu.best(most_bits, most_work)
-    used_bits, used_work = taken(menu, chosen)
+    chosen = candidates.best(most_bits, most_work)
+    used_bits, used_work = taken(candidates, chosen)
     assert used_bits <= most_bits
     assert used_work <= most_work
-    assert chosen.work == pytest.approx(used_work)
-    nats, all_bits, all_work = brute_force(menu)
+    assert chosen.compute == pytest.approx(used_work)
+    nats, all_bits, all_work = brute_force(candidates)
     assert chosen.nats >= nats[(all_bits <= most_bits) & (all_work <= most_work)].min() - 1e-9
     if not linked:
         as_much = (all_bits <= used_bits) & (all_work <= used_work + 1e-9)
@@ -111,9 +111,13 @@ def test_choices_are_within_both_budgets_and_no_others_are_better(
 
 
 @settings(max_examples=10)
-@given(menu=menus(layers=2, linked=False), bits=SHARES, work=st.tuples(SHARES, SHARES))
-def test_more_work_never_loses_more(menu: Menu, bits: float, work: tuple[float, float]) -> None:
-    most_bits, most_work = taken(menu, free(menu))
+@given(
+    candidates=some_candidates(layers=2, linked=False), bits=SHARES, work=st.tuples(SHARES, SHARES)
+)
+def test_more_work_never_loses_more(
+    candidates: Candidates, bits: float, work: tuple[float, float]
+) -> None:
+    most_bits, most_work = taken(candidates, free(candidates))
     limits = [2 * CACHED + share * most_work for share in sorted(work)]
-    less, more = (menu.best(bits * most_bits, limit) for limit in limits)
+    less, more = (candidates.best(bits * most_bits, limit) for limit in limits)
     assert more.nats <= less.nats + 1e-9

@@ -1,20 +1,22 @@
-"""Joint moments, and the choices that are made of them."""
+"""Joint moments, and the candidates that are made of them."""
 
 from math import inf
 
 import torch
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.fisher import fisher_moments
+from manifoldkv.activations.collect import collect
+from manifoldkv.basis import SITES
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.regression import Regression, reduced_rank
-from manifoldkv.coding.transform import by_token
+from manifoldkv.coding.search import (
+    GROUP_LENGTHS,
+    ONE_GROUP,
+    SearchSpace,
+    _Joint,
+    candidates,
+    exact_tensors,
+)
 from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION
-from manifoldkv.models.decoder import Decoder
-from manifoldkv.recipes.bits import BitRecipe
-from manifoldkv.recipes.compress import started
-from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space, _Joint
 from tests.families import tiny_model, tiny_tokens
 
 TOKENS, FITTED, FEATURES = 400, 600, 6
@@ -64,25 +66,20 @@ def test_few_tokens_predict_nothing() -> None:
     assert joint.residuals("value", ((0, "key"),), fisher, [None]) == []
 
 
-def test_one_chain_of_all_layers_loses_no_more_than_shorter_ones() -> None:
-    """Without a limit of work it has every choice of theirs."""
-    model, tokens = tiny_model("llama"), tiny_tokens(12, 32)
-    decoder, recipe = Decoder.of(model), BitRecipe(sinks=1, work=inf)
-    run = recipe.coded_run(
-        decoder, started(decoder, tokens, CompressionConfig(recipe=recipe, ratio=0.3))
+def test_one_group_of_all_layers_loses_no_more_than_shorter_ones() -> None:
+    """Without a limit of compute it has every candidate of theirs."""
+    statistics = collect(tiny_model("llama"), tiny_tokens(12, 32))
+    metrics = [layer.of(site).fisher for layer in statistics.layers for site in SITES]
+    found = candidates(
+        statistics,
+        metrics,
+        [exact_tensors(statistics, index) for index in range(3)],
+        SearchSpace((None,), 5, (*GROUP_LENGTHS, *ONE_GROUP)),
+        GAUSSIAN_DISTORTION,
+        32,
     )
-    builder = MenuBuilder(
-        decoder,
-        run,
-        fisher_moments(model, tokens),
-        Space((None,), recipe.depth, (*CHAINS, *ONE_CHAIN)),
-    )
-    for activations in capture(model, tokens):
-        pair = [by_token(x) for x in (activations.keys_in("pre"), activations.values_of())]
-        builder.add(activations.layer, pair, pair)
-    _, *chains, one_chain = (
-        menu.best(8 * run.budget, inf).nats for menu in builder.menus(GAUSSIAN_DISTORTION)
-    )
-    assert len(chains) == len(CHAINS)
-    assert one_chain <= min(chains) * 1.001
-    assert one_chain < chains[0]  # of two layers
+    bits = 8 * 0.3 * 3 * 2 * 16 * 2 * 32
+    _, *groups, one_group = (each.best(bits, inf).nats for each in found)
+    assert len(groups) == len(GROUP_LENGTHS)
+    assert one_group <= min(groups) * 1.001
+    assert one_group < groups[0]  # of two layers
