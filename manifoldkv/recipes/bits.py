@@ -165,7 +165,6 @@ class BitRecipe(CodedRecipe):
         return super().describe() | {"ranks": ranks} | structure
 
     def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
-        super().check(model, config, context)
         self.budget(model, config.ratio, context)
         least = least_compute(model)
         if self.work < least:

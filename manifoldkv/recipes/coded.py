@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from manifoldkv.coding.predictive import Reconstruct
 from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.transform import WeightedKLT
 from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.description import ModelDescription
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
@@ -80,7 +79,7 @@ class CodedRecipe(Recipe):
         assert isinstance(self.objective, Objective)  # resolved above
         return self.objective
 
-    def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
+    def configured(self, config: CompressionConfig) -> Self:
         if config.quantization is not None:
             raise PlanError(
                 "the recipe quantizes every latent by itself: leave the quantization out, or take "
@@ -91,6 +90,7 @@ class CodedRecipe(Recipe):
                 "the recipe stores keys before rotation: leave rotary out, or take another "
                 "recipe (low-rank)"
             )
+        return super().configured(config)
 
     def prompt(self, length: int) -> int | None:
         """Return how many tokens of a sequence fill the cache before others are predicted.

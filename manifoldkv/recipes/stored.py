@@ -74,7 +74,6 @@ class StoredRecipe(CodedRecipe):
         return length // 2
 
     def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
-        super().check(model, config, context)
         for index, window in enumerate(model.windows):
             if window is not None:
                 raise PlanError(
