@@ -51,7 +51,7 @@ def test_a_text_is_read_as_far_as_it_is_asked_for() -> None:
 def test_what_rounds_by_itself_takes_no_ranks_and_no_quantisation() -> None:
     with pytest.raises(ArgumentError, match="leave ranks='uniform' out"):
         CompressionConfig(recipe="best", ranks="uniform")
-    with pytest.raises(PlanError, match="leave the quantisation out"):
+    with pytest.raises(PlanError, match="leave the quantization out"):
         CompressionConfig(recipe="best", quantization=Quantization(4))
     for name in ("sinks", "depth"):
         with pytest.raises(ArgumentError, match=f"{name} must be >= 0, got -1"):
