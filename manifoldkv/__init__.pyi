@@ -1,22 +1,23 @@
 """What `import manifoldkv` offers; each name is imported when it is first used."""
 
-from .cache import compressed
-from .codec import Codec
-from .coding.integers import Quantization
-from .diagnostics import diagnose
-from .errors import ManifoldKVError
-from .evaluation.perplexity import perplexity
+from .core.errors import ManifoldKVError
+from .evaluate.diagnostics import diagnose
+from .evaluate.perplexity import perplexity
+from .learn.objectives import Objective, register_objective
+from .learn.solvers import Solver, register_solver
 from .models.loading import load_model
-from .objectives import Objective, register_objective
+from .plan.formats.integers import Quantization
 from .plan.plan import CompressionPlan
 from .recipes.bits import BitRecipe
-from .recipes.compress import compress, ratio_from_bytes
+from .recipes.compress import calibrate, compress, fit, ratio_from_bytes
 from .recipes.low_rank import RankRecipe
 from .recipes.named import RECIPES, register_recipe
 from .recipes.recipe import Recipe
 from .recipes.rounding import quantize
 from .recipes.tune import tune
-from .solvers import Solver, register_solver
+from .serve.cache import compressed
+from .serve.codec import Codec
+from .statistics.statistics import Statistics
 from .text.sources import open_text
 from .text.tokens import sample_tokens
 
@@ -31,9 +32,12 @@ __all__ = [
     "RankRecipe",
     "Recipe",
     "Solver",
+    "Statistics",
+    "calibrate",
     "compress",
     "compressed",
     "diagnose",
+    "fit",
     "load_model",
     "open_text",
     "perplexity",

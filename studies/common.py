@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
-from manifoldkv.diagnostics.figures import save_figure
-from manifoldkv.errors import RunError
+from manifoldkv.core.errors import RunError
+from manifoldkv.core.files import check_writable
+from manifoldkv.evaluate.diagnostics.figures import save_figure
 from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
-from manifoldkv.runs.files import check_writable
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 

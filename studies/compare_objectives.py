@@ -38,16 +38,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping, Site, parse_grouping, rank_from_ratio
-from manifoldkv.diagnostics import layer_errors
-from manifoldkv.errors import ArgumentError, ManifoldKVError
+from manifoldkv.core.basis import Basis, HeadGrouping, Site, parse_grouping, rank_from_ratio
+from manifoldkv.core.errors import ArgumentError, ManifoldKVError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.solvers import SOLVERS, Predictor, RiemannianAdam, RiemannianLBFGS, Solver
+from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.support import attention_of, decoder_layers
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
-from manifoldkv.seeds import check_seed
-from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam, RiemannianLBFGS, Solver
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 

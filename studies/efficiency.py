@@ -15,14 +15,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv import Solver
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import Batch, LayerActivations
-from manifoldkv.basis import SITES, Basis, HeadGrouping, Site, rank_from_ratio
-from manifoldkv.diagnostics import layer_errors
-from manifoldkv.objectives import LayerOutput, Problem
-from manifoldkv.ranks import PAPER_CANDIDATES
+from manifoldkv.core.basis import SITES, Basis, HeadGrouping, Site, rank_from_ratio
+from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.learn.objectives import LayerOutput, Problem
+from manifoldkv.learn.ranks import PAPER_CANDIDATES
+from manifoldkv.learn.solvers import SOLVERS
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
-from manifoldkv.solvers import SOLVERS
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import Batch, LayerActivations
 from manifoldkv.text.docstrings import Split
 
 SEQUENCES: dict[Split, int] = {"calibration": 64, "held-out": 16}

@@ -29,7 +29,7 @@ import pandas as pd
 from engines.vllm_server import Server, add_server, loaded, plan_of, save_plain, served, versions
 from matplotlib.figure import Figure
 
-from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
+from manifoldkv.evaluate.diagnostics.figures.style import finished, label_axes, panels
 
 FULL, EIGHT_BITS, PACKED = "the model's dtype", "8 bits", "packed latents"
 ALONE, AT_ONCE = "one at a time", "at once"

@@ -52,13 +52,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import ManifoldKVError, Quantization, diagnose, quantize
-from manifoldkv.activations.capture import capture
-from manifoldkv.diagnostics import LayerErrors
-from manifoldkv.evaluation import Perplexity, perplexity
-from manifoldkv.ranks import GivenRanks
+from manifoldkv.evaluate import Perplexity, perplexity
+from manifoldkv.evaluate.diagnostics import LayerErrors
+from manifoldkv.learn.ranks import GivenRanks
+from manifoldkv.learn.solvers import SOLVERS, Predictor
+from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.recipes.rounding import Rotation
-from manifoldkv.runs.checkpoints import digest_of_model, digest_of_tokens
-from manifoldkv.solvers import SOLVERS, Predictor
+from manifoldkv.runs.checkpoints import digest_of_tokens
+from manifoldkv.statistics.capture import capture
 from manifoldkv.text.docstrings import Split
 
 REFERENCE = {"llama": "reference-llama", "qwen": "reference-qwen3"}

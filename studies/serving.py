@@ -33,11 +33,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import Codec, CompressionPlan
-from manifoldkv.diagnostics.figures.style import finished, label_axes, logarithmic
-from manifoldkv.errors import RunError
-from manifoldkv.integrations.chunks import CHUNK_TOKENS, Chunks
-from manifoldkv.integrations.store import Store
+from manifoldkv.core.errors import RunError
+from manifoldkv.evaluate.diagnostics.figures.style import finished, label_axes, logarithmic
 from manifoldkv.runs.checkpoints import digest_of_tokens
+from manifoldkv.serve.engines.chunks import CHUNK_TOKENS, Chunks
+from manifoldkv.serve.engines.store import Store
 
 COMPUTED, RAW, STORED = "computed", "raw pages", "stored"
 SUFFIX = 32
@@ -171,7 +171,7 @@ def connector(way: str, folder: Path) -> dict[str, Any]:
     extra = {"plan": str(folder / "plan"), "folder": str(folder / way), "bytes": str(STORE_BYTES)}
     return found | {
         "kv_connector": "CodecConnector",
-        "kv_connector_module_path": "manifoldkv.integrations.vllm",
+        "kv_connector_module_path": "manifoldkv.serve.engines.vllm",
         "kv_connector_extra_config": extra,
     }
 

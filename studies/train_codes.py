@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from manifoldkv.coding.trellis import STATES, Code, own_bits, relative_steps, search
+from manifoldkv.plan.formats.trellis import STATES, Code, own_bits, relative_steps, search
 
 LATENTS = 250
 """Latents of a stream."""

@@ -38,8 +38,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from manifoldkv.errors import ManifoldKVError
-from manifoldkv.seeds import check_seed
+from manifoldkv.core.errors import ManifoldKVError
+from manifoldkv.core.seeds import check_seed
 from manifoldkv.text.docstrings import read_docstrings, read_pydoc_topics
 
 HERE = Path(__file__).parent

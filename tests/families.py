@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
 
 COMMON = {
     "vocab_size": 64,

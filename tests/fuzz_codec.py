@@ -16,8 +16,8 @@ from tqdm import trange
 from transformers import DynamicCache
 
 from manifoldkv import Codec
-from manifoldkv.codec import blob as blobs
-from manifoldkv.errors import CodecError
+from manifoldkv.core.errors import CodecError
+from manifoldkv.serve.codec import blob as blobs
 from tests.stored import TOKENS, filled, stored_model, stored_plan
 
 

@@ -16,7 +16,7 @@ import atheris
 
 with atheris.instrument_imports(include=["manifoldkv"]):
     from manifoldkv import CompressionPlan
-    from manifoldkv.errors import PlanError
+    from manifoldkv.core.errors import PlanError
     from manifoldkv.plan.files import DESCRIPTION, TENSORS
 
 from tests.families import tiny_model

@@ -12,24 +12,23 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.candidates import blocks_of
-from manifoldkv.coding.predictor import Input, all_inputs, layers_below
-from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.coding.transform import TransformConfig
+from manifoldkv.core.basis import Basis, HeadGrouping
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.models.fingerprint import config_hash, fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
+from manifoldkv.plan.formats.quantizer import Quantizer
+from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.model import config_hash
+from manifoldkv.plan.predictor import Input, all_inputs, layers_below
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.bits import BitFit, Selected
 from manifoldkv.recipes.coded import coded_plan
 from manifoldkv.recipes.config import CompressionConfig
+from manifoldkv.statistics.statistics import Statistics
 from tests.families import tiny_tokens
 
 RECIPE = {part: {"name": "random"} for part in ("objective", "solver", "ranks")}

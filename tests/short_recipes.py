@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from manifoldkv import RECIPES, RankRecipe, Recipe
-from manifoldkv.ranks import RankRule
-from manifoldkv.solvers import Solver
+from manifoldkv.learn.ranks import RankRule
+from manifoldkv.learn.solvers import Solver
 
 EPOCHS, STEPS, TUNING_STEPS = 2, 5, 3
 CANDIDATES = (0.25, 1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.basis import (
+from manifoldkv.core.basis import (
     Basis,
     HeadGrouping,
     fix_signs,
@@ -18,7 +18,7 @@ from manifoldkv.basis import (
     projector_distance,
     rank_from_ratio,
 )
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.testing import HEAD_DIM, random_basis
 
 GROUPINGS = ["shared", 1, 2, "all"]

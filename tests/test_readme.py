@@ -11,15 +11,15 @@ import typer
 
 import manifoldkv
 from manifoldkv import CompressionPlan, compress, load_model
-from manifoldkv.basis import HeadGrouping
 from manifoldkv.cli import inputs, main
 from manifoldkv.cli.app import app
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.ranks import RANK_RULES
-from manifoldkv.reports import plan as reports
-from manifoldkv.solvers import SOLVERS
-from manifoldkv.solvers.predictor import Predictor
-from manifoldkv.solvers.riemannian_adam import RiemannianAdam
+from manifoldkv.core.basis import HeadGrouping
+from manifoldkv.evaluate.reports import plan as reports
+from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.ranks import RANK_RULES
+from manifoldkv.learn.solvers import SOLVERS
+from manifoldkv.learn.solvers.predictor import Predictor
+from manifoldkv.learn.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.testing import (
     ObjectiveConformance,
     RankRuleConformance,
@@ -27,8 +27,8 @@ from manifoldkv.testing import (
     tiny_activations,
 )
 from manifoldkv.text import tokens as text_tokens
+from tests.evaluate.reports.test_report import assert_whole
 from tests.numbers import faults
-from tests.reports.test_report import assert_whole
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,11 +5,11 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from manifoldkv import registry
-from manifoldkv.errors import ArgumentError
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.objectives.k_svd import KSVD
-from manifoldkv.registry import Registry
-from manifoldkv.solvers import SOLVERS
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.registry import Registry
+from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.objectives.k_svd import KSVD
+from manifoldkv.learn.solvers import SOLVERS
 
 
 @pytest.fixture

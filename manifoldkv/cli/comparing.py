@@ -13,8 +13,8 @@ from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Compare
 from manifoldkv.cli.generating import new_tokens_after
 from manifoldkv.cli.inputs import Inputs, open_inputs
-from manifoldkv.evaluation.continuation import Continuations, beginning, continuations
-from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
+from manifoldkv.evaluate.continuation import Continuations, beginning, continuations
+from manifoldkv.evaluate.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
 
 COLUMN = 26

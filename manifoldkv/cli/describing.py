@@ -8,7 +8,7 @@ from typing import Any
 
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Inspect
-from manifoldkv.evaluation.perplexity import with_error
+from manifoldkv.evaluate.perplexity import with_error
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 

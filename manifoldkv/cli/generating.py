@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.cache import compressed
 from manifoldkv.cli.answers import Answer
 from manifoldkv.cli.app import Generate
 from manifoldkv.cli.inputs import load, load_plan
 from manifoldkv.cli.storing import cache_of_prompt
-from manifoldkv.errors import ArgumentError, CacheError
-from manifoldkv.seeds import check_seed
-from manifoldkv.text.tokens import checked_tokens, positions
+from manifoldkv.core.errors import ArgumentError, CacheError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.models.tokens import checked_tokens, positions
+from manifoldkv.serve.cache import compressed
 
 NEW_TOKENS = 100
 COLDEST = 1e-6

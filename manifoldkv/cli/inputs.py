@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from manifoldkv.cli.options import ModelInMemory, TextOptions
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.loading import load_model
+from manifoldkv.models.tokens import check_length, checked_tokens, positions
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.sources import HELP, TextSource, open_text
-from manifoldkv.text.tokens import LENGTH, check_length, checked_tokens, positions, sample_tokens
+from manifoldkv.text.tokens import LENGTH, sample_tokens
 
 REFERENCES = ("reference-llama", "reference-qwen3")
 REFERENCE_TEXT = "docstrings"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from manifoldkv.cli.answers import Answer
+from manifoldkv.core.registry import Registry
 from manifoldkv.recipes.low_rank import REGISTRIES
 from manifoldkv.recipes.named import recipe_named, recipe_names
-from manifoldkv.registry import Registry
 
 TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
 """Headings of the fields of a recipe that have a registry."""

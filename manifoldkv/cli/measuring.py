@@ -11,15 +11,15 @@ import torch
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Bench, Diagnose, Evaluate, Report
 from manifoldkv.cli.inputs import Inputs, load, load_plan, open_inputs
-from manifoldkv.diagnostics import diagnose_plan
-from manifoldkv.errors import RunError
-from manifoldkv.evaluation.perplexity import compare, with_error
-from manifoldkv.evaluation.questions import Question, questions
-from manifoldkv.evaluation.retrieval import retrieval, summarize
-from manifoldkv.evaluation.speed import decode_speed
-from manifoldkv.reports.plan import template, write_report
-from manifoldkv.runs.files import check_writable
-from manifoldkv.text.tokens import check_length, positions
+from manifoldkv.core.errors import RunError
+from manifoldkv.core.files import check_writable
+from manifoldkv.evaluate.diagnostics import diagnose_plan
+from manifoldkv.evaluate.perplexity import compare, with_error
+from manifoldkv.evaluate.questions import Question, questions
+from manifoldkv.evaluate.reports.plan import template, write_report
+from manifoldkv.evaluate.retrieval import retrieval, summarize
+from manifoldkv.evaluate.speed import decode_speed
+from manifoldkv.models.tokens import check_length, positions
 
 LOG = logging.getLogger(__name__)
 

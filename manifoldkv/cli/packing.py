@@ -13,12 +13,12 @@ from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Pack
 from manifoldkv.cli.inputs import load, load_plan
 from manifoldkv.cli.options import ModelInMemory
-from manifoldkv.codec.blob import read_blob
-from manifoldkv.errors import CacheError
-from manifoldkv.integrations.llama_cpp import pack_slot, read_packed, unpack_slot
-from manifoldkv.integrations.slots import Slot, read_slot
+from manifoldkv.core.errors import CacheError
+from manifoldkv.core.files import write_whole
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.runs.files import write_whole
+from manifoldkv.serve.codec.blob import read_blob
+from manifoldkv.serve.engines.llama_cpp import pack_slot, read_packed, unpack_slot
+from manifoldkv.serve.engines.slots import Slot, read_slot
 
 LOG = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from manifoldkv.cli.describing import describe
 from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
 from manifoldkv.cli.process import Interrupted
 from manifoldkv.cli.settings import configured
-from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.core.errors import ArgumentError, RunError
+from manifoldkv.core.files import check_writable
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.tokens import positions
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.compress import check as check_before_text
 from manifoldkv.recipes.compress import compress as find_plan
 from manifoldkv.recipes.compress import frontier, ratio_from_bytes
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
-from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import OWN, TextSource, open_text
-from manifoldkv.text.tokens import LENGTH, positions
+from manifoldkv.text.tokens import LENGTH
 
 LOG = logging.getLogger(__name__)
 
@@ -107,16 +107,8 @@ def _check_overwrites(out: Path, checkpoints: Path | None, force: bool) -> None:
 def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
     """Return the calibration text that a model samples, resumed from checkpoints if it is there."""
     count = options.sequences or OWN_SEQUENCES
-
-    def write() -> Tensor:
-        LOG.info("writing %d texts to calibrate on", count)
-        return own_text(model, count, options.length)
-
-    if options.checkpoints is None:
-        return write()
-    settings = {"model": digest_of_model(model), "shape": [count, options.length]}
-    checkpoints = Checkpoints(options.checkpoints, settings).made_by(own_text)
-    return checkpoints.tensors("own-text", lambda: {"tokens": write()})["tokens"]
+    LOG.info("writing %d texts to calibrate on", count)
+    return own_text(model, count, options.length, folder=options.checkpoints)
 
 
 def _estimated(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 
 from manifoldkv.cli.app import app
-from manifoldkv.errors import ManifoldKVError, RunError
+from manifoldkv.core.errors import ManifoldKVError, RunError
 
 FAILED, INTERRUPTED = 2, 130
 

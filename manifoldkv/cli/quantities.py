@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from manifoldkv.errors import ArgumentError
-from manifoldkv.runs import quantities
+from manifoldkv.core import quantities
+from manifoldkv.core.errors import ArgumentError
 
 
 def parse_bytes(text: str | int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from manifoldkv.coding.integers import Quantization
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.plan.formats.integers import Quantization
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import recipe_named
 

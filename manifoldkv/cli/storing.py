@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.codec.blob import read_blob
-from manifoldkv.codec.codec import Codec
-from manifoldkv.errors import ArgumentError, CacheError
+from manifoldkv.core.errors import ArgumentError, CacheError
+from manifoldkv.core.files import write_whole
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.runs.files import write_whole
+from manifoldkv.serve.codec.blob import read_blob
+from manifoldkv.serve.codec.codec import Codec
 
 LOG = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 
 PACK = 8
 """Latents of a pack, whose equal widths fill whole bytes."""

@@ -16,10 +16,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.costs import gaussian_costs
-from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import TransformConfig
+from manifoldkv.core.basis import SITES, Site
+from manifoldkv.plan.predictor import Input
 
 LEAST_PRICE, LARGEST_PRICE = 1e-15, 1e6
 """Range of both prices, in nats."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manifoldkv.coding.uniform import TINY
+from manifoldkv.plan.formats.uniform import TINY
 
 COHERENCE = 3.0
 """Cost of an error proportional to the latent, relative to that of noise of equal power.

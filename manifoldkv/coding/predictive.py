@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import SITES, detached
-from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
 from manifoldkv.coding.search import exact_tensors
 from manifoldkv.coding.transform import TransformConfig, WeightedKLT
-from manifoldkv.runs.progress import follow
+from manifoldkv.core.basis import SITES, detached
+from manifoldkv.core.progress import follow
+from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
+from manifoldkv.statistics.statistics import Statistics
 
 Fit = Callable[[int, Tensor, Tensor | None, TransformConfig], WeightedKLT]
 """Function of the index of a tensor (keys and values of all layers counted), its samples

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.coding.uniform import FLOOR, TINY
+from manifoldkv.plan.formats.uniform import FLOOR, TINY
 
 RIDGE = 1e-2
 """Ridge of a metric, relative to the mean of its diagonal: few tokens leave it singular."""

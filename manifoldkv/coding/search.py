@@ -9,15 +9,15 @@ from math import inf
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.candidates import Candidate, Candidates, blocks_of
-from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.regression import leading_directions, ridge
 from manifoldkv.coding.transform import TransformConfig, sampled, spectrum
-from manifoldkv.models.description import ModelDescription
-from manifoldkv.runs.progress import follow
-from manifoldkv.windows import cached_tokens
+from manifoldkv.core.basis import SITES, Site
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.progress import follow
+from manifoldkv.core.windows import cached_tokens
+from manifoldkv.plan.predictor import Input, PredictorContext, all_inputs, layers_below
+from manifoldkv.statistics.statistics import Statistics
 
 SAMPLES = 8192
 """Tokens of joint moments."""

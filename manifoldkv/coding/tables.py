@@ -17,9 +17,9 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from manifoldkv.coding.costs import best_gains
-from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoded
-from manifoldkv.coding.uniform import TINY
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.plan.formats.entropy import FARTHEST, FREQUENT, EntropyCoded
+from manifoldkv.plan.formats.uniform import TINY
 
 TABLE_SUM = 1 << 20
 """About the sum of the frequencies of a table."""

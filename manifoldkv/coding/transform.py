@@ -10,19 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.activations.statistics import TensorStatistics
-from manifoldkv.basis import Basis, HeadGrouping, detached
 from manifoldkv.coding.costs import best_gains, coherent_costs, gaussian_costs
-from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
-from manifoldkv.coding.trellis import (
+from manifoldkv.core.basis import Basis, HeadGrouping, detached
+from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.trellis import (
     GAUSSIAN_DISTORTION,
     TrellisCoded,
     codebooks,
     relative_steps,
 )
-from manifoldkv.coding.uniform import FLOOR, fit_quantizers, floored, quantized
+from manifoldkv.plan.formats.uniform import FLOOR, fit_quantizers, floored, quantized
+from manifoldkv.plan.predictor import Input
+from manifoldkv.statistics.statistics import TensorStatistics
 
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""

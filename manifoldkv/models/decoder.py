@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from manifoldkv.errors import ModelError
-from manifoldkv.models.description import ModelDescription
-from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ModelError
+from manifoldkv.models.fingerprint import config_hash, fingerprint
 from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.offloading import device_of
 from manifoldkv.models.rotary import angles_at, rotary_embedding_of
@@ -175,6 +175,11 @@ class Decoder:
         """
         return angles_at(self.rotary_embedding, positions, self.kinds[layer], like)
 
+    @property
+    def config_hash(self) -> str:
+        """Return the hash of the configuration that a plan must agree with."""
+        return config_hash(self.config)
+
     def fingerprint(self) -> Tensor:
         """Return a few elements of the weights, (matrices, elements), float32, on the CPU.
 
@@ -195,11 +200,9 @@ class Decoder:
         ModelError
             If the model is on the meta device.
         """
-        from manifoldkv.plan.model import config_hash
-
         return ModelDescription(
             name=self.config._name_or_path,
-            config_hash=config_hash(self.config),
+            config_hash=self.config_hash,
             fingerprint=self.fingerprint(),
             windows=self.windows,
             query_heads=self.query_heads,

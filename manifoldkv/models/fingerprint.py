@@ -1,17 +1,25 @@
-"""Fingerprints of weights, to distinguish weights of the same shape."""
+"""Identity of a model: hashes of its configuration and weights, and a fingerprint of these."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from manifoldkv.errors import ModelError
-from manifoldkv.models.offloading import weight_of
+from manifoldkv.core.errors import ModelError
+from manifoldkv.models.offloading import named_weights, weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
+ARCHITECTURE = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rope_parameters", "layer_types", "sliding_window"),
+)
+"""Fields of a configuration that must be equal."""
 SIDE = 8
 """Number of sampled rows, and of sampled columns, of a matrix."""
 
@@ -54,3 +62,20 @@ def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]
 def _spread(size: int) -> Tensor:
     """Return evenly spaced indices of a dimension, (SIDE,), int64."""
     return torch.linspace(0, size - 1, SIDE, dtype=torch.float64).round().long()
+
+
+def digest_of_model(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of the weights and the configuration (rotation, soft caps) of a model."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, tensor in named_weights(model):
+        digest.update(name.encode())
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(content.numpy().data)
+    return digest.hexdigest()
+
+
+def config_hash(config: PretrainedConfig) -> str:
+    """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
+    text_config = config.get_text_config()
+    architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE}
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()

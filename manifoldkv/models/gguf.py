@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from manifoldkv.errors import ModelError, first_line
+from manifoldkv.core.errors import ModelError, first_line
 
 LOG = logging.getLogger(__name__)
 

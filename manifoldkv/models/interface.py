@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import sdpa_mask
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.support import modeling_module
 
 NAME = "manifoldkv"

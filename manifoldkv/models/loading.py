@@ -13,15 +13,15 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from manifoldkv.errors import ArgumentError, ModelError, first_line
+from manifoldkv.core.errors import ArgumentError, ModelError, first_line
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
-from manifoldkv.text.tokens import read_tokenizer
 
 LOG = logging.getLogger(__name__)
 
@@ -120,3 +120,25 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return read_tokenizer(name)
     except ArgumentError as error:
         raise ModelError(f"cannot load model {name}: {error}") from error
+
+
+def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model in a folder or on the Hub.
+
+    Raises
+    ------
+    ArgumentError
+        If it is missing or damaged.
+    """
+    missing = "no tokenizer is saved with it (tokenizer.save_pretrained writes one)"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = first_line(error)
+        if reason.endswith(":"):  # a list of candidate files follows
+            raise ArgumentError(missing) from error
+        raise ArgumentError(f"its tokenizer cannot be read: {reason}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # Without a file, some families return a tokenizer without words.
+        raise ArgumentError(missing)
+    return tokenizer

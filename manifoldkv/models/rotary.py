@@ -8,7 +8,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.interface import Rotate, rotation_of
 from manifoldkv.models.support import attention_of
 

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.offloading import is_offloaded, named_weights
 
 

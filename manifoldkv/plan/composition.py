@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Site
-from manifoldkv.coding.predictor import Input, LinearPredictor
+from manifoldkv.core.basis import Site
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.predictor import Input, LinearPredictor
 
 Maps = dict[Input, Tensor]
 """Matrix of the latents of every site, (features, latents), float64; sites are counted from the

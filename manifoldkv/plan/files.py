@@ -17,14 +17,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from manifoldkv.basis import Rotary
-from manifoldkv.coding.quantizer import LARGEST_INTEGER
-from manifoldkv.errors import ManifoldKVError, PlanError, RunError
+from manifoldkv.core.basis import Rotary
+from manifoldkv.core.errors import ManifoldKVError, PlanError, RunError
+from manifoldkv.core.files import write_together
+from manifoldkv.plan.formats.quantizer import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
-from manifoldkv.runs.files import write_together
 
 FORMAT = 9
 TENSORS = "plan.safetensors"

@@ -10,8 +10,8 @@ from typing import Self
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from manifoldkv.errors import PlanError, RunError, first_line
-from manifoldkv.runs.files import write_whole
+from manifoldkv.core.errors import PlanError, RunError, first_line
+from manifoldkv.core.files import write_whole
 
 CARD = "README.md"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifoldkv.basis import Site
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import Site
+from manifoldkv.core.errors import PlanError
+from manifoldkv.core.windows import cached_tokens
 from manifoldkv.plan.model import ModelView
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.windows import cached_tokens
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,14 @@
-"""Identity of a plan's model: hash of the configuration and fingerprint of the weights."""
+"""The model of a plan: hash of its configuration and fingerprint of its weights."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from manifoldkv.errors import PlanError
+from manifoldkv.core.errors import PlanError
 
-ARCHITECTURE = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rope_parameters", "layer_types", "sliding_window"),
-)
-"""Fields of a configuration that must be equal."""
 RELATIVE_TOLERANCE = 2**-7
 """Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
 ABSOLUTE_TOLERANCE = 2**-12
@@ -30,6 +22,10 @@ class ModelView(Protocol):
     @property
     def config(self) -> PretrainedConfig:
         """Return the configuration of the language model."""
+
+    @property
+    def config_hash(self) -> str:
+        """Return the hash of the configuration: shapes, kinds of layers and rotation."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -62,13 +58,6 @@ def check_view(model: object) -> None:
             f"a plan is checked against manifoldkv.models.decoder.Decoder.of(model), got "
             f"{type(model).__name__}"
         )
-
-
-def config_hash(config: PretrainedConfig) -> str:
-    """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
-    text_config = config.get_text_config()
-    architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE}
-    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:

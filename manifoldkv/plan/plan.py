@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import SITES, Basis, Rotary, check_rotary
-from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
-from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import PredictorContext, layers_below
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import SITES, Basis, Rotary, check_rotary
+from manifoldkv.core.errors import PlanError
 from manifoldkv.plan import files
 from manifoldkv.plan.card import card_of
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.files import PlanContents
+from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
+from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import LayerPlan, check_layers
-from manifoldkv.plan.model import ModelView, agree, check_view, config_hash
+from manifoldkv.plan.model import ModelView, agree, check_view
+from manifoldkv.plan.predictor import PredictorContext, layers_below
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
 from manifoldkv.plan.truncation import truncated_layers
@@ -345,10 +345,10 @@ class CompressionPlan(OnHub):
             raise PlanError(
                 f"the plan has {len(self.layers)} layers, the model {config.num_hidden_layers}"
             )
-        if config_hash(config) != self.config_hash:
+        if model.config_hash != self.config_hash:
             raise PlanError(
                 f"the plan was made for another model ({self.provenance.model}): its configuration "
-                f"has hash {self.config_hash[:12]}, this one {config_hash(config)[:12]}"
+                f"has hash {self.config_hash[:12]}, this one {model.config_hash[:12]}"
             )
         check_layers(self.layers, model)
         if self.shape != AttentionShape(model.query_heads, model.rotary_dim):

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import (
+from manifoldkv.core.basis import (
     ORTHONORMAL_TOLERANCE,
     Basis,
     HeadGrouping,
     equal,
     orthonormality_error,
 )
-from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
-from manifoldkv.coding.quantizer import Quantizer, check_numbers
-from manifoldkv.coding.quantizers import Unquantized, quantizer_from
-from manifoldkv.errors import PlanError
+from manifoldkv.core.errors import PlanError
+from manifoldkv.plan.formats.quantizer import Quantizer, check_numbers
+from manifoldkv.plan.formats.quantizers import Unquantized, quantizer_from
+from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
 
 
 @dataclass(frozen=True, eq=False)

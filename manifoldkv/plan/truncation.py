@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from manifoldkv.basis import Basis
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.basis import Basis
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from manifoldkv.errors import CacheError
+from manifoldkv.core.errors import CacheError
+from manifoldkv.core.windows import cached_tokens
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.windows import cached_tokens
 
 
 def check_stock(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Rotary, Site
-from manifoldkv.coding.predictor import Input
-from manifoldkv.coding.quantizers import Unquantized
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import Rotary, Site
+from manifoldkv.core.errors import PlanError
 from manifoldkv.plan.composition import sources
+from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.predictor import Input
 from manifoldkv.plan.site import SitePlan
 
 

@@ -13,13 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import SITES
 from manifoldkv.coding.allocation import PACK, allocate, allocate_streams
 from manifoldkv.coding.candidates import COMPUTE_TOLERANCE, Candidates, StepCompute, lowest
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.predictive import fit_layers, predictor_of
-from manifoldkv.coding.scales import SHORT_BITS, TOKEN_SCALE_BYTES
 from manifoldkv.coding.search import (
     GROUP_LENGTHS,
     ONE_GROUP,
@@ -35,11 +32,14 @@ from manifoldkv.coding.transform import (
     trellis_coded,
     weighted_klt,
 )
-from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as OF_TRELLIS
-from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
-from manifoldkv.coding.uniform import WIDTHS
-from manifoldkv.errors import ArgumentError
-from manifoldkv.models.description import ModelDescription
+from manifoldkv.core.basis import SITES
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.windows import cached_tokens
+from manifoldkv.plan.formats.scales import SHORT_BITS, TOKEN_SCALE_BYTES
+from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION as OF_TRELLIS
+from manifoldkv.plan.formats.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
+from manifoldkv.plan.formats.uniform import WIDTHS
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.coded import (
@@ -47,7 +47,7 @@ from manifoldkv.recipes.coded import (
     coded_plan,
     reconstruct_by,
 )
-from manifoldkv.windows import cached_tokens
+from manifoldkv.statistics.statistics import Statistics
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import SITES
 from manifoldkv.coding.predictive import Reconstruct
-from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.transform import WeightedKLT
-from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.objectives import OBJECTIVES, Objective
+from manifoldkv.core.basis import SITES
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.core.progress import follow
+from manifoldkv.learn.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.predictor import PredictorContext
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, Text, new_plan
-from manifoldkv.runs.progress import follow
+from manifoldkv.statistics.statistics import Statistics
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig

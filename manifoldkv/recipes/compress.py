@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.files import only_run
+from manifoldkv.core.windows import cached_tokens
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.config import CompressionConfig
@@ -23,10 +24,9 @@ from manifoldkv.recipes.run import HELD_OUT, Run, check_run
 from manifoldkv.recipes.smallest import measured, smallest_plan
 from manifoldkv.recipes.tune import tune
 from manifoldkv.runs.executors import Executor, executor_named, on_threads
-from manifoldkv.runs.files import only_run
+from manifoldkv.statistics.statistics import Statistics
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import SEQUENCES, calibration_length, calibration_tokens
-from manifoldkv.windows import cached_tokens
 
 FRONTIER_SEQUENCES, FRONTIER_LENGTH = 4, 256
 """Number and largest length of the sequences that losses by limit of compute are estimated on."""

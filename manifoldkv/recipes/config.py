@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from manifoldkv.basis import Rotary, check_rotary
-from manifoldkv.coding.integers import Quantization
-from manifoldkv.errors import ArgumentError
-from manifoldkv.objectives import Objective
-from manifoldkv.ranks import RankRule
+from manifoldkv.core.basis import Rotary, check_rotary
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.learn.objectives import Objective
+from manifoldkv.learn.ranks import RankRule
+from manifoldkv.plan.formats.integers import Quantization
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
 from manifoldkv.recipes.recipe import Recipe
-from manifoldkv.seeds import check_seed
 
 
 @dataclass(frozen=True)

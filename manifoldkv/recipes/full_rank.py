@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.basis import HeadGrouping, Rotary, check_rotary, identity_basis
-from manifoldkv.coding.quantizer import LARGEST_INTEGER
+from manifoldkv.core.basis import HeadGrouping, Rotary, check_rotary, identity_basis
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.fingerprint import config_hash
+from manifoldkv.models.tokens import positions
+from manifoldkv.plan.formats.quantizer import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.source import versions
-from manifoldkv.text.tokens import positions
+from manifoldkv.statistics.capture import capture
 
 TRIED_TOKENS = 16
 """On which it is tried out whether the layers of a model can be handled."""

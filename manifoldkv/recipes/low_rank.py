@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import SITES, Site, parse_grouping
-from manifoldkv.errors import ArgumentError
-from manifoldkv.models.description import ModelDescription
-from manifoldkv.objectives import OBJECTIVES, Objective
+from manifoldkv.core.basis import SITES, Site, parse_grouping
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.files import only_run
+from manifoldkv.core.registry import Registry
+from manifoldkv.learn.objectives import OBJECTIVES, Objective
+from manifoldkv.learn.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Uniform
+from manifoldkv.learn.ranks.base import CandidateRanks
+from manifoldkv.learn.solvers import SOLVERS, Solver
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Uniform
-from manifoldkv.ranks.base import CandidateRanks
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, Text, new_plan
 from manifoldkv.recipes.solve import BasisFinder, find_bases
-from manifoldkv.registry import Registry
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
-from manifoldkv.runs.files import only_run
-from manifoldkv.solvers import SOLVERS, Solver
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig

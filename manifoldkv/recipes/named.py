@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from math import inf
 
-from manifoldkv.errors import ArgumentError
-from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
-from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.learn.objectives import KQSVD, EigenAttention, LayerOutput
+from manifoldkv.learn.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.learn.solvers import ClosedForm, ObliqueFlag, Predictor
 from manifoldkv.recipes.bits import BitRecipe
 from manifoldkv.recipes.low_rank import RankRecipe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.stored import StoredRecipe
-from manifoldkv.solvers import ClosedForm, ObliqueFlag, Predictor
 
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {

@@ -6,6 +6,7 @@ Data-free quantization aware training for large language models, arXiv 2305.1788
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.support import unwrapped
+from manifoldkv.models.tokens import check_length, positions
 from manifoldkv.models.weights import check_finite
-from manifoldkv.seeds import check_seed
-from manifoldkv.text.tokens import LENGTH, check_length, check_size, positions
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.text.tokens import LENGTH, check_size
 
 OWN_SEQUENCES = 16
 BATCH_SIZE = 16
@@ -31,6 +35,7 @@ def own_text(
     length: int | None = None,
     *,
     seed: int = 0,
+    folder: Path | None = None,
 ) -> Tensor:
     """Return token ids sampled from a model, (sequences, length), int64, each from a start token.
 
@@ -44,6 +49,8 @@ def own_text(
         Number of tokens of each; 512, or the positions of the model if fewer, if omitted.
     seed : int
         Seed of the samples.
+    folder : Path, optional
+        Folder of checkpoints, from which the text is read if an earlier run has written it.
 
     Raises
     ------
@@ -60,6 +67,17 @@ def own_text(
     check_size(sequences, length)
     check_length(model, length)
     check_finite(model)
+    checkpoints = Checkpoints()
+    if folder is not None:
+        settings = {"model": digest_of_model(model), "shape": [sequences, length], "seed": seed}
+        checkpoints = Checkpoints(folder, settings).made_by(own_text)
+    found = checkpoints.tensors(
+        "own-text", lambda: {"tokens": _text(model, sequences, length, seed)}
+    )
+    return found["tokens"]
+
+
+def _text(model: PreTrainedModel, sequences: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator(model.device).manual_seed(seed)
     counts = [len(batch) for batch in torch.arange(sequences).split(BATCH_SIZE)]
     with tqdm(total=length * len(counts), desc="own text", disable=None, leave=False) as bar:

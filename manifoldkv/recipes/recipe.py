@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from manifoldkv.errors import ArgumentError
-from manifoldkv.models.description import ModelDescription
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.plan.plan import CompressionPlan
 
 if TYPE_CHECKING:

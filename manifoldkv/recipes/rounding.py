@@ -11,15 +11,15 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.basis import Basis, detached, fix_signs
-from manifoldkv.coding.integers import Quantization, group_ranges
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.basis import Basis, detached, fix_signs
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.core.progress import follow
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.plan.formats.integers import Quantization, group_ranges
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.runs.progress import follow
+from manifoldkv.statistics.capture import capture
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 

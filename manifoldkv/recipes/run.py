@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.collect import collect
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.description import ModelDescription
+from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.weights import check_finite
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
@@ -22,9 +21,11 @@ from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.recipe import Recipe
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from manifoldkv.runs.executors import Executor
 from manifoldkv.runs.source import versions
+from manifoldkv.statistics.collect import collect
+from manifoldkv.statistics.statistics import Statistics
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig

@@ -10,12 +10,12 @@ from math import log
 import torch
 from torch import Tensor
 
-from manifoldkv.coding.predictor import PredictorContext
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.progress import follow
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.projected import divergence, log_probabilities, reconstructed
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.runs.progress import follow
+from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.statistics.projected import divergence, log_probabilities, reconstructed
 
 LOG = logging.getLogger(__name__)
 

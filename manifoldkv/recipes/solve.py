@@ -12,13 +12,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import SITES, Basis, HeadGrouping, Rotary, Site, detached, identity_basis
-from manifoldkv.errors import ArgumentError
-from manifoldkv.ranks.base import CandidateRanks, LayerBases
+from manifoldkv.core.basis import SITES, Basis, HeadGrouping, Rotary, Site, detached, identity_basis
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.learn.ranks.base import CandidateRanks, LayerBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, Task
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.low_rank import RankRecipe

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from manifoldkv.activations.statistics import Statistics
-from manifoldkv.basis import SITES, Basis, HeadGrouping, detached
 from manifoldkv.coding.costs import best_gains
-from manifoldkv.coding.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
 from manifoldkv.coding.predictive import Reconstruct, fit_layers, predictor_of
-from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.tables import entropy_coded, find_step
 from manifoldkv.coding.transform import TransformConfig, WeightedKLT, sampled, weighted_klt
-from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.models.description import ModelDescription
+from manifoldkv.core.basis import SITES, Basis, HeadGrouping, detached
+from manifoldkv.core.description import ModelDescription
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.plan.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.coded import CodedRecipe, coded_plan
+from manifoldkv.statistics.statistics import Statistics
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig

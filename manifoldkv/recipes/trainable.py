@@ -8,7 +8,7 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.basis import Basis, detached
+from manifoldkv.core.basis import Basis, detached
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
 

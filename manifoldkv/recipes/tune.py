@@ -15,20 +15,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from manifoldkv.errors import PlanError
+from manifoldkv.core.errors import PlanError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.learn.solvers.driver import descend
+from manifoldkv.learn.solvers.riemannian_adam import riemannian_adam
+from manifoldkv.learn.solvers.samples import random_sequences
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.models.head import differentiate_divergence, last_outputs
-from manifoldkv.models.projected import projected
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import on_threads
-from manifoldkv.seeds import check_seed
-from manifoldkv.solvers.driver import descend
-from manifoldkv.solvers.riemannian_adam import riemannian_adam
-from manifoldkv.solvers.samples import random_sequences
+from manifoldkv.statistics.head import differentiate_divergence, last_outputs
+from manifoldkv.statistics.projected import projected
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import calibration_tokens
 

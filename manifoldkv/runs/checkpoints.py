@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from manifoldkv.errors import RunError
-from manifoldkv.models.offloading import named_weights
-from manifoldkv.runs.files import write_whole
+from manifoldkv.core.errors import RunError
+from manifoldkv.core.files import write_whole
 from manifoldkv.runs.source import digest_of_code
 
 DIGEST = "sha256"
@@ -129,16 +126,6 @@ class Checkpoints:
         if self.folder is None:
             return None
         return self.folder / f"{name}-{self.digest[:16]}.{suffix}"
-
-
-def digest_of_model(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of the weights and the configuration (rotation, soft caps) of a model."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    for name, tensor in named_weights(model):
-        digest.update(name.encode())
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(content.numpy().data)
-    return digest.hexdigest()
 
 
 def digest_of_tokens(tokens: Tensor) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.core.errors import ArgumentError, RunError
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

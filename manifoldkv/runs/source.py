@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from manifoldkv.errors import RunError
+from manifoldkv.core.errors import RunError
 
 PACKAGES = ("manifoldkv", "torch", "transformers", "geoopt")
 """Packages that the bases of a plan depend on."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from manifoldkv.basis import Basis
+from manifoldkv.core.basis import Basis
 
 
 def assert_describable(description: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.layer import Batch
-from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site
-from manifoldkv.errors import ArgumentError
-from manifoldkv.objectives import OBJECTIVES, Objective, Problem
+from manifoldkv.core.basis import Basis, HeadGrouping, Rotary, Site
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.learn.objectives import OBJECTIVES, Objective, Problem
+from manifoldkv.statistics.layer import Batch
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal
 from manifoldkv.testing.tiny import HEAD_DIM, KV_HEADS, random_basis, tiny_activations
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.storage import Store
-from manifoldkv.cache.stores import store_for
-from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.coding.quantizers import quantizer_from
+from manifoldkv.plan.formats.quantizer import Quantizer
+from manifoldkv.plan.formats.quantizers import quantizer_from
+from manifoldkv.serve.cache.storage import Store
+from manifoldkv.serve.cache.stores import store_for
 
 
 class QuantizerConformance:

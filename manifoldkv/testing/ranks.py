@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-from manifoldkv.basis import Basis, HeadGrouping, identity_basis
-from manifoldkv.errors import ArgumentError
-from manifoldkv.models.decoder import Decoder
-from manifoldkv.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule, Ranks
-from manifoldkv.ranks.base import CandidateRanks
+from manifoldkv.core.basis import Basis, HeadGrouping, identity_basis
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.learn.ranks import RANK_RULES, Budget, LayerBases, RankProblem, RankRule, Ranks
+from manifoldkv.learn.ranks.base import CandidateRanks
 from manifoldkv.testing.checks import assert_describable
 from manifoldkv.testing.once import once
 from manifoldkv.testing.tiny import (
@@ -37,7 +37,8 @@ class RankRuleConformance:
 
     def budgets(self) -> Iterator[tuple[PreTrainedModel, Budget]]:
         for model in (tiny_llama(torch.float64), tiny_gemma()):
-            windows = Decoder.of(model).windows
+            _, layers = get_layer_types_and_kwargs(model.config)
+            windows = tuple(layer.get("sliding_window") for layer in layers)
             for ratio in self.ratios:
                 yield model, Budget(ratio, HEAD_DIM, windows, context=16)
 

@@ -10,11 +10,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.layer import Batch
-from manifoldkv.basis import Basis, HeadGrouping, Site
-from manifoldkv.errors import ArgumentError, RunError
-from manifoldkv.objectives import KSVD, Objective, Problem
-from manifoldkv.solvers import SOLVERS, Solver
+from manifoldkv.core.basis import Basis, HeadGrouping, Site
+from manifoldkv.core.errors import ArgumentError, RunError
+from manifoldkv.learn.objectives import KSVD, Objective, Problem
+from manifoldkv.learn.solvers import SOLVERS, Solver
+from manifoldkv.statistics.layer import Batch
 from manifoldkv.testing.checks import assert_describable, assert_orthonormal
 from manifoldkv.testing.once import once
 from manifoldkv.testing.tiny import HEAD_DIM, KV_HEADS, random_basis, tiny_activations

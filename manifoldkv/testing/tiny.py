@@ -15,9 +15,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping, orthonormal_basis
+from manifoldkv.core.basis import Basis, HeadGrouping, orthonormal_basis
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
 
 HEAD_DIM = 8
 KV_HEADS = 2

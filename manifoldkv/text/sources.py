@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifoldkv.errors import ArgumentError, first_line
+from manifoldkv.core.errors import ArgumentError, first_line
 from manifoldkv.text.docstrings import HELD_OUT_FRACTION, Split, read_docstrings, read_pydoc_topics
 
 HELP = (

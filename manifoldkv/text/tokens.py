@@ -8,16 +8,17 @@ import math
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.errors import ArgumentError, first_line
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.models.loading import read_tokenizer
+from manifoldkv.models.tokens import check_length, checked_tokens, positions
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import TextSource, open_text
 
 SEQUENCES = 64
 LENGTH = 512
 """Default number and length of calibration windows."""
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 LOG = logging.getLogger(__name__)
 
@@ -82,67 +83,12 @@ def sample_tokens(
     )
 
 
-def positions(model: PreTrainedModel) -> int:
-    """Return the largest number of tokens of a sequence of a model."""
-    return model.config.get_text_config().max_position_embeddings
-
-
 def check_size(sequences: int | None, length: int) -> None:
     """Raise `ArgumentError` unless both are at least 1; `sequences` may be None."""
     if length < 1:
         raise ArgumentError(f"length must be >= 1, got {length}")
     if sequences is not None and sequences < 1:
         raise ArgumentError(f"sequences must be >= 1, got {sequences}")
-
-
-def check_length(model: PreTrainedModel, length: int) -> None:
-    """Raise `ArgumentError` if `length` exceeds the positions of the model."""
-    if length > positions(model):
-        raise ArgumentError(
-            f"sequences of {length:,} tokens are longer than the {positions(model):,} positions of "
-            "the model: ask for shorter ones"
-        )
-
-
-def checked_tokens(model: PreTrainedModel, tokens: Tensor, *, shortest: int = 1) -> Tensor:
-    """Return token ids as int64.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Model with a vocabulary and positions.
-    tokens : Tensor
-        Token ids, (sequences, length), of any integer dtype.
-    shortest : int
-        Smallest length.
-
-    Raises
-    ------
-    ArgumentError
-        If they are not such a tensor, or an id or the length exceeds those of the model.
-    """
-    shape = f"(sequences, length{f' > {shortest - 1}' if shortest > 1 else ''})"
-    if not isinstance(tokens, Tensor):
-        raise ArgumentError(
-            f"tokens must be a tensor of shape {shape}, not {type(tokens).__name__}: "
-            "torch.tensor makes one of a list"
-        )
-    shaped = tokens.ndim == 2 and tokens.numel() > 0 and tokens.shape[1] >= shortest
-    if tokens.dtype not in INTEGERS or not shaped:
-        raise ArgumentError(
-            f"tokens must be integers of shape {shape}, not {tokens.dtype} {tuple(tokens.shape)}"
-        )
-    check_length(model, tokens.shape[1])
-    tokens = tokens.long()
-    vocabulary = model.get_input_embeddings().num_embeddings
-    smallest, largest = int(tokens.min()), int(tokens.max())
-    if smallest < 0 or largest >= vocabulary:
-        outside = smallest if smallest < 0 else largest
-        raise ArgumentError(
-            f"token id {outside} is not one of the model's, which are 0 to {vocabulary - 1}: read "
-            "the text with the tokenizer of this model"
-        )
-    return tokens
 
 
 def calibration_length(
@@ -190,28 +136,6 @@ def calibration_tokens(
         source, _tokenizer(model), sequences=sequences, length=length, split="calibration"
     )
     return source.name, checked_tokens(model, ids)
-
-
-def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model in a folder or on the Hub.
-
-    Raises
-    ------
-    ArgumentError
-        If it is missing or damaged.
-    """
-    missing = "no tokenizer is saved with it (tokenizer.save_pretrained writes one)"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = first_line(error)
-        if reason.endswith(":"):  # a list of candidate files follows
-            raise ArgumentError(missing) from error
-        raise ArgumentError(f"its tokenizer cannot be read: {reason}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # Without a file, some families return a tokenizer without words.
-        raise ArgumentError(missing)
-    return tokenizer
 
 
 def _tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import CompressionPlan, compress
-from manifoldkv.errors import RunError
+from manifoldkv.core.errors import RunError
 
 DTYPES = ("float32", "bfloat16")
 SECONDS_TO_START = 600

@@ -21,7 +21,7 @@ import common
 import pandas as pd
 from reports.agreement import draw, summary
 
-from manifoldkv.evaluation.agreement import UNCOMPRESSED, agreement
+from manifoldkv.evaluate.agreement import UNCOMPRESSED, agreement
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from measurements import base
 from measurements.base import MethodBenchmark

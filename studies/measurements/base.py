@@ -18,12 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from manifoldkv import open_text
-from manifoldkv.errors import ArgumentError, ModelError, PlanError
-from manifoldkv.evaluation.questions import TASKS, Question, questions
-from manifoldkv.evaluation.retrieval import Holder, check_questions, retrieval, retrieval_through
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
-from manifoldkv.seeds import check_seed
-from manifoldkv.text.tokens import check_length
+from manifoldkv.core.errors import ArgumentError, ModelError, PlanError
+from manifoldkv.core.seeds import check_seed
+from manifoldkv.evaluate.questions import TASKS, Question, questions
+from manifoldkv.evaluate.retrieval import Holder, check_questions, retrieval, retrieval_through
+from manifoldkv.models.fingerprint import digest_of_model
+from manifoldkv.models.tokens import check_length
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 
 PROMPT_TOKENS = 8192
 """Tokens of a batch of questions, whose keys and values are in memory at once."""

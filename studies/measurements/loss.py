@@ -27,10 +27,10 @@ from reports.loss import draw, summary
 from torch import Tensor
 from tqdm import tqdm
 
-from manifoldkv.evaluation import Comparison, Perplexity, perplexity
-from manifoldkv.evaluation.questions import Question
-from manifoldkv.evaluation.retrieval import summarize
-from manifoldkv.evaluation.speed import decode_speed
+from manifoldkv.evaluate import Comparison, Perplexity, perplexity
+from manifoldkv.evaluate.questions import Question
+from manifoldkv.evaluate.retrieval import summarize
+from manifoldkv.evaluate.speed import decode_speed
 from manifoldkv.runs.checkpoints import digest_of_tokens
 from measurements import base
 from measurements.base import MethodBenchmark, OperatingPoint

@@ -10,14 +10,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from manifoldkv import CompressionPlan
-from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.candidates import blocks_of
-from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import LinearPredictor
-from manifoldkv.coding.trellis import TrellisCoded
-from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.core.basis import Basis, HeadGrouping
+from manifoldkv.models.fingerprint import config_hash, fingerprint
+from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.trellis import TrellisCoded
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.model import config_hash
+from manifoldkv.plan.predictor import LinearPredictor
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape

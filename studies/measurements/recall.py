@@ -30,10 +30,10 @@ from methods import AttendedMethod
 from reports.recall import STOCK, draw, draw_tasks, summary
 from tqdm import tqdm
 
-from manifoldkv.cache.compressed import Prefill
-from manifoldkv.evaluation.questions import Question
-from manifoldkv.evaluation.retrieval import Holder, summarize
+from manifoldkv.evaluate.questions import Question
+from manifoldkv.evaluate.retrieval import Holder, summarize
 from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.serve.cache.compressed import Prefill
 from measurements import base
 from measurements.base import MethodBenchmark, OperatingPoint
 

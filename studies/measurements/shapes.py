@@ -15,22 +15,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from manifoldkv import CompressionPlan
-from manifoldkv.cache.compiled import CompiledSites
-from manifoldkv.cache.layers import CompressedLayer
-from manifoldkv.cache.running import running_attention
-from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import can_compile
-from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import PredictorContext
-from manifoldkv.coding.quantizer import Quantizer
-from manifoldkv.evaluation.speed import elapsed
-from manifoldkv.kernels.decode import mix, runs_triton, scores
-from manifoldkv.kernels.tables import KeyTables, LatentTables
-from manifoldkv.kernels.views import Packed
+from manifoldkv.evaluate.speed import elapsed
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles, rotate_halves
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
+from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.quantizer import Quantizer
+from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.serve.cache.compiled import CompiledSites
+from manifoldkv.serve.cache.layers import CompressedLayer
+from manifoldkv.serve.cache.running import running_attention
+from manifoldkv.serve.cache.sites import Seen
+from manifoldkv.serve.cache.storage import can_compile
+from manifoldkv.serve.kernels.decode import mix, runs_triton, scores
+from manifoldkv.serve.kernels.tables import KeyTables, LatentTables
+from manifoldkv.serve.kernels.views import Packed
 from measurements import random_model
 
 TOKENS_AT_A_TIME = 2048
@@ -195,7 +195,7 @@ class CompressedStep:
 
     def _parts_on_gpu(self) -> Steps:
         """Return parts of a step by name, on the Triton kernels."""
-        from manifoldkv.cache.gpu import GPUSites
+        from manifoldkv.serve.cache.gpu import GPUSites
 
         device, n, query = self._query.queries.device, self.tokens, self._query
         sites = GPUSites(Composer(self.plan.layers), 0, random_model.dtype_on(device), device)

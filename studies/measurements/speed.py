@@ -39,12 +39,14 @@ from reports import speed as report
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from manifoldkv import CompressionPlan, kernels
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.speed import decode_speed, prefill_speed
+from manifoldkv import CompressionPlan
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate.speed import decode_speed, prefill_speed
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
-from manifoldkv.text.tokens import positions
+from manifoldkv.models.fingerprint import digest_of_model
+from manifoldkv.models.tokens import positions
+from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.serve import kernels
 from measurements import base, random_model, shapes
 from measurements.base import MethodBenchmark
 

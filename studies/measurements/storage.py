@@ -34,9 +34,9 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import Codec, compress
-from manifoldkv.errors import RunError
-from manifoldkv.evaluation.questions import Question
-from manifoldkv.evaluation.retrieval import Holder, retrieval_through, uncompressed
+from manifoldkv.core.errors import RunError
+from manifoldkv.evaluate.questions import Question
+from manifoldkv.evaluate.retrieval import Holder, retrieval_through, uncompressed
 from manifoldkv.runs.checkpoints import digest_of_tokens
 from measurements import base
 from measurements.base import Benchmark

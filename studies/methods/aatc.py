@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from manifoldkv.coding.quantizer import SCALE_BYTES
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings, attend, intercepted
 from manifoldkv.models.support import linear_weight
+from manifoldkv.plan.formats.quantizer import SCALE_BYTES
 from methods.base import Setting, register_method
 from methods.windows import WindowMethod, angles_of, calibration_of
 

@@ -16,17 +16,17 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
-from manifoldkv.basis import Rotary
-from manifoldkv.errors import ModelError
-from manifoldkv.evaluation import Perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.basis import Rotary
+from manifoldkv.core.errors import ModelError
+from manifoldkv.core.registry import Registry
+from manifoldkv.core.windows import cached_tokens
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.support import (
     attention_of,
     decoder_layers,
     sliding_windows,
 )
-from manifoldkv.registry import Registry
-from manifoldkv.windows import cached_tokens
 
 if TYPE_CHECKING:
     from methods.plans import PlanMethod
@@ -128,7 +128,7 @@ class Method(ABC):
     def holder(
         self, model: PreTrainedModel, prompts: Prompts
     ) -> AbstractContextManager[Callable[[], Cache]]:
-        """Hold prompts in the cache, as `manifoldkv.evaluation.retrieval.Holder` does."""
+        """Hold prompts in the cache, as `manifoldkv.evaluate.retrieval.Holder` does."""
 
     def planned(self) -> Sequence[PlanMethod]:
         """Return the methods whose plans are kept for other runs: itself if it is one."""

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.interface import AttentionSettings, attend, intercepted
 from methods.base import Setting, register_method
 from methods.grids import lloyd, nearest_word

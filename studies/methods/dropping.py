@@ -14,8 +14,8 @@ from torch.nn.functional import avg_pool1d
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv.evaluation import Perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.evaluate.retrieval import Prompts
 from methods.base import Baseline, losses, register_method
 
 SINKS = 4

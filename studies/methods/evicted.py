@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from manifoldkv import CompressionPlan
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
     AttentionSettings,

@@ -9,7 +9,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 
 SAMPLES, STEPS = 1 << 14, 120
 """Points of a step, and steps, of Lloyd's algorithm in the plane."""

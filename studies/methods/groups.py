@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from manifoldkv.coding.integers import integers, offset_and_scale
-from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.plan.formats.integers import integers, offset_and_scale
+from manifoldkv.plan.formats.quantizer import SCALE_BYTES
 
 WIDTHS, SIZES = (2, 4, 8), (1, 16, 64, 256, 1024)
 """Bits of a coordinate beside 0, and coordinates of a group."""

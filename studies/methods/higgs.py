@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from manifoldkv.coding.integers import packed_bytes
-from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.plan.formats.integers import packed_bytes
+from manifoldkv.plan.formats.quantizer import SCALE_BYTES
 from methods.base import Setting, register_method
 from methods.grids import nearest_word, plane_codebook, randomized_hadamard
 from methods.rounding import RoundedLayer, RoundingMethod

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv.cache.packed import RangeStore
-from manifoldkv.coding.integers import TokenIntegers
-from manifoldkv.evaluation import Perplexity
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.plan.formats.integers import TokenIntegers
+from manifoldkv.serve.cache.packed import RangeStore
 from methods.base import Setting, losses, register_method
 from methods.grids import randomized_hadamard
 from methods.rounding import RoundingMethod

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, Recipe, compress, quantize
-from manifoldkv.cache.compressed import Prefill
-from manifoldkv.evaluation import Perplexity, perplexity
-from manifoldkv.evaluation.retrieval import Prompts, through_plan
-from manifoldkv.evaluation.speed import decode_speed
+from manifoldkv.evaluate import Perplexity, perplexity
+from manifoldkv.evaluate.retrieval import Prompts, through_plan
+from manifoldkv.evaluate.speed import decode_speed
+from manifoldkv.serve.cache.compressed import Prefill
 from methods.base import Method
 
 CALIBRATION_OF_BITS = 8

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, RankRecipe
-from manifoldkv.ranks import Optimal, Uniform
-from manifoldkv.solvers import ObliqueLBFGS, RiemannianLBFGS
+from manifoldkv.learn.ranks import Optimal, Uniform
+from manifoldkv.learn.solvers import ObliqueLBFGS, RiemannianLBFGS
 from methods.base import register_method
 from methods.plans import AttendedMethod
 

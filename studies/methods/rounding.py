@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, QuantizedCache
 
-from manifoldkv.errors import ModelError
-from manifoldkv.evaluation import Perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ModelError
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.evaluate.retrieval import Prompts
 from methods.base import Baseline, Setting, losses, register_method
 
 FLOAT8 = torch.float8_e4m3fn

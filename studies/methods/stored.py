@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from manifoldkv import RECIPES, Codec, CompressionPlan, Recipe
-from manifoldkv.evaluation.retrieval import Holder, Prompts
+from manifoldkv.evaluate.retrieval import Holder, Prompts
 from methods.base import register_method
 from methods.plans import PlanMethod
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from manifoldkv.coding.integers import TokenIntegers, packed_bytes
-from manifoldkv.coding.quantizer import SCALE_BYTES
+from manifoldkv.plan.formats.integers import TokenIntegers, packed_bytes
+from manifoldkv.plan.formats.quantizer import SCALE_BYTES
 from methods.base import Setting, register_method
 from methods.grids import check_hadamard, lloyd_max
 from methods.rounding import RoundedLayer, RoundingMethod

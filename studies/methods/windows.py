@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation import Perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings, attend, intercepted
 from manifoldkv.models.rotary import Angles, rotation_of_keys

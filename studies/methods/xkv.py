@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from methods.base import register_method
 from methods.windows import WindowMethod
 

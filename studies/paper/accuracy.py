@@ -13,9 +13,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.cache import compressed
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.plan.plan import CompressionPlan
+from manifoldkv.serve.cache import compressed
 
 LOCAL_TASKS: dict[str, dict[str, Any]] = {
     "hellaswag": {

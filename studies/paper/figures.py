@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from manifoldkv.diagnostics import figures as draw
-from manifoldkv.diagnostics.figures import save_figure
-from manifoldkv.errors import RunError
+from manifoldkv.core.errors import RunError
+from manifoldkv.evaluate.diagnostics import figures as draw
+from manifoldkv.evaluate.diagnostics.figures import save_figure
 from paper.protocol import SAME_RANKS
 
 _OVER_WINDOWS = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import CompressionPlan
-from manifoldkv.evaluation import perplexity
+from manifoldkv.evaluate import perplexity
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from paper.accuracy import zero_shot
 from paper.plans import Labelled

@@ -12,11 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, RankRecipe, compress
-from manifoldkv.activations.capture import capture
-from manifoldkv.objectives import KQSVD, EigenAttention, LayerOutput
-from manifoldkv.ranks import GivenRanks, Optimal, RankRule, Ranks, Sequential, Threshold, Uniform
+from manifoldkv.learn.objectives import KQSVD, EigenAttention, LayerOutput
+from manifoldkv.learn.ranks import (
+    GivenRanks,
+    Optimal,
+    RankRule,
+    Ranks,
+    Sequential,
+    Threshold,
+    Uniform,
+)
+from manifoldkv.learn.solvers import ClosedForm
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
-from manifoldkv.solvers import ClosedForm
+from manifoldkv.statistics.capture import capture
 from paper.protocol import EIGEN, GROUPED, SAME_RANKS, STIEF, Protocol
 from paper.search import ReleaseSearch
 from paper.steps import Steps

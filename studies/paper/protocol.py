@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manifoldkv import Solver
-from manifoldkv.ranks import PAPER_CANDIDATES, Optimal
-from manifoldkv.solvers import SOLVERS, Predictor, RiemannianAdam
+from manifoldkv.learn.ranks import PAPER_CANDIDATES, Optimal
+from manifoldkv.learn.solvers import SOLVERS, Predictor, RiemannianAdam
 
 STIEF, EIGEN, GROUPED = "layer-output", "eigen-attention", "grouped kq-svd"
 """The paper's method, its baseline, and our best closed form: all KV heads of a layer in one

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.diagnostics import layer_errors
-from manifoldkv.objectives import EigenAttention
-from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.ranks import Ranks
-from manifoldkv.ranks.threshold import threshold_search
+from manifoldkv.core.basis import Basis, HeadGrouping
+from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.learn.objectives import EigenAttention
+from manifoldkv.learn.objectives.eigen_attention import singular_values
+from manifoldkv.learn.ranks import Ranks
+from manifoldkv.learn.ranks.threshold import threshold_search
+from manifoldkv.statistics.layer import LayerActivations
 
 
 class ReleaseSearch:

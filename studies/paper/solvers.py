@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from manifoldkv import Solver
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import SITES, Basis, HeadGrouping, Site
-from manifoldkv.diagnostics import layer_errors
-from manifoldkv.objectives import LayerOutput
+from manifoldkv.core.basis import SITES, Basis, HeadGrouping, Site
+from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.learn.objectives import LayerOutput
+from manifoldkv.statistics.layer import LayerActivations
 
 START = "EigenAttention"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv import open_text
-from manifoldkv.errors import ArgumentError
-from manifoldkv.runs.files import write_whole
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.files import write_whole
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import TextSource
 from paper.accuracy import local_task

@@ -8,10 +8,10 @@ import common
 import pandas as pd
 from matplotlib.figure import Figure
 
-from manifoldkv.diagnostics.figures import legend_below, mark_of
-from manifoldkv.diagnostics.figures.style import label_axes, title_above
-from manifoldkv.evaluation.agreement import UNCOMPRESSED
-from manifoldkv.evaluation.perplexity import standard_error
+from manifoldkv.evaluate.agreement import UNCOMPRESSED
+from manifoldkv.evaluate.diagnostics.figures import legend_below, mark_of
+from manifoldkv.evaluate.diagnostics.figures.style import label_axes, title_above
+from manifoldkv.evaluate.perplexity import standard_error
 from reports.axes import mark_times
 
 LINEAR_BELOW = 1e-3

@@ -10,9 +10,14 @@ import pandas as pd
 from efficiency import NESTED, SEPARATE, SIZES
 from matplotlib.figure import Figure
 
-from manifoldkv.basis import SITES
-from manifoldkv.diagnostics.figures import legend_below, mark_of
-from manifoldkv.diagnostics.figures.style import label_axes, logarithmic, reference, title_above
+from manifoldkv.core.basis import SITES
+from manifoldkv.evaluate.diagnostics.figures import legend_below, mark_of
+from manifoldkv.evaluate.diagnostics.figures.style import (
+    label_axes,
+    logarithmic,
+    reference,
+    title_above,
+)
 
 PROBLEM = ["layer", "site"]
 NESTED_COLUMNS = ["nested", "against", "site", "times sooner", "error above"]

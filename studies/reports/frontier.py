@@ -8,8 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from manifoldkv.diagnostics.figures.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from manifoldkv.diagnostics.figures.style import finished, label_axes, panels
+from manifoldkv.evaluate.diagnostics.figures.palette import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+)
+from manifoldkv.evaluate.diagnostics.figures.style import finished, label_axes, panels
 from reports.axes import linear_near_zero
 
 LIMITED, UNLIMITED = "work-", "best"

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from manifoldkv.diagnostics.figures import legend_below, mark_of
-from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
+from manifoldkv.evaluate.diagnostics.figures import legend_below, mark_of
+from manifoldkv.evaluate.diagnostics.figures.style import label_axes, reference, title_above
 from reports import frontier
 from reports.axes import LINEAR_BELOW, linear_near_zero, mark_times
 

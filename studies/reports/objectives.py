@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from manifoldkv.diagnostics.figures import mark_of
-from manifoldkv.diagnostics.figures.style import (
+from manifoldkv.evaluate.diagnostics.figures import mark_of
+from manifoldkv.evaluate.diagnostics.figures.style import (
     ERROR_LABELS,
     finished,
     label_axes,

@@ -12,7 +12,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from manifoldkv.diagnostics.figures.style import title_above
+from manifoldkv.evaluate.diagnostics.figures.style import title_above
 
 DEPTHS = 5
 """Rows of the map."""

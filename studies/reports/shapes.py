@@ -8,7 +8,7 @@ import common
 import pandas as pd
 from matplotlib.figure import Figure
 
-from manifoldkv.diagnostics.figures.palette import (
+from manifoldkv.evaluate.diagnostics.figures.palette import (
     BLACK,
     BLUE,
     GREEN,
@@ -19,7 +19,7 @@ from manifoldkv.diagnostics.figures.palette import (
     VERMILLION,
     YELLOW,
 )
-from manifoldkv.diagnostics.figures.style import finished, label_axes
+from manifoldkv.evaluate.diagnostics.figures.style import finished, label_axes
 from reports.speed import caption
 
 COLOURS = {

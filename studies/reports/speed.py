@@ -8,8 +8,20 @@ import common
 import pandas as pd
 from matplotlib.figure import Figure
 
-from manifoldkv.diagnostics.figures.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION
-from manifoldkv.diagnostics.figures.style import finished, label_axes, logarithmic, reference
+from manifoldkv.evaluate.diagnostics.figures.palette import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+)
+from manifoldkv.evaluate.diagnostics.figures.style import (
+    finished,
+    label_axes,
+    logarithmic,
+    reference,
+)
 
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = "os^Dvp"

@@ -13,8 +13,8 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from manifoldkv.diagnostics.figures import legend_below, mark_of, palette
-from manifoldkv.diagnostics.figures.style import label_axes, reference, title_above
+from manifoldkv.evaluate.diagnostics.figures import legend_below, mark_of, palette
+from manifoldkv.evaluate.diagnostics.figures.style import label_axes, reference, title_above
 
 STOCK, ZSTD = "16-bit cache", "zstd"
 COLOURS = (

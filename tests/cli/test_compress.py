@@ -10,7 +10,7 @@ import torch
 
 from manifoldkv import CompressionPlan, compress, load_model
 from manifoldkv.cli import inputs, planning
-from manifoldkv.coding.quantizers import Unquantized
+from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.recipes.own import own_text
 from tests.cli.running import EIGHT, FEW, MODEL, Done, facts, fail, interrupt, lines, run
 from tests.families import tiny_model, tiny_tokens

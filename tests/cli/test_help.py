@@ -17,10 +17,10 @@ from manifoldkv.cli.app import app
 from manifoldkv.cli.generating import NEW_TOKENS
 from manifoldkv.cli.measuring import TASK_LENGTH
 from manifoldkv.cli.options import Dtype
-from manifoldkv.coding.integers import BITS
-from manifoldkv.evaluation import decode_speed
-from manifoldkv.evaluation.questions import TASKS
-from manifoldkv.evaluation.speed import PROMPT
+from manifoldkv.evaluate import decode_speed
+from manifoldkv.evaluate.questions import TASKS
+from manifoldkv.evaluate.speed import PROMPT
+from manifoldkv.plan.formats.integers import BITS
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE
 from manifoldkv.text import sources

@@ -4,10 +4,10 @@ import pytest
 
 from manifoldkv import RECIPES
 from manifoldkv.cli import listing
-from manifoldkv.objectives import OBJECTIVES
-from manifoldkv.ranks import RANK_RULES
-from manifoldkv.registry import Registry
-from manifoldkv.solvers import SOLVERS
+from manifoldkv.core.registry import Registry
+from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.ranks import RANK_RULES
+from manifoldkv.learn.solvers import SOLVERS
 from tests.cli.running import facts, lines
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifoldkv.cli import inputs, measuring
-from manifoldkv.evaluation import Comparison, Perplexity
+from manifoldkv.evaluate import Comparison, Perplexity
 from tests.cli.running import FEW, MODEL, facts, lines, run
 
 ONE = ("--sequences", 1, "--length", 32)

@@ -8,10 +8,10 @@ from transformers import DynamicCache
 
 from manifoldkv import CompressionPlan, load_model
 from manifoldkv.cli import inputs
-from manifoldkv.integrations.llama_cpp import unpack_slot
-from manifoldkv.integrations.slots import read_slot
+from manifoldkv.serve.engines.llama_cpp import unpack_slot
+from manifoldkv.serve.engines.slots import read_slot
 from tests.cli.running import MODEL, facts, fail, lines, run
-from tests.integrations.slot_files import slot_file
+from tests.serve.engines.slot_files import slot_file
 
 TOKENS = 300
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from manifoldkv.coding.allocation import PACK, allocate, allocate_streams
 from manifoldkv.coding.costs import gaussian_costs
-from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as GAUSSIAN_OF_TRELLIS
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION as GAUSSIAN_OF_TRELLIS
 
 FEW_WIDTHS = (0, 1, 2, 3)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from manifoldkv.coding.candidates import Candidate, Candidates, Selection, StepCompute
 from manifoldkv.coding.costs import gaussian_costs
-from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.transform import TransformConfig
-from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION
+from manifoldkv.plan.formats.uniform import GAUSSIAN_DISTORTION
+from manifoldkv.plan.predictor import Input
 
 LATENTS, WIDTHS = 2, 9
 CACHED = 3

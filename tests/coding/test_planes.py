@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.planes import BitPlanes
+from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.planes import BitPlanes
 
 CPU = torch.device("cpu")
 WIDTHS = st.lists(st.integers(1, 8), max_size=40)

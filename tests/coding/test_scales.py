@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from manifoldkv.coding.scales import (
+from manifoldkv.plan.formats.scales import (
     INFINITY_CODE,
     LARGEST_SCALE,
     SMALLEST_SCALE,

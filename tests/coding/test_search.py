@@ -4,9 +4,6 @@ from math import inf
 
 import torch
 
-from manifoldkv.activations.collect import collect
-from manifoldkv.basis import SITES
-from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.regression import Regression, reduced_rank
 from manifoldkv.coding.search import (
     GROUP_LENGTHS,
@@ -16,7 +13,10 @@ from manifoldkv.coding.search import (
     candidates,
     exact_tensors,
 )
-from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION
+from manifoldkv.core.basis import SITES
+from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
+from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.statistics.collect import collect
 from tests.families import tiny_model, tiny_tokens
 
 TOKENS, FITTED, FEATURES = 400, 600, 6

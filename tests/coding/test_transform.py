@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.statistics import TensorStatistics
 from manifoldkv.coding.regression import PREDICTION_RIDGE
 from manifoldkv.coding.transform import TransformConfig, WeightedKLT, spectrum, weighted_klt
+from manifoldkv.statistics.statistics import TensorStatistics
 
 TOKENS, INPUTS, FEATURES = 120, 40, 6
 METRIC = torch.eye(FEATURES, dtype=torch.float64)

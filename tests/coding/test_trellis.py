@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifoldkv.coding.scales import NAN_SHORT, short_scales
-from manifoldkv.coding.trellis import (
+from manifoldkv.plan.formats.scales import NAN_SHORT, short_scales
+from manifoldkv.plan.formats.trellis import (
     GAUSSIAN_DISTORTION,
     STATES,
     TrellisCoded,
@@ -20,7 +20,7 @@ from manifoldkv.coding.trellis import (
     search,
     state_fields,
 )
-from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
+from manifoldkv.plan.formats.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
 
 LATENTS, LENGTH = 192, STATES.bit_length() - 1
 BOOKS = codebooks()

@@ -9,7 +9,7 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
 from manifoldkv.coding.costs import best_gains, coherent_costs
-from manifoldkv.coding.uniform import GAUSSIAN_STEPS, WIDTHS, fit_quantizers, quantized
+from manifoldkv.plan.formats.uniform import GAUSSIAN_STEPS, WIDTHS, fit_quantizers, quantized
 
 
 def gaussian_distortion(step: float, bits: int) -> float:

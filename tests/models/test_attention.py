@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.interface import (
     NAME,
     AttentionSettings,

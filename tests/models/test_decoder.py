@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from manifoldkv.activations.capture import capture
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import fingerprint
+from manifoldkv.statistics.capture import capture
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 
 

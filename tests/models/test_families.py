@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv import compress, compressed
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.full_rank import full_rank_plan
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
 from tests.families import FAMILIES, MORE_FAMILIES, REFUSED, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks
 

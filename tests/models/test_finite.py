@@ -5,11 +5,11 @@ import torch
 from transformers import PreTrainedModel
 
 from manifoldkv import compress
-from manifoldkv.activations.capture import capture
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.offloading import named_weights
 from manifoldkv.models.weights import check_finite
 from manifoldkv.recipes.own import own_text
+from manifoldkv.statistics.capture import capture
 from manifoldkv.text.sources import TextSource
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.short_recipes import short

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manifoldkv import load_model
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models import gguf as gguf_module
 from manifoldkv.models.gguf import INSTALLED, folder_of
 from tests.families import tiny_tokens

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.loading import load_model
 from tests.families import tiny_model

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import compress, compressed, load_model
-from manifoldkv.errors import ModelError
+from manifoldkv.core.errors import ModelError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.offloading import load_offloaded, named_weights, resident
-from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
 from tests.short_recipes import short
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from manifoldkv import RECIPES, CompressionPlan, Quantization, compress, quantize
-from manifoldkv.activations.layer import Batch
-from manifoldkv.basis import HeadGrouping, identity_basis
-from manifoldkv.ranks.surfaces import ErrorSurface
-from manifoldkv.solvers import Solution
+from manifoldkv.core.basis import HeadGrouping, identity_basis
+from manifoldkv.learn.ranks.surfaces import ErrorSurface
+from manifoldkv.learn.solvers import Solution
+from manifoldkv.statistics.layer import Batch
 from tests.families import activations_of, tiny_model, tiny_tokens
 from tests.plans import random_plan
 

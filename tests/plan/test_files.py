@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from manifoldkv import CompressionPlan
-from manifoldkv.errors import PlanError, RunError
+from manifoldkv.core.errors import PlanError, RunError
 from manifoldkv.plan.files import signed
 from tests.plan.test_hardening import places, replaced
 from tests.plan.test_plan import PLANS, plan_named

@@ -19,7 +19,7 @@ from manifoldkv import (
     tune,
 )
 from manifoldkv.cli import main
-from manifoldkv.errors import ModelError, PlanError
+from manifoldkv.core.errors import ModelError, PlanError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import SIDE, fingerprint
 from manifoldkv.models.offloading import LayerWeights, load_offloaded

@@ -22,7 +22,7 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.errors import ArgumentError, PlanError
 from manifoldkv.plan.files import DESCRIPTION, TENSORS, signed
 from manifoldkv.recipes.rounding import quantize
 from tests.families import tiny_model, tiny_tokens

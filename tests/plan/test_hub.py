@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import close_session, constants
 
 from manifoldkv import CompressionPlan
-from manifoldkv.errors import PlanError, RunError
+from manifoldkv.core.errors import PlanError, RunError
 from tests.families import tiny_model
 from tests.plans import random_plan
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, Quantization
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.coding.integers import StaticIntegers
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import Basis, HeadGrouping
+from manifoldkv.core.errors import PlanError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.fingerprint import config_hash
+from manifoldkv.plan.formats.integers import StaticIntegers
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import any_basis, designed_plan, random_plan

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, compress
-from manifoldkv.basis import Basis, HeadGrouping
-from manifoldkv.coding.predictor import LinearPredictor
-from manifoldkv.coding.quantizers import Unquantized
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import Basis, HeadGrouping
+from manifoldkv.core.errors import PlanError
 from manifoldkv.plan.composition import Composer, sources
+from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.predictor import LinearPredictor
 from manifoldkv.plan.site import SitePlan
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import designed_plan

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import CompressionPlan, Quantization, RankRecipe, compress
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.learn.solvers import Flag
 from manifoldkv.recipes.full_rank import full_rank_plan
-from manifoldkv.solvers import Flag
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifoldkv import BitRecipe, compress
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.work import AttentionShape, block_entries
 from manifoldkv.recipes.config import CompressionConfig

@@ -22,16 +22,16 @@ from manifoldkv import (
     open_text,
     sample_tokens,
 )
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.collect import collect
-from manifoldkv.activations.statistics import TensorStatistics
-from manifoldkv.basis import Basis, HeadGrouping
 from manifoldkv.coding.regression import RIDGE
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation import Comparison, perplexity
+from manifoldkv.core.basis import Basis, HeadGrouping
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate import Comparison, perplexity
+from manifoldkv.learn.objectives import OBJECTIVES
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.recipes.bits import BANDS, least_compute
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.collect import collect
+from manifoldkv.statistics.statistics import TensorStatistics
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 

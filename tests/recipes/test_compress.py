@@ -18,17 +18,17 @@ from manifoldkv import (
     load_model,
     tune,
 )
-from manifoldkv.activations.capture import capture
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.activations.outputs import compressed_output
-from manifoldkv.basis import HeadGrouping, projector_distance
-from manifoldkv.diagnostics import layer_errors
-from manifoldkv.errors import ArgumentError, ModelError, PlanError
-from manifoldkv.objectives import OBJECTIVES, LayerOutput
-from manifoldkv.ranks import PAPER_CANDIDATES, GivenRanks, Uniform, candidate_ranks
+from manifoldkv.core.basis import HeadGrouping, projector_distance
+from manifoldkv.core.errors import ArgumentError, ModelError, PlanError
+from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.learn.objectives import OBJECTIVES, LayerOutput
+from manifoldkv.learn.ranks import PAPER_CANDIDATES, GivenRanks, Uniform, candidate_ranks
+from manifoldkv.learn.solvers import Predictor, RiemannianAdam
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.solve import BasisFinder
-from manifoldkv.solvers import Predictor, RiemannianAdam
+from manifoldkv.statistics.capture import capture
+from manifoldkv.statistics.layer import LayerActivations
+from manifoldkv.statistics.outputs import compressed_output
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 from tests.short_recipes import short
@@ -230,7 +230,7 @@ class TestRankRules:
         """Every pair comes from one error; a smaller error for all layers costs too much."""
         model, tokens = tiny_model("llama"), tiny_tokens()
         recipe = RankRecipe("eigen-attention", "closed-form", grouping, grouping, ranks="threshold")
-        module = import_module("manifoldkv.ranks.threshold")
+        module = import_module("manifoldkv.learn.ranks.threshold")
         search, calls = module._search_on_candidates, []
 
         def watched(*given: object) -> tuple[int, int]:

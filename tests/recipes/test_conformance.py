@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from manifoldkv import RECIPES, BitRecipe, register_recipe
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.recipes import named
 from manifoldkv.testing import RecipeConformance
 from tests.short_recipes import short

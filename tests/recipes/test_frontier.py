@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from manifoldkv import compress
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.recipes.bits import FRONTIER
 from manifoldkv.recipes.compress import FRONTIER_SEQUENCES, frontier
 from tests.families import tiny_model, tiny_tokens

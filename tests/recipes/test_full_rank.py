@@ -9,17 +9,17 @@ import torch
 from transformers import PreTrainedModel
 
 from manifoldkv import CompressionPlan, Quantization, compressed, quantize
-from manifoldkv.basis import HeadGrouping, identity_basis
 from manifoldkv.cli.describing import describe
-from manifoldkv.errors import PlanError
+from manifoldkv.core.basis import HeadGrouping, identity_basis
+from manifoldkv.core.errors import PlanError
+from manifoldkv.evaluate.reports.plan import write_report
 from manifoldkv.models.support import sliding_windows
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.full_rank import full_rank_plan
-from manifoldkv.reports.plan import write_report
 from manifoldkv.testing.quantizers import read
-from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
-from tests.cache.test_quantizers import rounded_by_numpy
 from tests.families import KINDS, tiny_model, tiny_tokens
+from tests.serve.cache.test_compressed import LONG, ROTARIES, assert_equal, steps
+from tests.serve.cache.test_quantizers import rounded_by_numpy
 
 
 def rounded_plan(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manifoldkv import open_text
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.recipes.own import own_text
 from tests.families import tiny_model
 

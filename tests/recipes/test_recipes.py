@@ -14,12 +14,12 @@ from manifoldkv import (
     open_text,
 )
 from manifoldkv.cli.app import app
-from manifoldkv.errors import ArgumentError, PlanError
-from manifoldkv.objectives import KQSVD
-from manifoldkv.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.learn.objectives import KQSVD
+from manifoldkv.learn.ranks import PAPER_CANDIDATES, Optimal, Sequential
+from manifoldkv.learn.solvers import Predictor
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import recipe_named
-from manifoldkv.solvers import Predictor
 from tests.families import tiny_model, tiny_tokens
 from tests.short_recipes import short
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, RankRecipe, compress
-from manifoldkv.errors import RunError
+from manifoldkv.core.errors import RunError
+from manifoldkv.core.files import only_run
+from manifoldkv.learn.ranks import RANK_RULES
+from manifoldkv.learn.solvers import ClosedForm, RiemannianAdam
 from manifoldkv.plan.layer import LayerPlan
-from manifoldkv.ranks import RANK_RULES
-from manifoldkv.runs.files import only_run
-from manifoldkv.solvers import ClosedForm, RiemannianAdam
 from tests.families import tiny_model, tiny_tokens
 
 RECIPE = RankRecipe("layer-output", "riemannian-adam", ranks="optimal", tuning_steps=25)
@@ -117,7 +117,7 @@ def test_what_ranks_cost_is_not_measured_again(
     module, name, parts = (
         ("divergences", "divergence", 4) if rule == "optimal" else ("surfaces", "layer_output", 3)
     )  # sequences, layers
-    measuring = import_module(f"manifoldkv.ranks.{module}")
+    measuring = import_module(f"manifoldkv.learn.ranks.{module}")
     measure, calls, last = getattr(measuring, name), [], math.inf
 
     def counted(*arguments: object) -> torch.Tensor:
@@ -144,7 +144,7 @@ from dataclasses import dataclass
 
 import helper
 from manifoldkv import Objective
-from manifoldkv.solvers import ClosedForm, RiemannianAdam
+from manifoldkv.learn.solvers import ClosedForm, RiemannianAdam
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = import_module("manifoldkv.runs.files")
+    output = import_module("manifoldkv.core.files")
     write, calls = output._write_new, []
 
     def full(path: Path, content: bytes) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, Quantization, RankRecipe, Recipe, compress, quantize
-from manifoldkv.activations.capture import capture
-from manifoldkv.basis import projector_distance
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.basis import projector_distance
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.statistics.capture import capture
 from tests.families import tiny_model, tiny_tokens
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifoldkv import Quantization, compress, quantize, tune
-from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.coding.tables import NARROWEST, entropy_coded, find_step
 from manifoldkv.coding.transform import weighted_klt
-from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.plan.predictor import PredictorContext
 from manifoldkv.recipes.stored import StoredRecipe, reconstruct_at
 from tests.coding.test_transform import METRIC, TOKENS, ridge, some_site
 from tests.families import tiny_model, tiny_tokens

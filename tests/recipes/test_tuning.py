@@ -13,13 +13,13 @@ from manifoldkv import (
     sample_tokens,
     tune,
 )
-from manifoldkv.errors import PlanError, RunError
-from manifoldkv.models.projected import divergence, log_probabilities, projected
+from manifoldkv.core.errors import PlanError, RunError
+from manifoldkv.models.fingerprint import config_hash
 from manifoldkv.models.support import decoder_layers
-from manifoldkv.plan.model import config_hash
 from manifoldkv.recipes import tune as tuning
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
+from manifoldkv.statistics.projected import divergence, log_probabilities, projected
 from tests.families import KINDS, tiny_model, tiny_tokens
 from tests.plans import designed_plan, random_plan
 

@@ -4,8 +4,9 @@ import pandas as pd
 import pytest
 import torch
 
-from manifoldkv.errors import RunError
-from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
+from manifoldkv.core.errors import RunError
+from manifoldkv.models.fingerprint import digest_of_model
+from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from tests.families import tiny_model, tiny_tokens
 
 

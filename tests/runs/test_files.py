@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from manifoldkv import CompressionPlan
-from manifoldkv.errors import PlanError, RunError
-from manifoldkv.runs.files import write_whole
+from manifoldkv.core.errors import PlanError, RunError
+from manifoldkv.core.files import write_whole
 from tests.families import tiny_model
 from tests.plans import random_plan
 

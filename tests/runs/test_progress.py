@@ -6,7 +6,7 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from manifoldkv.runs.progress import follow
+from manifoldkv.core.progress import follow
 
 
 class Terminal(io.StringIO):

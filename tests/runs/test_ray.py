@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manifoldkv import CompressionPlan, RankRecipe, Recipe, compress
-from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.core.errors import ArgumentError, RunError
 from manifoldkv.runs.executors import Executor, LocalExecutor, RayExecutor, Task
 from tests.families import tiny_model, tiny_tokens
 

@@ -13,7 +13,7 @@ from paper.tasks import write_continuation_task
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import CompressionPlan, compress, compressed, load_model, open_text
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 
 Model = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 FOLDER = "studies/reference_models/reference-llama"

@@ -89,7 +89,7 @@ def test_the_summary_has_tables_and_skipped_pairs(short: Done) -> None:
     [("errors_per_layer", 6), ("error_against_rank", 3)],
 )
 def test_figures_are_drawn(name: str, panels: int, short: Done) -> None:
-    """Their lines are tested in `tests/diagnostics/test_figures.py`."""
+    """Their lines are tested in `tests/evaluate/diagnostics/test_figures.py`."""
     assert len(short.figures[name].axes) == panels
     title = " ".join(short.figures[name].get_suptitle().split())
     assert "predictor: 5 epochs at most (paper: 50)" in title

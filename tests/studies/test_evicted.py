@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv import BitRecipe, CompressionPlan, compress, compressed
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 

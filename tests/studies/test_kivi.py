@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
-from manifoldkv.coding.integers import TokenIntegers
-from manifoldkv.errors import ModelError
-from manifoldkv.evaluation.retrieval import Prompts
-from tests.cache.test_quantizers import rounded_by_numpy
+from manifoldkv.core.errors import ModelError
+from manifoldkv.evaluate.retrieval import Prompts
+from manifoldkv.plan.formats.integers import TokenIntegers
 from tests.families import tiny_model, tiny_tokens
+from tests.serve.cache.test_quantizers import rounded_by_numpy
 from tests.studies.test_neighbours import setting_of
 
 TOKENS = RESIDUAL + 2 * GROUP + 5

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from manifoldkv import RECIPES, Codec
-from manifoldkv.diagnostics.figures import MARKS
-from manifoldkv.errors import ModelError
-from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ModelError
+from manifoldkv.evaluate import perplexity
+from manifoldkv.evaluate.diagnostics.figures import MARKS
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
 from tests.families import tiny_model, tiny_tokens
 from tests.stored import stored_model, stored_plan, tensors

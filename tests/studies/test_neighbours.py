@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
-from manifoldkv.coding.planes import BitPlanes
-from manifoldkv.errors import ArgumentError, ModelError
-from manifoldkv.evaluation import perplexity
-from manifoldkv.evaluation.retrieval import Prompts
+from manifoldkv.core.errors import ArgumentError, ModelError
+from manifoldkv.evaluate import perplexity
+from manifoldkv.evaluate.retrieval import Prompts
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.plan.formats.planes import BitPlanes
 from tests.families import tiny_model, tiny_tokens
 
 LENGTH = 24

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from reports.objectives import error_against_rank, errors_per_layer
 
-from manifoldkv.diagnostics.figures import save_figure
+from manifoldkv.evaluate.diagnostics.figures import save_figure
 from tests.drawings import assert_written
 
 

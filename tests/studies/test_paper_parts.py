@@ -11,7 +11,7 @@ from paper.solvers import solvers_caption
 from paper.steps import Steps
 from paper.tasks import spread_tasks
 
-from manifoldkv.errors import ArgumentError
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.runs.checkpoints import Checkpoints
 
 

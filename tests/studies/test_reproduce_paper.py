@@ -14,10 +14,10 @@ from paper.accuracy import zero_shot
 from paper.search import ReleaseSearch
 from transformers import PreTrainedModel
 
-from manifoldkv.diagnostics import LayerErrors
-from manifoldkv.evaluation import Perplexity
+from manifoldkv.evaluate import Perplexity
+from manifoldkv.evaluate.diagnostics import LayerErrors
+from manifoldkv.learn.solvers import SOLVERS, ObliqueFlag, Predictor
 from manifoldkv.runs import checkpoints
-from manifoldkv.solvers import SOLVERS, ObliqueFlag, Predictor
 from tests.drawings import assert_points_in_every_panel, assert_written
 from tests.studies.running import Done, finished, run_here
 
@@ -124,7 +124,7 @@ def test_every_step_is_timed(real: tuple[Done, set[str]]) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_figure_has_its_csv(quick: Done, stem: str) -> None:
-    """Their lines are tested in `tests/diagnostics/test_paper_figures.py`."""
+    """Their lines are tested in `tests/evaluate/diagnostics/test_paper_figures.py`."""
     label = f"{stem}_qwen"
     assert len(quick.table(label)) > 2
     assert_points_in_every_panel(quick.figures[label])

@@ -2,7 +2,7 @@
 
 import re
 
-from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION
+from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
 from tests.studies.running import finished
 
 

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from manifoldkv import Quantization, compress, quantize, tune
-from manifoldkv.activations.capture import capture
-from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation import perplexity
+from manifoldkv.core.errors import ArgumentError
+from manifoldkv.evaluate import perplexity
+from manifoldkv.statistics.capture import capture
 from manifoldkv.text import sources
 from manifoldkv.text import tokens as tokens_module
 from manifoldkv.text.sources import TextSource, open_text

@@ -1,6 +1,0 @@
-"""What compression does to a model: perplexity, questions that look back, accuracy and speed."""
-
-from manifoldkv.evaluation.perplexity import Comparison, Perplexity, compare, perplexity
-from manifoldkv.evaluation.speed import DecodeSpeed, decode_speed
-
-__all__ = ["Comparison", "DecodeSpeed", "Perplexity", "compare", "decode_speed", "perplexity"]

@@ -1,0 +1,1 @@
+"""Bases found by objectives and solvers, and their ranks: the paper."""

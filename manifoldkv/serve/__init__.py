@@ -1,0 +1,1 @@
+"""Running on a plan: cache, kernels, stored caches and engines."""

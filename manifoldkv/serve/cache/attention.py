@@ -1,0 +1,305 @@
+"""Attention over a compressed cache, without full keys or values of all tokens.
+
+Keys stored after rotation: queries are projected and scored against latents. Keys stored before
+rotation: latents are up-projected and rotated one tile of tokens at a time. Values: attention
+weights mix latents, and the mixtures are up-projected, once per query.
+
+With many queries, those of a prompt, that would repeat the same products: keys and values of the
+layer are reconstructed while its attention lasts, for torch's kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from manifoldkv.models.interface import AttentionSettings, weights_from_scores
+from manifoldkv.models.rotary import Angles
+from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.serve.cache.latents import product, scores_of
+from manifoldkv.serve.cache.layers import CompressedLayer
+from manifoldkv.serve.cache.sites import Seen, Sites, tile_tokens
+from manifoldkv.serve.cache.storage import split_tiles
+
+SCORES_AT_A_TIME = 1 << 24
+"""Scores held at a time; longer prompts are attended to in blocks of queries."""
+MANY_QUERIES = 32
+"""Smallest number of queries of a call for which keys and values are reconstructed."""
+MASKED_AT_A_TIME = 1 << 26
+"""Elements of the mask that is built at a time for such queries."""
+QUERIES_AT_A_TIME = 256
+"""Queries of a kernel call on a CPU, whose kernel computes masked scores too."""
+
+
+class CachedAttention:
+    """Attention of one layer over its compressed cache.
+
+    Parameters
+    ----------
+    sites : Sites
+        Keys and values of the layer.
+    heads : int
+        Number of KV heads.
+    exact_prefill : bool
+        Whether tokens of the same call attend to each other's uncompressed keys and values.
+    """
+
+    def __init__(self, sites: Sites, heads: int, exact_prefill: bool) -> None:
+        self._sites = sites
+        self._heads = heads
+        self._exact_prefill = exact_prefill
+
+    def store(
+        self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
+    ) -> None:
+        """Store new tokens; parameters as in `Sites.store`."""
+        self._sites.store(layer, keys, values, context)
+
+    def attend(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        settings: AttentionSettings,
+        angles: Angles | None,
+        context: PredictorContext,
+    ) -> Tensor:
+        """Store new tokens and return the attention output, (B, H_q, m, d).
+
+        Parameters
+        ----------
+        layers : sequence of CompressedLayer
+            The layer of the cache, then those below that predictors depend on, downwards.
+        queries : Tensor
+            Rotated queries, (B, H_q, m, d).
+        keys, values : Tensor
+            New keys and values, (B, H_kv, m, d); keys are rotated if and only if `angles` is None.
+        mask : Tensor or None
+            Visibility of tokens, (B or 1, 1, m, n), bool; None for a causal mask.
+        settings : AttentionSettings
+            Scaling, soft cap and sink logits.
+        angles : Angles or None
+            Angles of all n tokens, for keys stored before rotation.
+        context : PredictorContext
+            Reconstructions of the new tokens in lower layers, to which this layer's are added.
+        """
+        layer = layers[0]
+        count = queries.shape[2]
+        sees_all = count == 1 and mask is None
+        if sees_all and angles is not None and self._sites.decodes(layer, settings, angles):
+            scaling = settings.scaling
+            return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
+        visible, _ = layer.get_mask_sizes(count)
+        past = visible - count
+        self.store(layer, keys, values, context)
+        # The last query sees all tokens but padding.
+        shown = None if mask is None else mask[:, 0, -1, past:]
+        layer.sinks.take(keys, values, past, shown, angles)
+        if self._reconstructs(count, settings):
+            if not past and mask is None:
+                return self._attend_causally(
+                    layers, queries * settings.scaling, keys, values, angles
+                )
+            blocks = _blocks(count, visible, MASKED_AT_A_TIME)
+        else:
+            scores = queries.shape[0] * queries.shape[1] * visible
+            blocks = _blocks(count, scores, SCORES_AT_A_TIME)
+        outputs = []
+        for rows in blocks:
+            seen = self._seen(layer, rows, past, mask, (keys, values), angles)
+            outputs.append(self._attend_rows(layers, queries[:, :, rows], seen, settings, angles))
+        return _joined(outputs, dim=2)
+
+    def _seen(
+        self,
+        layer: CompressedLayer,
+        rows: slice,
+        past: int,
+        mask: Tensor | None,
+        new: tuple[Tensor, Tensor],
+        angles: Angles | None,
+    ) -> Seen:
+        """Return the tokens that queries `rows` of a call attend to.
+
+        Before the call, `past` tokens were visible; keys and values of the call's are `new`.
+        """
+        count, device = new[0].shape[2], new[0].device
+        tokens = past + count
+        own = past if self._exact_prefill and count > 1 else tokens
+        stop = tokens if mask is not None else past + rows.stop
+        sees = _rows_of_mask(mask, rows, past, stop, device)
+        offset = layer.tokens_held - tokens
+        latents = min(own, stop)
+        exact, of_sinks = [], None
+        if layer.sinks.are_first and sees is None and latents == stop:
+            # Latents of sink tokens are left out, so that no mask has to hide them.
+            skipped = layer.sinks.size
+            return Seen(offset + skipped, latents - skipped, [layer.sinks.seen()], None, skipped)
+        if layer.sinks.size:
+            if sees is None:
+                sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
+            sees, of_sinks = layer.sinks.split(sees)
+        if latents < stop:
+            keys = new[0][:, :, latents - past : stop - past]
+            values = new[1][:, :, latents - past : stop - past]
+            if angles is not None:
+                keys = angles.tile(keys.to(angles.cos.dtype), latents, stop)
+            exact.append((keys, values))
+        if sees is not None and of_sinks is not None:
+            exact.append(layer.sinks.seen())
+            sees = torch.cat([sees, of_sinks], dim=-1)
+        return Seen(offset, latents, exact, sees)
+
+    def _attend_rows(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        seen: Seen,
+        settings: AttentionSettings,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Return the attention output of some queries (B, H_q, m, d) of a call."""
+        batch, heads, rows, head_dim = queries.shape
+        if angles is not None and seen.skipped:
+            angles = angles.of_tokens(seen.skipped, seen.skipped + seen.latents)
+        queries = queries.reshape(batch, self._heads, -1, head_dim)  # (B, H_kv, R, d)
+        queries = queries * settings.scaling
+        if angles is None and not seen.exact and self._sites.fits_kernel(layers[0], settings):
+            output = self._sites.attend_to_latents(layers[0], queries, seen)
+            return output.reshape(batch, heads, rows, -1)
+        if self._reconstructs(rows, settings):
+            output = self._attend_reconstructed(layers, queries, rows, seen, angles)
+            return output.reshape(batch, heads, rows, -1)
+        scores = list(self._sites.scores(layers, queries, angles, seen))
+        scores += [scores_of(queries, keys) for keys, _ in seen.exact]
+        by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
+        by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
+        weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
+        output = self._sites.mix(layers, weights, seen)
+        start = seen.latents
+        for _, values in seen.exact:
+            stop = start + values.shape[2]
+            output = output + product(weights[..., start:stop].to(values.dtype), values)
+            start = stop
+        # Reconstructed values are in float32 on a CPU, and so is a sum with them.
+        return output.to(queries.dtype).reshape(batch, heads, rows, -1)
+
+    def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
+        """Return whether queries attend to reconstructed keys and values."""
+        plain = settings.softcap is None and settings.sinks is None
+        return plain and rows >= MANY_QUERIES
+
+    def _attend_reconstructed(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        rows: int,
+        seen: Seen,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Run torch's kernel on reconstructed keys and values.
+
+        Queries are scaled, (B, H_kv, R, d) with `rows` of every query head; the output is alike.
+        """
+        keys, values = self._reconstructed(layers, seen, angles, tile_tokens(queries))
+        for exact_keys, exact_values in seen.exact:
+            keys.append(exact_keys)
+            values.append(exact_values)
+        by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2)  # (B, H_q, m, d)
+        all_keys, all_values, mask = _joined(keys, dim=2), _joined(values, dim=2), seen.mask
+        if mask is None:
+            return _attention(by_head, all_keys, all_values, None)
+        mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
+        if queries.device.type != "cpu":
+            return _attention(by_head, all_keys, all_values, mask)
+        outputs = []
+        for start, stop in split_tiles(0, rows, QUERIES_AT_A_TIME):
+            of_rows = mask[:, :, start:stop]
+            visible = of_rows.any(dim=2).any(dim=0)[0]
+            shown = all_keys[:, :, visible], all_values[:, :, visible], of_rows[..., visible]
+            outputs.append(_attention(by_head[:, :, start:stop], *shown))
+        return _joined(outputs, dim=2)
+
+    def _attend_causally(
+        self,
+        layers: Sequence[CompressedLayer],
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        angles: Angles | None,
+    ) -> Tensor:
+        """Return the attention output of all tokens of a text to those before them.
+
+        Queries are scaled, (B, H_q, n, d). Torch's kernel computes half of the scores if it is told
+        so in place of a mask.
+        """
+        layer, tokens = layers[0], queries.shape[2]
+        if self._exact_prefill:
+            seen_keys = keys if angles is None else angles.tile(keys.to(angles.cos), 0, tokens)
+            return _attention(queries, seen_keys, values, None, is_causal=True)
+        seen = Seen(layer.tokens_held - tokens, tokens, [], None)
+        tiles = self._reconstructed(layers, seen, angles, tile_tokens(queries))
+        keys, values = (_joined(x, dim=2) for x in tiles)
+        if layer.sinks.size:
+            sink_keys, sink_values = layer.sinks.seen()
+            stored = sink_keys.shape[2]
+            keys = torch.cat([sink_keys, keys[:, :, stored:]], dim=2)
+            values = torch.cat([sink_values, values[:, :, stored:]], dim=2)
+        return _attention(queries, keys, values, None, is_causal=True)
+
+    def _reconstructed(
+        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tiles of rotated keys and of values of the visible latents."""
+        keys = [
+            x if angles is None else angles.tile(x, start, stop)
+            for start, stop, x in self._sites.keys(layers, seen, size)
+        ]
+        return keys, list(self._sites.values(layers, seen, size))
+
+
+def _attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, is_causal: bool = False
+) -> Tensor:
+    """Run torch's kernel on scaled queries (B, H_q, m, d); the output is alike."""
+    dtype = torch.promote_types(values.dtype, queries.dtype)
+    return scaled_dot_product_attention(
+        queries.to(dtype),
+        keys.to(dtype),
+        values.to(dtype),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=1.0,
+        enable_gqa=True,
+    ).to(queries.dtype)
+
+
+def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=dim)
+
+
+def _blocks(rows: int, elements_per_row: int, elements: int) -> Iterator[slice]:
+    """Cut query rows into blocks of at most `elements` elements."""
+    size = max(1, elements // elements_per_row)
+    for start, stop in split_tiles(0, rows, size):
+        yield slice(start, stop)
+
+
+def _rows_of_mask(
+    mask: Tensor | None, rows: slice, past: int, tokens: int, device: torch.device
+) -> Tensor | None:
+    """Return the mask of some queries of a call, (B or 1, 1, rows, tokens), causal by default.
+
+    The call's first query has `past` tokens before it. The mask of a whole prompt is never built.
+    """
+    if mask is not None:
+        return mask[:, :, rows, :tokens]
+    if rows.stop - rows.start == 1 and tokens == past + rows.stop:
+        return None
+    own = torch.arange(rows.start, rows.stop, device=device) + past
+    return (torch.arange(tokens, device=device) <= own.unsqueeze(1)).view(1, 1, -1, tokens)

@@ -1,0 +1,264 @@
+"""Storage of latents: tensors that grow by tokens, and a store of unquantized latents."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifoldkv.serve.kernels.decode import is_available, runs_triton
+from manifoldkv.serve.kernels.views import Array, View
+
+SLACK = 16
+"""Tokens of a tensor per token of slack that is allocated with them."""
+LARGEST_RATIO = 1.2
+"""Largest ratio of a tensor's capacity to its tokens."""
+
+Tile = tuple[int, int, Tensor]
+"""First and last token (exclusive), relative to the first requested token, and their latents."""
+
+
+def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of projections of latents that are stored in `dtype`.
+
+    On a CPU, small products in 16-bit dtypes take several times as long as in float32.
+    """
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether kernels decode for models in a dtype on a device."""
+    in_float32 = working_dtype(dtype, device) == torch.float32
+    return device.type == "cpu" and in_float32 and is_available()
+
+
+def constant_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the constants of a plan for a model in `dtype`.
+
+    Of 16-bit dtypes bfloat16, whose range is that of float32: scales of latents in nats differ by
+    many orders of magnitude.
+    """
+    return torch.bfloat16 if dtype.itemsize == 2 else dtype
+
+
+class GrowingTensor:
+    """Tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
+
+    It is allocated a sixteenth larger than needed, so that appending rarely copies old tokens.
+    Tokens at either end are dropped without a copy.
+
+    Parameters
+    ----------
+    smallest_growth : int
+        Smallest number of tokens to grow by.
+    dim : int
+        Dimension of the tokens, 2 or 3.
+    """
+
+    def __init__(self, smallest_growth: int = 64, dim: int = 2) -> None:
+        self._smallest_growth = smallest_growth
+        self._dim = dim
+        self._buffer: Tensor | None = None
+        self._start = 0
+        self._stop = 0
+        self._flat: tuple[Tensor, Array] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the array, whose memory is not shared with a copy of the buffer."""
+        return self.__dict__ | {"_flat": None}
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def view(self) -> Tensor:
+        """Return the tokens, a view of the buffer."""
+        assert self._buffer is not None
+        return self._buffer.narrow(self._dim, self._start, len(self))
+
+    def append(self, new: Tensor) -> None:
+        """Add tokens, (B, H, m, features) or (B, H, features, m)."""
+        count = new.shape[self._dim]
+        self.extend(new, count)
+        assert self._buffer is not None
+        self._buffer.narrow(self._dim, self._stop - count, count).copy_(new)
+
+    def extend(self, like: Tensor, count: int) -> None:
+        """Add tokens that are not initialized, with all other dimensions of `like`."""
+        if self._buffer is None:
+            self._buffer = self._allocated(like, 0)
+        if self._stop + count > self._buffer.shape[self._dim]:
+            self._reallocate(len(self) + count + self._slack(len(self) + count))
+        self._stop += count
+
+    def flat(self, first: int) -> View:
+        """Return tokens from the first one on, (B, features, n), as kernels take them.
+
+        Only for tokens along dimension 3, of one head.
+        """
+        assert self._buffer is not None
+        if self._flat is None or self._flat[0] is not self._buffer:
+            self._flat = self._buffer, self._buffer.numpy().reshape(-1)
+        batch, _, features, capacity = self._buffer.shape
+        batch_stride = features * capacity if batch > 1 else 0
+        return self._flat[1][self._start + first :], batch_stride, capacity
+
+    def drop_first(self, count: int) -> None:
+        """Drop the first `count` tokens, or all."""
+        self._start += min(count, len(self))
+        self._shrink()
+
+    def drop_last(self, count: int) -> None:
+        """Drop the last `count` tokens, or all."""
+        self._stop -= min(count, len(self))
+        self._shrink()
+
+    def select(self, sequences: Tensor) -> None:
+        """Select sequences by index, with repetitions."""
+        if self._buffer is not None:
+            with torch.inference_mode(False):
+                self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
+
+    def clear(self) -> None:
+        """Drop all tokens and free their memory."""
+        self._buffer, self._start, self._stop = None, 0, 0
+
+    def compact(self) -> None:
+        """Free the memory allocated beyond the tokens."""
+        if self._buffer is not None:
+            self._reallocate(len(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tokens in bytes."""
+        return 0 if self._buffer is None else self.view.numel() * self._buffer.itemsize
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Return the allocated bytes."""
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
+
+    def _shrink(self) -> None:
+        capacity = 0 if self._buffer is None else self._buffer.shape[self._dim]
+        if capacity > max(LARGEST_RATIO * len(self), len(self) + 2 * self._smallest_growth):
+            self._reallocate(len(self) + self._slack(len(self)))
+
+    def _slack(self, tokens: int) -> int:
+        return max(self._smallest_growth, tokens // SLACK)
+
+    def _reallocate(self, capacity: int) -> None:
+        assert self._buffer is not None
+        held = self.view
+        self._buffer = self._allocated(held, capacity)
+        self._start, self._stop = 0, held.shape[self._dim]
+        self.view.copy_(held)
+
+    def _allocated(self, like: Tensor, tokens: int) -> Tensor:
+        """Return memory for `tokens` tokens, otherwise shaped as `like`.
+
+        A tensor allocated in inference mode could not be written to outside of it.
+        """
+        shape = list(like.shape)
+        if self._dim == 3 and runs_triton(like.device):  # kernels load several tokens at once
+            tokens = ceil(tokens / 16) * 16
+        shape[self._dim] = tokens
+        with torch.inference_mode(False):
+            return like.new_empty(shape)
+
+
+class Store(ABC):
+    """Latents of one site of one layer, (B, G, n, features), in the format of a quantizer."""
+
+    parts: list[GrowingTensor]
+    """Tensors of the store, on each of which the operations below act."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    @abstractmethod
+    def append(self, latents: Tensor) -> None:
+        """Append tokens, (B, G, m, features)."""
+
+    @abstractmethod
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        """Yield reconstructed latents from token `first` on, in tiles of about `size` tokens.
+
+        Tiles may be larger where they need no computation.
+        """
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the reconstructed latents of some tokens, (B, G, stop - start, features)."""
+        _, _, latents = next(self.tiles(start, stop - start))
+        return latents[:, :, : stop - start]
+
+    def append_and_read(self, latents: Tensor) -> Tensor:
+        """Append tokens (B, G, m, features), and return their reconstructed latents."""
+        self.append(latents)
+        return self.read(len(self) - latents.shape[2], len(self))
+
+    def drop_first(self, count: int) -> None:
+        """Drop the first `count` tokens."""
+        for part in self.parts:
+            part.drop_first(count)
+
+    def drop_last(self, count: int) -> None:
+        """Drop the last `count` tokens."""
+        for part in self.parts:
+            part.drop_last(count)
+
+    def select(self, sequences: Tensor) -> None:
+        """Select sequences by index, with repetitions."""
+        for part in self.parts:
+            part.select(sequences)
+
+    def clear(self) -> None:
+        """Drop all tokens and free their memory."""
+        for part in self.parts:
+            part.clear()
+
+    def compact(self) -> None:
+        """Free the memory allocated beyond the tokens."""
+        for part in self.parts:
+            part.compact()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tokens in bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Return the allocated bytes."""
+        return sum(part.storage_nbytes for part in self.parts)
+
+
+class ExactStore(Store):
+    """Unquantized latents, keys or values in the dtype of the model, in a `GrowingTensor`."""
+
+    def __init__(self, smallest_growth: int = 64) -> None:
+        self._latents = GrowingTensor(smallest_growth)
+        self.parts = [self._latents]
+
+    def __len__(self) -> int:
+        return len(self._latents)
+
+    def append(self, latents: Tensor) -> None:
+        self._latents.append(latents)
+
+    def tiles(self, first: int, size: int) -> Iterator[Tile]:
+        yield 0, len(self) - first, self._latents.view[:, :, first:]
+
+    def newest(self, count: int) -> Tensor:
+        """Return the newest tokens, (B, H, count, features)."""
+        return self._latents.view[:, :, len(self) - count :]
+
+
+def split_tiles(first: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Split the range of tokens `first` to `stop` into parts of at most `size`."""
+    for start in range(first, stop, size):
+        yield start, min(start + size, stop)

@@ -1,0 +1,90 @@
+"""Rounding and packing of latents by a compiled kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from manifoldkv.serve.kernels.tables import LatentTables
+from manifoldkv.serve.kernels.views import Array, View
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizerTables:
+    """Numbers of a site's stored latents.
+
+    Parameters
+    ----------
+    latents : LatentTables
+        Positions of the integers.
+    deviation, step, gain : Tensor
+        As in `MixedWidths`, (r,) each.
+    bytes_per_token : int
+        Of the integers and the scale.
+    """
+
+    latents: LatentTables
+    deviation: Tensor
+    step: Tensor
+    gain: Tensor
+    bytes_per_token: int
+
+    @cached_property
+    def arrays(self) -> tuple[Array, Array, int]:
+        """Return positions and numbers as NumPy arrays, and the bytes of a token."""
+        half = self.latents.centres + 0.5
+        numbers = torch.stack([self.deviation, self.step, half, self.gain], dim=1)
+        numbers = numbers.float().contiguous()
+        return self.latents.fields.numpy(), numbers.numpy(), self.bytes_per_token
+
+
+@cache
+def _kernels() -> ModuleType:
+    from manifoldkv.serve.kernels.numba import quantize as cpu_quantize
+
+    return cpu_quantize
+
+
+def encode(
+    x: Tensor, expected: Tensor, down: Tensor, tables: QuantizerTables, codes: View
+) -> Tensor:
+    """Project and quantize a few tokens, and return their reconstructed latents, (B, m, r).
+
+    Parameters
+    ----------
+    x : Tensor
+        Keys or values with concatenated heads, (B, m, D), float32.
+    expected : Tensor
+        Expected ones, (1, D) or (B, m, D), float32.
+    down : Tensor
+        Projection by latent, (r, D), float32.
+    tables : QuantizerTables
+        Of the r latents.
+    codes : View
+        Of packed integers and codes of scales (B, bytes, m), uint8, which are written.
+    """
+    batch, tokens, _ = x.shape
+    out = torch.empty(batch, tokens, len(down))
+    arrays = _rows(x), _rows(expected), down.numpy(), tokens, tables.arrays
+    _kernels().encode(*arrays, codes, _rows(out))
+    return out
+
+
+def quantize(latents: Tensor, tables: QuantizerTables, codes: View) -> Tensor:
+    """Quantize latents (B, m, r), float32, and return their reconstructions.
+
+    Other parameters are as in `encode`.
+    """
+    out = torch.empty_like(latents, memory_format=torch.contiguous_format)
+    arrays = _rows(latents), latents.shape[1], tables.arrays
+    _kernels().quantize(*arrays, codes, _rows(out))
+    return out
+
+
+def _rows(x: Tensor) -> Array:
+    """Return the rows of x (…, features)."""
+    return x.flatten(0, -2).contiguous().numpy()

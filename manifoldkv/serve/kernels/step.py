@@ -1,0 +1,181 @@
+"""Attention of a new token over packed latents, in one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manifoldkv.serve.kernels.decode import held_scratch, in_parts, kernels
+from manifoldkv.serve.kernels.tables import KeyTables, LatentTables
+from manifoldkv.serve.kernels.views import Array, Packed, flat_view
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A site whose latents keys or values of a layer depend on.
+
+    Parameters
+    ----------
+    latents : LatentTables
+        Of its r latents.
+    matrix : Tensor or None
+        Map of the latents to the predictions of keys, (p, r), float32.
+    is_mixed : bool
+        Whether values depend on the latents.
+    """
+
+    latents: LatentTables
+    matrix: Tensor | None
+    is_mixed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """Tables of a layer.
+
+    Parameters
+    ----------
+    keys : KeyTables
+        Of its keys.
+    sources : tuple of Source
+        At most `most_sources()`.
+    maps : Tensor
+        Mean of the values, and map of the latents of all mixed sources, by head,
+        (H_kv, 1 + r, d), float32.
+    """
+
+    keys: KeyTables
+    sources: tuple[Source, ...]
+    maps: Tensor
+
+    @cached_property
+    def uses(self) -> tuple[Array, ...]:
+        """Return the tables of the sources as NumPy arrays, as `cpu.attend` takes them."""
+        rows: list[list[int]] = []
+        matrices = [np.empty(0, np.float32)]
+        latent, element, column = 0, 0, 1
+        for one in self.sources:
+            count = len(one.latents.fields)
+            row = [latent, count, -1, -1]
+            if one.matrix is not None:
+                row[2] = element
+                matrices.append(one.matrix.flatten().numpy())
+                element += one.matrix.numel()
+            if one.is_mixed:
+                row[3] = column
+                column += count
+            rows.append(row)
+            latent += count
+        tables = [one.latents for one in self.sources]
+        return (
+            np.array(rows, np.int64).reshape(-1, 4),
+            np.concatenate([one.fields.numpy() for one in tables]),
+            np.concatenate([one.centres.numpy() for one in tables]),
+            np.concatenate(matrices),
+        )
+
+    @cached_property
+    def scratch_rows(self) -> int:
+        """Return the rows of a tile that do not depend on the number of queries."""
+        most = max(len(one.latents.fields) for one in self.sources) + 1
+        return self.keys.predictor.shape[1] + max(self.keys.scratch_rows, most)
+
+    def multiplications(self, rows: int) -> int:
+        """Return the multiplications per token of `attend` with some query rows per KV head."""
+        heads = len(self.maps)
+        total = self.keys.multiplications(rows)
+        for one in self.sources:
+            if one.matrix is not None:
+                total += one.latents.projection_multiplications(len(one.matrix))
+            if one.is_mixed:
+                total += one.latents.multiplications(heads * rows)
+        return total
+
+
+def most_sources() -> int:
+    """Return the largest number of sources."""
+    return int(kernels().SOURCES)
+
+
+@lru_cache(maxsize=8)
+def _tiles_of(batch: int, tokens: int) -> Array:
+    """Return the tiles of texts in a batch of latents."""
+    size = kernels().TILE
+    return np.array(
+        [
+            (text, text, start, min(size, tokens - start), start)
+            for text in range(batch)
+            for start in range(0, tokens, size)
+        ],
+        np.int64,
+    ).reshape(-1, 5)
+
+
+def attend(
+    queries: Tensor,
+    packed: Packed,
+    sources: Sequence[Packed],
+    tables: StepTables,
+    cos: Tensor,
+    sin: Tensor,
+    sinks: tuple[Tensor, Tensor],
+    tiles: Array | None = None,
+) -> Tensor:
+    """Return the attention output, (B, H_kv, R, d), float32.
+
+    Parameters
+    ----------
+    queries : Tensor
+        Scaled and rotated queries, (B, H_kv, R, d), float32, contiguous.
+    packed : Packed
+        Key latents of n tokens.
+    sources : sequence of Packed
+        Latents of the sources of `tables`.
+    tables : StepTables
+        Of the layer.
+    cos, sin : Tensor
+        Angles of the tokens, (1 or B, n, rotary dimension), float32.
+    sinks : tuple of Tensor
+        Rotated keys and values of further tokens, (B, H_kv, s, d) each, float32, contiguous.
+    tiles : ndarray, optional
+        Tokens of every text, as in `cpu.attend`; all those of `packed`, whose batch is that of
+        the queries, if omitted.
+    """
+    batch, heads, rows, head_dim = queries.shape
+    count, keys = heads * rows, tables.keys
+    views = [one[:2] for one in sources]
+    views += [packed[:2]] * (most_sources() - len(views))
+    of_queries = queries.numpy()
+    arguments = (
+        of_queries,
+        (*packed[:2], *keys.latents.arrays),
+        keys.arrays,
+        tuple(views),
+        tables.uses,
+        flat_view(cos.mT),
+        flat_view(sin.mT),
+        np.arange(max(len(keys.mean), count)),
+        tiles := _tiles_of(batch, packed.tokens) if tiles is None else tiles,
+    )
+    scratch_rows = 2 * count + 5 + tables.scratch_rows
+    parts: list[tuple[Array, Array]] = []
+
+    def add(first: int, stop: int) -> None:
+        mixed = np.zeros((batch, count, tables.maps.shape[1]), np.float32)
+        largest = np.full((batch, count), -np.inf, np.float32)
+        scratch = held_scratch(scratch_rows, count * head_dim)
+        kernels().attend(*arguments, scratch, mixed, largest, first, stop)
+        parts.append((mixed, largest))
+
+    in_parts(len(tiles), add, int(tiles[:, 3].sum()))
+    out = torch.empty_like(queries)
+    mixed, largest = (np.stack(x) for x in zip(*parts, strict=True))
+    kernels().finish(
+        mixed, largest, of_queries, *(x.numpy() for x in sinks), tables.maps.numpy(), out.numpy()
+    )
+    return out
