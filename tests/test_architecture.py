@@ -21,6 +21,6 @@ def test_the_architecture_page_has_every_room_in_its_place() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     drawn = re.search(r"```text\n(.*?)```", page, re.DOTALL)
     assert drawn is not None
-    rows = [re.split(r"  +", row.strip())[0] for row in drawn[1].strip().splitlines()]
+    rows = [row[:22].strip() for row in drawn[1].strip().splitlines()]
     layers = SETTINGS["importlinter"]["contracts"][0]["layers"]
-    assert [row.replace(", ", " | ") for row in rows] == layers
+    assert rows == layers

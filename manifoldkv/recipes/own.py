@@ -74,7 +74,7 @@ def own_text(
     found = checkpoints.tensors(
         "own-text", lambda: {"tokens": _text(model, sequences, length, seed)}
     )
-    return found["tokens"]
+    return text["tokens"]
 
 
 def _text(model: PreTrainedModel, sequences: int, length: int, seed: int) -> Tensor:
