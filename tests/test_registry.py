@@ -4,7 +4,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from manifoldkv import registry
+from manifoldkv.core import registry
 from manifoldkv.core.errors import ArgumentError
 from manifoldkv.core.registry import Registry
 from manifoldkv.learn.objectives import OBJECTIVES

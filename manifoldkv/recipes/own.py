@@ -71,7 +71,7 @@ def own_text(
     if folder is not None:
         settings = {"model": digest_of_model(model), "shape": [sequences, length], "seed": seed}
         checkpoints = Checkpoints(folder, settings).made_by(own_text)
-    found = checkpoints.tensors(
+    text = checkpoints.tensors(
         "own-text", lambda: {"tokens": _text(model, sequences, length, seed)}
     )
     return text["tokens"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from manifoldkv import basis as basis_module
+from manifoldkv.core import basis as basis_module
 from manifoldkv.core.basis import Basis, HeadGrouping, Rotary, Site, identity_basis
 from manifoldkv.learn.objectives import OBJECTIVES
 from manifoldkv.statistics.capture import capture
