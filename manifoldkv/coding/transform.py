@@ -13,6 +13,7 @@ from torch import Tensor
 from manifoldkv.coding.costs import best_gains, coherent_costs, gaussian_costs
 from manifoldkv.coding.regression import Regression, reduced_rank, square_roots
 from manifoldkv.core.basis import Basis, HeadGrouping, detached
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.trellis import (
     GAUSSIAN_DISTORTION,
@@ -115,6 +116,7 @@ class TransformConfig:
     rank: int | None = None
 
 
+@in_own_modes
 def weighted_klt(
     statistics: TensorStatistics,
     metric: Tensor,

@@ -12,12 +12,14 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel
 
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.evaluate.retrieval import Holder, Prompts, prefilled, uncompressed
 from manifoldkv.models.tokens import checked_tokens, positions
 
 UNCOMPRESSED = "uncompressed"
 
 
+@in_own_modes
 @torch.no_grad()
 def agreement(
     model: PreTrainedModel,

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.tokens import checked_tokens, positions
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.serve.cache import compressed
@@ -22,6 +23,7 @@ SHOWN = 400
 """Largest number of characters of a prompt in a report, its last ones."""
 
 
+@in_own_modes
 def continuation(
     model: PreTrainedModel,
     prompt: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.tokens import checked_tokens
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.serve.cache import compressed
@@ -67,6 +68,7 @@ def with_error(mean: float, error: float, digits: int = 4) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
+@in_own_modes
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan | None = None

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.evaluate.perplexity import standard_error
 from manifoldkv.evaluate.questions import Question
 from manifoldkv.models.tokens import positions
@@ -102,6 +103,7 @@ def retrieval(
     return table.drop(columns="cache")
 
 
+@in_own_modes
 @torch.no_grad()
 def retrieval_through(
     model: PreTrainedModel,

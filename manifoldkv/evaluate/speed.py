@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.evaluate.memory import peak_bytes
 from manifoldkv.models.tokens import positions
 from manifoldkv.plan.plan import CompressionPlan
@@ -80,6 +81,7 @@ class PrefillSpeed:
     time_ratio: float
 
 
+@in_own_modes
 @torch.no_grad()
 def decode_speed(
     model: PreTrainedModel,
@@ -150,6 +152,7 @@ def decode_speed(
     )
 
 
+@in_own_modes
 @torch.no_grad()
 def prefill_speed(
     model: PreTrainedModel, plan: CompressionPlan, *, tokens: int, rounds: int = 3

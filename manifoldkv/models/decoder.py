@@ -12,9 +12,10 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.core.description import ModelDescription
 from manifoldkv.core.errors import ModelError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.fingerprint import config_hash, fingerprint
 from manifoldkv.models.interface import rotation_of
-from manifoldkv.models.offloading import device_of
+from manifoldkv.models.offloading import check_weights_held, device_of
 from manifoldkv.models.rotary import angles_at, rotary_embedding_of
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.models.support import attention_of, check_supported, decoder_layers, unwrapped
@@ -58,10 +59,11 @@ class Decoder:
         ------
         ModelError
             If it is not a transformers model, or its cache is not one key and one value per KV
-            head and token (see `check_supported`).
+            head and token (see `check_supported`), or offloaded by accelerate's hooks.
         """
         model = unwrapped(model)
         check_supported(model)
+        check_weights_held(model)
         config = model.config.get_text_config()
         layers = tuple(decoder_layers(model))
         kinds, keywords = get_layer_types_and_kwargs(config)
@@ -115,6 +117,7 @@ class Decoder:
         """
         return self._rotation().frequencies()
 
+    @in_own_modes
     def _rotation(self) -> Rotation:
         """Return the rotation of the first layer."""
         like = torch.zeros((), device=self.devices[0])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from manifoldkv.core.errors import ModelError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.offloading import named_weights, weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
@@ -24,6 +25,7 @@ SIDE = 8
 """Number of sampled rows, and of sampled columns, of a matrix."""
 
 
+@in_own_modes
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> Tensor:
     """Return elements of the embedding and of attention in the first and the last layer.

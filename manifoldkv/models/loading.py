@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from manifoldkv.core.errors import ArgumentError, ModelError, first_line
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
@@ -29,6 +30,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, Str
 """Exceptions of transformers and safetensors for missing or damaged files."""
 
 
+@in_own_modes
 def load_model(
     name: str,
     *,

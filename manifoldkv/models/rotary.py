@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manifoldkv.core.errors import ModelError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.interface import Rotate, rotation_of
 from manifoldkv.models.support import attention_of
 
@@ -55,6 +56,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@in_own_modes
 def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
     """Return the rotation of a layer: `rotate_halves` if the two agree on random keys."""
     rotate = rotation_of(layer)

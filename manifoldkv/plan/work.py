@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manifoldkv.core.basis import Rotary, Site
 from manifoldkv.core.errors import PlanError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.layer import LayerPlan
@@ -52,6 +53,7 @@ def stock_multiplications(layer: LayerPlan, shape: AttentionShape) -> int:
     return 2 * shape.query_heads * layer.key.head_dim
 
 
+@in_own_modes
 def relative_work(
     layers: Sequence[LayerPlan], shape: AttentionShape, rotary: Rotary, tokens: int
 ) -> float:

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from manifoldkv.core.errors import ArgumentError
 from manifoldkv.core.files import only_run
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.core.windows import cached_tokens
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.weights import differentiable
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
@@ -32,6 +34,7 @@ FRONTIER_SEQUENCES, FRONTIER_LENGTH = 4, 256
 """Number and largest length of the sequences that losses by limit of compute are estimated on."""
 
 
+@in_own_modes
 def compress(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -90,11 +93,12 @@ def compress(
     decoder = Decoder.of(model)
     run = started(decoder, tokens, config, settings, folder, executor)
     recipe, config = run.config.complete_recipe(), run.config
-    statistics = recipe.calibrate(run)
-    if config.nats is None:
-        plan = recipe.fit(statistics, config)
-    else:
-        plan = _smallest(run, recipe, statistics)
+    with differentiable(decoder.model):
+        statistics = recipe.calibrate(run)
+        if config.nats is None:
+            plan = recipe.fit(statistics, config)
+        else:
+            plan = _smallest(run, recipe, statistics)
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(torch.get_num_threads()):
         if recipe.tuning_steps:
@@ -111,6 +115,7 @@ def compress(
     return plan
 
 
+@in_own_modes
 def calibrate(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -138,7 +143,8 @@ def calibrate(
     """
     run = started(Decoder.of(model), tokens, config, settings, folder, executor)
     recipe = run.config.complete_recipe()
-    statistics = recipe.calibrate(run)
+    with differentiable(run.decoder.model):
+        statistics = recipe.calibrate(run)
     if not isinstance(statistics, Statistics):
         raise ArgumentError(
             f"{type(recipe).__name__} solves on activations and not on statistics: call compress, "
@@ -147,6 +153,7 @@ def calibrate(
     return statistics
 
 
+@in_own_modes
 def fit(
     statistics: Statistics, config: CompressionConfig | None = None, **settings: Any
 ) -> CompressionPlan:
@@ -174,6 +181,7 @@ def fit(
     return recipe.fit(statistics, config)
 
 
+@in_own_modes
 def frontier(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -228,6 +236,7 @@ def started(
     return Run(decoder, config, name, ids, folder, executor)
 
 
+@in_own_modes
 def check(
     model: PreTrainedModel | Decoder, text: Tensor | TextSource | str, config: CompressionConfig
 ) -> None:
@@ -272,6 +281,7 @@ def _smallest(run: Run, recipe: Recipe, statistics: Statistics) -> CompressionPl
     return smallest_plan(plan_at, nats, recipe.least_ratio(statistics.model, run.context))
 
 
+@in_own_modes
 def ratio_from_bytes(
     model: PreTrainedModel,
     nbytes: float,

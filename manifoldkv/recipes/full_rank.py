@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from manifoldkv.core.basis import HeadGrouping, Rotary, check_rotary, identity_basis
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import config_hash
 from manifoldkv.models.tokens import positions
@@ -22,6 +23,7 @@ TRIED_TOKENS = 16
 """On which it is tried out whether the layers of a model can be handled."""
 
 
+@in_own_modes
 def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> CompressionPlan:
     """Return the plan whose cache holds keys and values whole, by identity bases of every head.
 

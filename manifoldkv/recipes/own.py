@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.core.errors import ModelError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.core.seeds import check_seed
 from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.support import unwrapped
@@ -28,6 +29,7 @@ BATCH_SIZE = 16
 """Number of sequences sampled together."""
 
 
+@in_own_modes
 @torch.no_grad()
 def own_text(
     model: PreTrainedModel,

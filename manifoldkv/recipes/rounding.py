@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from manifoldkv.core.basis import Basis, detached, fix_signs
 from manifoldkv.core.errors import ArgumentError, PlanError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.core.progress import follow
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.formats.integers import Quantization, group_ranges
@@ -29,6 +30,7 @@ Rotation = Literal["none", "pca", "hadamard"]
 ROTATIONS = get_args(Rotation)
 
 
+@in_own_modes
 def quantize(
     plan: CompressionPlan,
     model: PreTrainedModel,

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from manifoldkv.core.errors import PlanError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.core.seeds import check_seed
 from manifoldkv.learn.solvers.driver import descend
 from manifoldkv.learn.solvers.riemannian_adam import riemannian_adam
@@ -23,6 +24,7 @@ from manifoldkv.learn.solvers.samples import random_sequences
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.support import decoder_layers
+from manifoldkv.models.weights import differentiable
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -38,6 +40,7 @@ SEQUENCES_PER_STEP = 4
 LEARNING_RATE = 0.1
 
 
+@in_own_modes
 def tune(
     model: PreTrainedModel,
     plan: CompressionPlan,
@@ -107,7 +110,7 @@ def tune(
         return differentiate(model, tokens[batches[step].to(tokens.device)], plan, bases)
 
     LOG.info("tuning for %d steps", steps)
-    with _frozen(model), on_threads(torch.get_num_threads()):
+    with differentiable(model), _frozen(model), on_threads(torch.get_num_threads()):
         descend(closure, optimizer, schedule, steps, label="tuning", checkpoints=keyed)
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))

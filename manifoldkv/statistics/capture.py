@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.core.errors import ModelError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings, attend, intercepted
 from manifoldkv.models.offloading import resident
@@ -33,6 +34,7 @@ DRIFT_FACTOR = 2
 the replay batches sequences that the model ran one by one."""
 
 
+@in_own_modes
 def capture(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -82,6 +84,7 @@ def capture(
     return _capture(decoder, tokens, wanted, propagate, folder)
 
 
+@in_own_modes
 @torch.no_grad()
 def _capture(
     decoder: Decoder,

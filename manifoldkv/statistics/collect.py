@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from manifoldkv.core.errors import ArgumentError
 from manifoldkv.core.files import only_run
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.core.progress import follow
 from manifoldkv.core.seeds import check_seed
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.support import evaluating
 from manifoldkv.models.tokens import checked_tokens
+from manifoldkv.models.weights import differentiable
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from manifoldkv.runs.executors import LOCAL, Executor, Task, on_threads
 from manifoldkv.statistics.fisher import (
@@ -40,6 +42,7 @@ SHARD = 8
 DESCRIPTION = "description"
 
 
+@in_own_modes
 def collect(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -203,7 +206,8 @@ def _statistics_of(
     """Yield the statistics of a shard."""
     decoder, counted = Decoder.of(model), shard.counted
     # Setting the number of threads again has an effect: see `on_threads`.
-    with on_threads(torch.get_num_threads()), evaluating(model), torch.no_grad():
+    threads = torch.get_num_threads()
+    with on_threads(threads), evaluating(model), differentiable(model), torch.no_grad():
         tokens = shard.tokens.to(decoder.device)
         activations, gradient, samples = run_forwards(
             decoder, tokens, shard.sampled, counted, folder

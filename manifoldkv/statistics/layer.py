@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from manifoldkv.core.basis import Rotary
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.statistics.call import LayerCall
 from manifoldkv.statistics.placement import Placement
@@ -137,6 +138,7 @@ class LayerActivations:
         return self._kept[1]
 
     @cached_property
+    @in_own_modes
     def _kept(self) -> tuple[Tensor, Tensor]:
         shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
         nbytes = 2 * math.prod(shape) * self.dtype.itemsize
@@ -148,6 +150,7 @@ class LayerActivations:
             values[chunk] = values_of_chunk.to(values.device)
         return keys, values
 
+    @in_own_modes
     @torch.no_grad()
     def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
         """Return queries, keys and values of a batch (all rows have keys and values here).

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.loading import read_tokenizer
 from manifoldkv.models.tokens import check_length, checked_tokens, positions
 from manifoldkv.text.docstrings import Split
@@ -23,6 +24,7 @@ LENGTH = 512
 LOG = logging.getLogger(__name__)
 
 
+@in_own_modes
 def sample_tokens(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,

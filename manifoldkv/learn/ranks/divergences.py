@@ -12,12 +12,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.core.basis import SITES, Rotary, Site
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.learn.ranks.base import LayerBases, RankProblem
 from manifoldkv.learn.ranks.surfaces import ErrorSurface
 from manifoldkv.runs.executors import Task
 from manifoldkv.statistics.projected import Bases, divergence, log_probabilities, projected
 
 
+@in_own_modes
 @torch.no_grad()
 def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
     """Return the rank sensitivity of every layer: divergences of next-token distributions by rank.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.core.basis import Basis, HeadGrouping, Rotary, identity_basis
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.learn.ranks.base import LayerBases
 from manifoldkv.learn.ranks.budget import TOLERANCE, Ranks
 from manifoldkv.statistics.layer import Batch, LayerActivations
@@ -93,6 +94,7 @@ class ErrorSurface:
         return cls(tuple(keys), tuple(values), tensors["errors"])
 
 
+@in_own_modes
 @torch.no_grad()
 def error_surface(
     activations: LayerActivations,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.core.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.learn.objectives.base import Problem
 from manifoldkv.learn.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.learn.solvers.base import Solution, Solver, label_of, register_solver
@@ -69,6 +70,7 @@ class RiemannianAdam(Solver):
     rows: int = 64
     start: Literal["initial", "random"] = "initial"
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         generator = torch.Generator().manual_seed(seed)

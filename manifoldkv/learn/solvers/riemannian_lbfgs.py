@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manifoldkv.core.basis import check_rank
 from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.learn.manifolds import MANIFOLDS, BasisManifold, Flags
 from manifoldkv.learn.manifolds.quasi_newton import Memory, minimise, norm
 from manifoldkv.learn.objectives.base import Problem
@@ -80,6 +81,7 @@ class RiemannianLBFGS(Solver):
     def joint(self) -> bool:
         return MANIFOLDS[self.manifold].nested
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         if self.joint:
@@ -89,6 +91,7 @@ class RiemannianLBFGS(Solver):
         point, history, status = self.descend(points, seed)
         return Solution(points.final(point), history, status)
 
+    @in_own_modes
     def solve_ranks(
         self, problem: Problem, ranks: Sequence[int], seed: int = 0
     ) -> Iterator[tuple[int, Solution]]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.core.errors import CacheError
+from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.serve.codec.blob import LARGEST_EXPANSION
@@ -47,6 +48,7 @@ _FIXED = struct.Struct("<8sIII")
 _CHECK_BYTES = 16
 
 
+@in_own_modes
 def pack_slot(content: bytes, model: PreTrainedModel, plan: CompressionPlan) -> bytes:
     """Return the packed bytes of a saved slot or prompt cache of llama.cpp.
 
@@ -88,6 +90,7 @@ def pack_slot(content: bytes, model: PreTrainedModel, plan: CompressionPlan) -> 
     return b"".join([fixed, _check(fixed, frame, blob), frame, blob])
 
 
+@in_own_modes
 def unpack_slot(packed: bytes, model: PreTrainedModel, plan: CompressionPlan) -> bytes:
     """Return the file of llama.cpp that was packed, with the errors of the codec in its numbers.
 
