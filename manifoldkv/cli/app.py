@@ -201,7 +201,7 @@ class Generate(ModelOptions):
 
 @command(app, "measuring.evaluate")
 class Evaluate(TextOptions, ModelOptions):
-    """Measure perplexity on held-out text, or answer questions."""
+    """Measure perplexity, answers to questions or errors of layers."""
 
     plan: Plan
     sequences: Windows = 32
@@ -218,6 +218,14 @@ class Evaluate(TextOptions, ModelOptions):
         ),
     ] = None
     items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers",
+            help="Errors of every layer, instead of perplexity: each has the inputs of the "
+            "uncompressed model and attends to its compressed cache.",
+        ),
+    ] = False
     prefill: Annotated[
         Literal["exact", "compressed"],
         typer.Option(
@@ -277,16 +285,6 @@ class Bench(ModelInMemory):
     )
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3
     other_weights: OtherWeights = False
-
-
-@command(app, "measuring.diagnose")
-class Diagnose(TextOptions, ModelOptions):
-    """Measure the error of every layer on held-out text.
-
-    Each layer has the inputs of the uncompressed model and attends to its compressed cache.
-    """
-
-    plan: Plan
 
 
 @command(app, "measuring.report")

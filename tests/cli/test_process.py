@@ -71,7 +71,7 @@ class TestStandardOutput:
 
 
 class TestInterruption:
-    @pytest.mark.parametrize("command", ["evaluate", "bench", "diagnose"])
+    @pytest.mark.parametrize("command", ["evaluate", "bench", "report"])
     def test_it_is_told(self, command: str, plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(inputs, "load_model", interrupt)
         done = run(command, MODEL, "--plan", plan)
