@@ -116,7 +116,7 @@ class Compress(ModelOptions):
         ),
     ] = None
     recipe: Annotated[
-        str, typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes.")
+        str, typer.Option(help="How the plan is made; `manifoldkv inspect` shows the recipes.")
     ] = "bits"
     settings: Annotated[
         list[str] | None,
@@ -260,11 +260,16 @@ class Compare(TextOptions, ModelOptions):
 
 @command(app, "describing.inspect")
 class Inspect:
-    """Show the contents of a plan and its provenance."""
+    """Show a plan and its provenance, or the recipes and their parts."""
 
     plan: Annotated[
-        Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")
-    ]
+        Path | None,
+        typer.Argument(
+            **FOLDER | {"metavar": "PLAN"},
+            show_default="recipes, objectives, solvers and rank rules",
+            help="Folder of the plan.",
+        ),
+    ] = None
 
 
 @command(app, "measuring.bench")
@@ -333,8 +338,3 @@ class Pack:
     unpack: Annotated[
         bool, typer.Option("--unpack", help="Write the file of llama.cpp of a packed file.")
     ] = False
-
-
-@command(app, "listing.listed")
-class List:
-    """List recipes, objectives, solvers and rank rules."""
