@@ -116,7 +116,7 @@ class Compress(ModelOptions):
         ),
     ] = None
     recipe: Annotated[
-        str, typer.Option(help="How the plan is made; `manifoldkv list` shows the recipes.")
+        str, typer.Option(help="How the plan is made; `manifoldkv inspect` shows the recipes.")
     ] = "bits"
     settings: Annotated[
         list[str] | None,
@@ -201,7 +201,7 @@ class Generate(ModelOptions):
 
 @command(app, "measuring.evaluate")
 class Evaluate(TextOptions, ModelOptions):
-    """Measure perplexity on held-out text, or answer questions."""
+    """Measure perplexity, answers to questions or errors of layers."""
 
     plan: Plan
     sequences: Windows = 32
@@ -218,6 +218,14 @@ class Evaluate(TextOptions, ModelOptions):
         ),
     ] = None
     items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers",
+            help="Errors of every layer, instead of perplexity: each has the inputs of the "
+            "uncompressed model and attends to its compressed cache.",
+        ),
+    ] = False
     prefill: Annotated[
         Literal["exact", "compressed"],
         typer.Option(
@@ -252,11 +260,16 @@ class Compare(TextOptions, ModelOptions):
 
 @command(app, "describing.inspect")
 class Inspect:
-    """Show the contents of a plan and its provenance."""
+    """Show a plan and its provenance, or the recipes and their parts."""
 
     plan: Annotated[
-        Path, typer.Argument(**FOLDER | {"metavar": "PLAN"}, help="Folder of the plan.")
-    ]
+        Path | None,
+        typer.Argument(
+            **FOLDER | {"metavar": "PLAN"},
+            show_default="recipes, objectives, solvers and rank rules",
+            help="Folder of the plan.",
+        ),
+    ] = None
 
 
 @command(app, "measuring.bench")
@@ -277,16 +290,6 @@ class Bench(ModelInMemory):
     )
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds of each cache.")] = 3
     other_weights: OtherWeights = False
-
-
-@command(app, "measuring.diagnose")
-class Diagnose(TextOptions, ModelOptions):
-    """Measure the error of every layer on held-out text.
-
-    Each layer has the inputs of the uncompressed model and attends to its compressed cache.
-    """
-
-    plan: Plan
 
 
 @command(app, "measuring.report")
@@ -335,8 +338,3 @@ class Pack:
     unpack: Annotated[
         bool, typer.Option("--unpack", help="Write the file of llama.cpp of a packed file.")
     ] = False
-
-
-@command(app, "listing.listed")
-class List:
-    """List recipes, objectives, solvers and rank rules."""

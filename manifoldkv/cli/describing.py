@@ -8,13 +8,16 @@ from typing import Any
 
 from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Inspect
+from manifoldkv.cli.listing import listed
 from manifoldkv.evaluation.perplexity import with_error
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 
 
 def inspect(options: Inspect) -> Answer:
-    """Return the description of a saved plan."""
+    """Return the description of a saved plan, or of all that plans are made of."""
+    if options.plan is None:
+        return listed()
     return describe(CompressionPlan.load(options.plan))
 
 

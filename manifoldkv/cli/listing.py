@@ -1,4 +1,4 @@
-"""The command that lists registered names."""
+"""Recipes and registered names, for people and for machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TITLES = {"objective": "objectives", "solver": "solvers", "ranks": "rank rules"}
 """Headings of the fields of a recipe that have a registry."""
 
 
-def listed(_: object = None) -> Answer:
+def listed() -> Answer:
     """Return recipes with their fields; objectives, solvers and rank rules with first lines."""
     facts: dict[str, Any] = {
         "recipes": {name: recipe_named(name).describe() for name in recipe_names()}

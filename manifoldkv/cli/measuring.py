@@ -1,4 +1,4 @@
-"""Commands that measure a plan: evaluate, bench, diagnose, report."""
+"""Commands that measure a plan: evaluate, bench, report."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import asdict
 import torch
 
 from manifoldkv.cli.answers import Answer, size
-from manifoldkv.cli.app import Bench, Diagnose, Evaluate, Report
+from manifoldkv.cli.app import Bench, Evaluate, Report
 from manifoldkv.cli.inputs import Inputs, load, load_plan, open_inputs
 from manifoldkv.diagnostics import diagnose_plan
-from manifoldkv.errors import RunError
+from manifoldkv.errors import ArgumentError, RunError
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.evaluation.questions import Question, questions
 from manifoldkv.evaluation.retrieval import retrieval, summarize
@@ -28,7 +28,9 @@ TASK_LENGTH = 1024
 
 
 def evaluate(options: Evaluate) -> Answer:
-    """Measure perplexity, or the answers to questions, with the compressed cache and without."""
+    """Measure perplexity, errors of layers or answers, with the compressed cache and without."""
+    if options.layers:
+        return _layers(options)
     inputs = open_inputs(options, options.plan)
     if options.tasks is not None:
         return _answers(inputs, options, options.tasks.split(","))
@@ -50,6 +52,18 @@ def evaluate(options: Evaluate) -> Answer:
         f"  added         {with_error(measured.added_nll, measured.standard_error)} nats per token",
     ]
     return Answer(facts, lines)
+
+
+def _layers(options: Evaluate) -> Answer:
+    """Measure the error of every layer by itself."""
+    if options.tasks is not None:
+        raise ArgumentError("--layers and --tasks exclude each other: give one")
+    inputs = open_inputs(options, options.plan, attended=False)
+    (plan,), tokens = inputs.plans, inputs.held_out_tokens(options)
+    LOG.info("measuring %d layers on %d × %d tokens", len(plan.layers), *tokens.shape)
+    table = diagnose_plan(inputs.model, plan, tokens)
+    lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
+    return Answer({"layers": table.to_dict("records")}, lines)
 
 
 def _answers(inputs: Inputs, options: Evaluate, tasks: list[str]) -> Answer:
@@ -113,16 +127,6 @@ def bench(options: Bench) -> Answer:
             f"{size(stock)}, compressed {size(small)}"
         )
     return Answer(asdict(speed), lines)
-
-
-def diagnose(options: Diagnose) -> Answer:
-    """Measure the error of every layer by itself."""
-    inputs = open_inputs(options, options.plan, attended=False)
-    (plan,), tokens = inputs.plans, inputs.held_out_tokens(options)
-    LOG.info("measuring %d layers on %d × %d tokens", len(plan.layers), *tokens.shape)
-    table = diagnose_plan(inputs.model, plan, tokens)
-    lines = table.to_string(index=False, float_format="{:.4f}".format).splitlines()
-    return Answer({"layers": table.to_dict("records")}, lines)
 
 
 def report(options: Report) -> Answer:

@@ -51,8 +51,8 @@ def tune(
     """Return the plan with bases trained for the least divergence from the uncompressed model.
 
     An orthonormal basis is a point of a Stiefel manifold, an oblique one the two subspaces of its
-    projector, each a point of one. Ranks, grouping and bytes do not change. The weights of the model
-    get no gradient.
+    projector, each a point of one. Ranks, grouping and bytes do not change. The weights of the
+    model get no gradient.
 
     Parameters
     ----------

@@ -38,8 +38,8 @@ def default(command: str, name: str) -> Any:
 def test_every_command_is_named() -> None:
     out = lines("--help")
     assert lines("-h") == out
-    commands = "compress generate evaluate compare inspect bench diagnose report pack"
-    assert list(COMMANDS) == [*commands.split(), "list"]
+    commands = "compress generate evaluate compare inspect bench report pack"
+    assert list(COMMANDS) == commands.split()
     assert all(f"  {command} " in out for command in COMMANDS)
     assert "Exit codes: 0" in out
     assert "..." not in out.replace("[ARGS]...", "")  # every line of a command is whole
@@ -63,7 +63,7 @@ def test_a_run_has_eighteen_options_at_most() -> None:
     assert len(options) <= 18
 
 
-@pytest.mark.parametrize("command", ["compress", "evaluate", "compare", "diagnose"])
+@pytest.mark.parametrize("command", ["compress", "evaluate", "compare", "report"])
 def test_texts(command: str) -> None:
     assert default(command, "length") == f"{LENGTH}, or all the model takes"
     said = OPTIONS[command]["text"].help

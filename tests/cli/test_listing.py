@@ -1,4 +1,4 @@
-"""What `manifoldkv list` lists."""
+"""What `manifoldkv inspect` lists."""
 
 import pytest
 
@@ -48,10 +48,10 @@ def test_a_class_that_a_user_registers_is_listed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_command_prints_the_list() -> None:
-    listed = facts("list")
+    listed = facts("inspect")
     names = [list(RECIPES), OBJECTIVES.names(), SOLVERS.names(), RANK_RULES.names()]
     assert [list(of_kind) for of_kind in listed.values()] == names
-    out = lines("list")
+    out = lines("inspect")
     assert all(f"\n  {name}" in out for of_kind in names for name in of_kind)
 
 

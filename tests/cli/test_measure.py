@@ -1,4 +1,4 @@
-"""``manifoldkv evaluate``, ``compare``, ``bench`` and ``diagnose``."""
+"""``manifoldkv evaluate``, ``compare`` and ``bench``."""
 
 import math
 import sys
@@ -53,6 +53,15 @@ class TestEvaluate:
         assert "(the uncompressed model fails it)" in out
         lines(*ask, "passkey", "--items", 1)
 
+    def test_a_row_per_layer_of_every_kind_of_plan(
+        self, plan: Path, best: tuple, stored: Path
+    ) -> None:
+        """Of ranks, of bits in a cache, and of symbols in a file."""
+        for folder in (plan, best[0], stored):
+            rows = facts("evaluate", MODEL, "--plan", folder, "--layers", *FEW)["layers"]
+            assert [row["layer"] for row in rows] == list(range(6))
+            assert all(1e-3 < row["layer_output_error"] < 1 for row in rows)
+
 
 class TestCompare:
     def test_two_plans_side_by_side(self, plan: Path, tmp_path: Path) -> None:
@@ -106,24 +115,13 @@ class TestBench:
         assert devices == ["cuda"]
 
 
-class TestDiagnose:
-    def test_a_row_per_layer_of_every_kind_of_plan(
-        self, plan: Path, best: tuple, stored: Path
-    ) -> None:
-        """Of ranks, of bits in a cache, and of symbols in a file."""
-        for folder in (plan, best[0], stored):
-            rows = facts("diagnose", MODEL, "--plan", folder, *FEW)["layers"]
-            assert [row["layer"] for row in rows] == list(range(6))
-            assert all(1e-3 < row["layer_output_error"] < 1 for row in rows)
-
-
 def test_defaults_fit_a_model_of_few_positions(plan: Path, short_model: Path) -> None:
     known = (short_model, "--plan", plan)
     speed = facts("bench", *known, "--new-tokens", 2, "--rounds", 1)
     assert speed["tokens"] == 38
     text = ("--text", "docstrings", "--sequences", 2)
-    for command in ("evaluate", "diagnose"):
-        done = run(command, *known, *text)
+    for options in ((), ("--layers",)):
+        done = run("evaluate", *known, *options, *text)
         assert done.code == 0, done.err
         assert "2 × 40" in done.err
     assert facts("generate", *known, "--prompt", "Return the sum of")["tokens"] <= 40

@@ -10,7 +10,7 @@ from tests.cli.running import MODEL, fail, run
 COMPRESS = ("compress", MODEL, "--recipe", "eigen-attention")
 GENERATE = ("generate", MODEL, "--prompt")
 EVALUATE = ("evaluate", MODEL, "--plan", "{plan}")
-DIAGNOSE = ("diagnose", MODEL, "--plan", "{plan}", "--sequences", 1)
+LAYERS = (*EVALUATE, "--layers", "--sequences", 1)
 COMPARE = ("compare", MODEL, "{plan}", "{plan}", "--sequences", 1, "--length", 16)
 LARGE = 10**20
 
@@ -60,8 +60,9 @@ BEFORE_LOADING = [
     (("compress", MODEL, "--set", "depth=-1"), "depth must be >= 0, got -1"),
     (("compress", MODEL, "--set", "bits=4"), "leave the quantisation out"),
     (("evaluate", "no-model", "--plan", "no-plan"), "name a text to measure no-model on with --te"),
+    ((*LAYERS, "--tasks", "passkey"), "--layers and --tasks exclude each other: give one"),
     ((*EVALUATE, "--text", "own"), "own is calibration text that a model writes itself"),
-    ((*DIAGNOSE, "--text", ""), "the name of the text is empty"),
+    ((*LAYERS, "--text", ""), "the name of the text is empty"),
     (
         ("report", MODEL, "--plan", "p", "--out", "r.pdf"),
         "--out must name a file that ends in .html, got r.pdf",
@@ -92,8 +93,8 @@ AFTER_LOADING = [
     (("evaluate", MODEL, "--plan", "{stored}"), "stored and not attended to"),
     (("bench", MODEL, "--plan", "{stored}"), "stored and not attended to"),
     (("report", MODEL, "--plan", "{stored}"), "made by recipe stored"),
-    ((*DIAGNOSE, "--length", 100_000), "100,000 tokens are longer than the 1,024 positions"),
-    ((*DIAGNOSE, "--device", "meta"), "cannot use device 'meta'"),
+    ((*LAYERS, "--length", 100_000), "100,000 tokens are longer than the 1,024 positions"),
+    ((*LAYERS, "--device", "meta"), "cannot use device 'meta'"),
     ((*EVALUATE, "--length", 100_000), "100,000 tokens are longer than the 1,024 positions"),
     ((*EVALUATE, "--tasks", "nothing"), "unknown task 'nothing'; known: passkey"),
     ((*EVALUATE, "--tasks", "passkey", "--length", 2000), "longer than the 1,024 positions"),
