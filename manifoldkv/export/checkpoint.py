@@ -19,6 +19,7 @@ from manifoldkv.errors import RunError
 from manifoldkv.evaluation.perplexity import Comparison, perplexity, with_error
 from manifoldkv.export.fold import check_foldable, folded
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.card import REPOSITORY
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.runs.files import check_writable
@@ -51,6 +52,7 @@ class Exported:
     measured: Comparison | None = None
 
 
+@in_own_modes
 def export_checkpoint(
     model: PreTrainedModel,
     plan: CompressionPlan,

@@ -17,6 +17,7 @@ from manifoldkv.activations.outputs import (
     project_mixed_values,
 )
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.layer_output import LayerOutput
 from manifoldkv.ranks.base import LayerBases, ProbeRun
 from manifoldkv.ranks.budget import TOLERANCE, Ranks
@@ -95,6 +96,7 @@ class ErrorSurface:
         return cls(tuple(keys), tuple(values), tensors["errors"])
 
 
+@in_own_modes
 @torch.no_grad()
 def error_surface(
     activations: LayerActivations,

@@ -9,12 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.weights import differentiable
+from manifoldkv.modes import in_own_modes
 from manifoldkv.recipes.compress import started
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.probe import Estimate
 from manifoldkv.text.sources import TextSource
 
 
+@in_own_modes
 def estimate(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -32,4 +35,5 @@ def estimate(
     """
     decoder = Decoder.of(model)
     run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))
-    return run.recipe.estimate(decoder, run)
+    with differentiable(decoder.model):
+        return run.recipe.estimate(decoder, run)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, label_of, register_solver
 from manifoldkv.solvers.driver import descend
@@ -80,6 +81,7 @@ class Predictor(Solver):
         """Return the solver with one epoch; a whole run may stop early."""
         return replace(self, epochs=1), self.epochs / share
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         statistics = problem.statistics()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import check_rank
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, register_solver
 from manifoldkv.solvers.families import Orthonormal
@@ -59,6 +60,7 @@ class TrustRegion(Solver):
         """Return the solver with one sample; the evaluations of a whole run grow fourfold."""
         return replace(self, samples=1), float(sum(4**i for i in range(self.samples)))
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         family = Orthonormal(problem, rank)
