@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.errors import ArgumentError, PlanError
+from manifoldkv.modes import in_own_modes
 
 Site = Literal["key", "value"]
 """Cached tensor that a basis projects: keys or values."""
@@ -198,6 +199,7 @@ def orthonormal_basis(columns: Tensor, grouping: HeadGrouping) -> Basis:
     return Basis(down=columns, up=columns, grouping=grouping)
 
 
+@in_own_modes
 def identity_basis(grouping: HeadGrouping, head_dim: int) -> Basis:
     """Return the identity as a basis of full rank, float32."""
     columns = torch.eye(head_dim * grouping.width).repeat(grouping.groups, 1, 1)
@@ -218,12 +220,14 @@ def fix_signs(columns: Tensor) -> Tensor:
     return columns * columns.gather(-2, largest).sign()
 
 
+@in_own_modes
 def principal_angles(first: Basis, second: Basis) -> Tensor:
     """Return principal angles in radians between the spans of two bases, (groups, width·r)."""
     cosines = torch.linalg.svdvals(_orthonormal_span(first.up).mT @ _orthonormal_span(second.up))
     return cosines.clamp(max=1.0).arccos()
 
 
+@in_own_modes
 def projector_distance(first: Basis, second: Basis) -> float:
     """Return the Frobenius norm of the difference of two projectors."""
     return float(torch.linalg.vector_norm(first.projector() - second.projector()))

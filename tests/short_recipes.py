@@ -19,12 +19,12 @@ def short(name: str) -> Recipe:
         return recipe
     return replace(
         recipe,
-        solver=_with(recipe.solver, epochs=EPOCHS, steps=STEPS),
-        ranks=_with(recipe.ranks, candidates=CANDIDATES, sequences=1),
+        solver=with_fields(recipe.solver, epochs=EPOCHS, steps=STEPS),
+        ranks=with_fields(recipe.ranks, candidates=CANDIDATES, sequences=1),
         tuning_steps=min(recipe.tuning_steps, TUNING_STEPS),
     )
 
 
-def _with(part: T, **few: object) -> T:
+def with_fields(part: T, **few: object) -> T:
     """A solver or rank rule with those of these fields that it has."""
     return replace(part, **{name: value for name, value in few.items() if hasattr(part, name)})

@@ -20,6 +20,7 @@ from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import AttentionSettings, attend, intercepted
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.support import check_without_dropout, uncompiled
+from manifoldkv.modes import in_own_modes
 from manifoldkv.text.tokens import checked_tokens
 
 REPLACED = ("hidden_states", "position_embeddings", "attention_mask", "position_ids")
@@ -33,6 +34,7 @@ DRIFT_FACTOR = 2
 the replay batches sequences that the model ran one by one."""
 
 
+@in_own_modes
 def capture(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -82,6 +84,7 @@ def capture(
     return _capture(decoder, tokens, wanted, propagate, folder)
 
 
+@in_own_modes
 @torch.no_grad()
 def _capture(
     decoder: Decoder,

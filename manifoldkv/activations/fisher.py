@@ -22,6 +22,8 @@ from manifoldkv.models.head import log_probabilities_from, tokens_at_once
 from manifoldkv.models.interface import attend
 from manifoldkv.models.offloading import resident
 from manifoldkv.models.support import evaluating
+from manifoldkv.models.weights import differentiable
+from manifoldkv.modes import in_own_modes
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model, digest_of_tokens
 from manifoldkv.runs.executors import on_threads
 from manifoldkv.runs.files import only_run
@@ -34,6 +36,7 @@ TOKENS_AT_ONCE = 1024
 GRADIENT = "fisher-gradient"
 
 
+@in_own_modes
 def fisher_moments(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -107,7 +110,8 @@ def fisher_moments(
         raise ArgumentError(f"prompt must be > first ({first}) and < {length} tokens, got {prompt}")
     lock = nullcontext() if folder is None else only_run(Path(folder))
     threads = torch.get_num_threads()
-    with lock, on_threads(threads), evaluating(decoder.model), torch.no_grad():
+    model = decoder.model
+    with lock, on_threads(threads), evaluating(model), differentiable(model), torch.no_grad():
         checkpoints = Checkpoints()
         if folder is not None:
             checkpoints = Checkpoints(Path(folder)).made_by(fisher_moments)

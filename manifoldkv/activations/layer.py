@@ -15,6 +15,7 @@ from manifoldkv.activations.call import LayerCall
 from manifoldkv.activations.placement import Placement
 from manifoldkv.basis import Rotary
 from manifoldkv.models.interface import AttentionSettings
+from manifoldkv.modes import in_own_modes
 
 SEQUENCES_PER_FORWARD = 8
 
@@ -137,6 +138,7 @@ class LayerActivations:
         return self._kept[1]
 
     @cached_property
+    @in_own_modes
     def _kept(self) -> tuple[Tensor, Tensor]:
         shape = (self.sequences, self.kv_heads, self.length, self.head_dim)
         nbytes = 2 * math.prod(shape) * self.dtype.itemsize
@@ -148,6 +150,7 @@ class LayerActivations:
             values[chunk] = values_of_chunk.to(values.device)
         return keys, values
 
+    @in_own_modes
     @torch.no_grad()
     def projections(self, rotary: Rotary, batch: Batch | None = None) -> Projections:
         """Return queries, keys and values of a batch (all rows have keys and values here).

@@ -47,6 +47,7 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.models.support import uncompiled
+from manifoldkv.modes import in_own_modes, own_modes
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock, checked_positions, unpadded
@@ -107,18 +108,22 @@ def compressed(
         a call inside the block, if its arguments are not supported, or a gradient passes through
         it.
     """
+    run = _checked_run(model, plan, prefill)
+    with ExitStack() as stack, intercepted(run.config, NAME):
+        run.enter(stack)
+        yield run.new_cache
+
+
+@in_own_modes
+def _checked_run(model: PreTrainedModel, plan: CompressionPlan, prefill: Prefill) -> _Run:
     decoder = Decoder.of(model)
     plan.check_model(decoder)
     plan.check_attended()
     if prefill not in ("compressed", "exact"):
         raise CacheError(f"unknown prefill {prefill!r}; known: compressed, exact")
-    config = decoder.config
-    if config._attn_implementation == NAME:
+    if decoder.config._attn_implementation == NAME:
         raise CacheError("the model is already inside a compressed block")
-    run = _Run(decoder, plan, prefill)
-    with ExitStack() as stack, intercepted(config, NAME):
-        run.enter(stack)
-        yield run.new_cache
+    return _Run(decoder, plan, prefill)
 
 
 class _Run:
@@ -129,7 +134,7 @@ class _Run:
         self._model = decoder.model
         self._plan = plan
         self._exact_prefill = prefill == "exact"
-        self._config = decoder.config
+        self.config = decoder.config
         self._parameters = list(inspect.signature(self._model.get_decoder().forward).parameters)
         self._places: list[tuple[torch.dtype, torch.device]] = []
         self._attentions: list[CachedAttention] = []
@@ -149,6 +154,7 @@ class _Run:
             ]
             self._places = places
 
+    @in_own_modes
     def new_cache(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
     ) -> CompressedCache:
@@ -230,17 +236,18 @@ class _Run:
             stack, self._model, "init_continuous_batching", refuse_continuous_batching
         )
 
+    @in_own_modes
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check a call, and give it a cache and a mask that our attention takes."""
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
-        if self._config._attn_implementation != NAME:
+        if self.config._attn_implementation != NAME:
             raise CacheError(
-                f"the attention of the model was set to {self._config._attn_implementation!r} "
+                f"the attention of the model was set to {self.config._attn_implementation!r} "
                 "inside a compressed block: leave the block first"
             )
-        if given.get("output_attentions") or self._config.output_attentions:
+        if given.get("output_attentions") or self.config.output_attentions:
             raise CacheError(
                 "a compressed model does not return attention weights: leave output_attentions out"
             )
@@ -258,7 +265,7 @@ class _Run:
 
     def _uses_cache(self, given: dict[str, Any]) -> bool:
         asked = given.get("use_cache")
-        return bool(getattr(self._config, "use_cache", True) if asked is None else asked)
+        return bool(getattr(self.config, "use_cache", True) if asked is None else asked)
 
     def _after_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -317,17 +324,19 @@ class _Run:
         ) -> Tensor:
             self._pass.attended += 1
             settings = AttentionSettings.from_arguments(module, arguments)
-            with torch.no_grad():
+            with own_modes(gradients=False):
                 angles = None
-                rotated = queries
+                # Autocast leaves keys and values in other dtypes than that of the model.
+                rotated, keys, values = (x.to(cache.dtype) for x in (queries, keys, values))
                 if self._plan.rotary == "pre":
                     tokens, _ = layers[0].get_mask_sizes(queries.shape[2])
                     angles = self._angles(index, tokens, cos)
-                    rotated = angles.rotate(queries, cos, sin)
+                    rotated = angles.rotate(rotated, cos, sin)
                 self._pass.context.begin(index)
-                output = self._attentions[index].attend(
+                attended = self._attentions[index].attend(
                     layers, rotated, keys, values, mask, settings, angles, self._pass.context
                 )
+                output = attended.to(queries.dtype)
             # Later layers depend on as many tokens of the layers below as they see themselves.
             last = index + 1 == len(cache.layers)
             for layer in layers if last else layers[reach:]:

@@ -158,7 +158,7 @@ class CompressedLayer(CacheLayerMixin):
         """Repeat every sequence `repeats` times."""
         if self.is_initialized:
             batch = self.key_store.parts[0].view.shape[0]
-            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
         """Refuse to move the cache off the device of the model."""
@@ -282,7 +282,7 @@ class CompressedCache(Cache):
         super().batch_repeat_interleave(repeats)
         if len(self._positions) and self._positions.view.shape[0] > 1:
             batch = self._positions.view.shape[0]
-            self._positions.select(torch.arange(batch).repeat_interleave(repeats))
+            self._positions.select(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def _growing(self) -> list[GrowingTensor]:
         parts = [p for layer in self.layers for store in layer.stores for p in store.parts]

@@ -29,6 +29,7 @@ from manifoldkv.codec.payload import PayloadReader
 from manifoldkv.coding.entropy import BLOCK_TOKENS
 from manifoldkv.errors import CacheError, CodecError, PlanError, RunError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock
 from manifoldkv.runs.files import write_whole
@@ -65,6 +66,7 @@ class Codec:
         If the plan is of another recipe, or was made for another model.
     """
 
+    @in_own_modes
     def __init__(self, model: PreTrainedModel, plan: CompressionPlan) -> None:
         decoder = Decoder.of(model)
         plan.check_model(decoder)
@@ -75,6 +77,7 @@ class Codec:
         self._decoder, self._plan = decoder, plan
         self._block_codec = BlockCodec(decoder, plan)
 
+    @in_own_modes
     def encode(self, cache: DynamicCache, input_ids: Tensor | None = None) -> bytes:
         """Return the blob of a cache.
 
@@ -103,6 +106,7 @@ class Codec:
         )
         return write_blob(header, self._encoded(header, cache, input_ids, 0))
 
+    @in_own_modes
     def append(self, blob: bytes, cache: DynamicCache, input_ids: Tensor | None = None) -> bytes:
         """Return a blob with the tokens of a cache that come after its own.
 
@@ -139,6 +143,7 @@ class Codec:
         longer = extended(header, tokens - header.tokens)
         return write_blob(longer, blocks + self._encoded(longer, cache, input_ids, header.tokens))
 
+    @in_own_modes
     def decode(self, blob: bytes, tokens: int | None = None) -> DynamicCache:
         """Return the stock cache of a blob, in the dtype and on the devices of the model.
 
@@ -181,6 +186,7 @@ class Codec:
         """Return how many tokens of each sequence a blob holds. Raises `CodecError` as `decode`."""
         return self._header(blob).tokens
 
+    @in_own_modes
     def input_ids(self, blob: bytes) -> Tensor | None:
         """Return the token ids of a blob, (B, n), int64; None if it holds none.
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifoldkv.errors import ArgumentError
+from manifoldkv.modes import in_own_modes
 
 PACK = 8
 """Latents of a pack, whose equal widths fill whole bytes."""
@@ -24,6 +25,7 @@ ROUNDING = 1e-12
 """Rounding error of costs, relative to the cost at 0 bits."""
 
 
+@in_own_modes
 def allocate(
     costs: Sequence[NDArray[np.float64]], budget: int, tokens: Sequence[int] | None = None
 ) -> list[NDArray[np.int64]]:

@@ -23,6 +23,7 @@ from manifoldkv.coding.trellis import (
     relative_steps,
 )
 from manifoldkv.coding.uniform import FLOOR, fit_quantizers, floored, quantized
+from manifoldkv.modes import in_own_modes
 
 ROUNDING_ERROR = 1e-6
 """Relative rounding error of float32 activations."""
@@ -120,6 +121,7 @@ class SiteDesign:
     rank: int | None = None
 
 
+@in_own_modes
 def weighted_klt(
     moments: SiteMoments,
     x: Tensor,

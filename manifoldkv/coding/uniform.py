@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifoldkv.modes import in_own_modes
+
 WIDTHS = tuple(range(9))
 """Bits that a rounded latent may have."""
 GAUSSIAN_STEPS = {
@@ -38,8 +40,9 @@ TINY = torch.finfo(torch.float32).tiny
 FLOOR = 1e-5
 """Deviation of a latent, relative to the largest of its site, up to which it counts as rounding
 error of float32 activations that do not span its direction."""
-FACTORS = torch.linspace(0.6, 3.0, 13, dtype=torch.float64)
-"""Steps that are tried, relative to the Gaussian one: heavy tails want wider steps."""
+FACTORS = 0.6, 3.0, 13
+"""Least, largest and number of the steps that are tried, relative to the Gaussian one: heavy tails
+want wider steps."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def quantized(x: Tensor, step: Tensor, bits: int) -> Tensor:
     return ((x / step).floor().clamp(-half, half - 1) + 0.5) * step
 
 
+@in_own_modes
 def fit_quantizers(
     samples: Tensor, widths: Sequence[int] = WIDTHS, norms: Tensor | None = None
 ) -> FittedQuantizers:
@@ -85,6 +89,7 @@ def fit_quantizers(
     """
     samples = samples.double()
     norms = torch.ones(1, 1, dtype=torch.float64) if norms is None else norms.double()
+    factors = torch.linspace(*FACTORS, dtype=torch.float64).unsqueeze(1)
     scaled = samples / norms
     scale = floored(scaled.square().mean(dim=0).sqrt())
     steps = torch.zeros(samples.shape[1], len(widths), dtype=torch.float64)
@@ -95,7 +100,7 @@ def fit_quantizers(
     for index, bits in enumerate(widths):
         if not bits:
             continue
-        steps_tried = scale.unsqueeze(0) * GAUSSIAN_STEPS[bits] * FACTORS.unsqueeze(1)  # (F, f)
+        steps_tried = scale.unsqueeze(0) * GAUSSIAN_STEPS[bits] * factors  # (F, f)
         steps_tried = torch.cat([steps_tried, previous.unsqueeze(0)])
         errors = torch.stack(
             [

@@ -20,6 +20,7 @@ from manifoldkv.coding.predictor import PredictorContext
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import attend, rotation_of
 from manifoldkv.models.rotary import Angles
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
@@ -47,6 +48,7 @@ class LayerErrors:
     cosine_similarity: float
 
 
+@in_own_modes
 def layer_errors(
     activations: LayerActivations,
     key_basis: Basis | None = None,
@@ -84,6 +86,7 @@ def _errors(activations: LayerActivations, attention_of: AttentionOutput) -> Lay
     return LayerErrors(*torch.stack(columns).mean(dim=0).tolist())
 
 
+@in_own_modes
 def diagnose(
     layers: Iterable[LayerActivations],
     bases: Mapping[int, tuple[Basis | None, Basis | None]],
@@ -112,6 +115,7 @@ def diagnose(
     return pd.DataFrame(rows)
 
 
+@in_own_modes
 def diagnose_plan(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor) -> pd.DataFrame:
     """Return the errors of every layer of a plan.
 

@@ -13,11 +13,13 @@ from transformers import Cache, PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.retrieval import Holder, Prompts, prefilled, uncompressed
+from manifoldkv.modes import in_own_modes
 from manifoldkv.text.tokens import checked_tokens, positions
 
 UNCOMPRESSED = "uncompressed"
 
 
+@in_own_modes
 @torch.no_grad()
 def agreement(
     model: PreTrainedModel,

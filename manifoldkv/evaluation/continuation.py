@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.cache import compressed
 from manifoldkv.errors import ArgumentError
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import checked_tokens, positions
 
@@ -22,6 +23,7 @@ SHOWN = 400
 """Largest number of characters of a prompt in a report, its last ones."""
 
 
+@in_own_modes
 def continuation(
     model: PreTrainedModel,
     prompt: Tensor,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from manifoldkv.cache import compressed
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import checked_tokens
 
@@ -67,6 +68,7 @@ def with_error(mean: float, error: float, digits: int = 4) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
+@in_own_modes
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel, tokens: Tensor, plan: CompressionPlan | None = None

@@ -30,6 +30,7 @@ from manifoldkv.cache.compressed import Prefill
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.perplexity import standard_error
 from manifoldkv.evaluation.questions import Question
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
@@ -102,6 +103,7 @@ def retrieval(
     return table.drop(columns="cache")
 
 
+@in_own_modes
 @torch.no_grad()
 def retrieval_through(
     model: PreTrainedModel,

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from manifoldkv.cache import compressed
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.memory import peak_bytes
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
@@ -80,6 +81,7 @@ class PrefillSpeed:
     time_ratio: float
 
 
+@in_own_modes
 @torch.no_grad()
 def decode_speed(
     model: PreTrainedModel,
@@ -150,6 +152,7 @@ def decode_speed(
     )
 
 
+@in_own_modes
 @torch.no_grad()
 def prefill_speed(
     model: PreTrainedModel, plan: CompressionPlan, *, tokens: int, rounds: int = 3

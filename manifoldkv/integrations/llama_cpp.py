@@ -32,6 +32,7 @@ from manifoldkv.codec.codec import Codec
 from manifoldkv.errors import CacheError
 from manifoldkv.integrations.slots import Q8_0, Rows, Slot, read_frame, read_slot
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 
 NEIGHBOURS = {"llama": True, "qwen2": False, "qwen3": False}
@@ -47,6 +48,7 @@ _FIXED = struct.Struct("<8sIII")
 _CHECK_BYTES = 16
 
 
+@in_own_modes
 def pack_slot(content: bytes, model: PreTrainedModel, plan: CompressionPlan) -> bytes:
     """Return the packed bytes of a saved slot or prompt cache of llama.cpp.
 
@@ -88,6 +90,7 @@ def pack_slot(content: bytes, model: PreTrainedModel, plan: CompressionPlan) -> 
     return b"".join([fixed, _check(fixed, frame, blob), frame, blob])
 
 
+@in_own_modes
 def unpack_slot(packed: bytes, model: PreTrainedModel, plan: CompressionPlan) -> bytes:
     """Return the file of llama.cpp that was packed, with the errors of the codec in its numbers.
 

@@ -23,6 +23,7 @@ from manifoldkv.integrations.pages import LayerPages, PageLayout, Places, SinkPa
 from manifoldkv.kernels.views import Array, Packed
 from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 
@@ -105,6 +106,7 @@ class PagedCache:
         If the kernel takes no such plan.
     """
 
+    @in_own_modes
     def __init__(
         self, plan: CompressionPlan, dtype: torch.dtype, angles: Angles, scaling: float
     ) -> None:
@@ -142,6 +144,7 @@ class PagedCache:
         self._pages[index] = LayerPages(layout, memory)
         self._page_tokens = layout.tokens
 
+    @in_own_modes
     def begin(self, batch: Batch) -> None:
         """Begin a forward pass, before the first layer."""
         self._pass, single = _Pass(), []
@@ -158,6 +161,7 @@ class PagedCache:
         if single:
             self._pass.tokens = self._tokens(single, batch)
 
+    @in_own_modes
     def attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store the new tokens of a layer and return the attention output, (tokens, H_q, d).
 

@@ -13,10 +13,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from manifoldkv.errors import ModelError
 from manifoldkv.models.fingerprint import fingerprint
 from manifoldkv.models.interface import rotation_of
-from manifoldkv.models.offloading import device_of
+from manifoldkv.models.offloading import check_weights_held, device_of
 from manifoldkv.models.rotary import angles_at, rotary_embedding_of
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.models.support import attention_of, check_supported, decoder_layers, unwrapped
+from manifoldkv.modes import in_own_modes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,10 +58,11 @@ class Decoder:
         ------
         ModelError
             If it is not a transformers model, or its cache is not one key and one value per KV
-            head and token (see `check_supported`).
+            head and token (see `check_supported`), or offloaded by accelerate's hooks.
         """
         model = unwrapped(model)
         check_supported(model)
+        check_weights_held(model)
         config = model.config.get_text_config()
         layers = tuple(decoder_layers(model))
         kinds, keywords = get_layer_types_and_kwargs(config)
@@ -114,6 +116,7 @@ class Decoder:
         """
         return self._rotation().frequencies()
 
+    @in_own_modes
     def _rotation(self) -> Rotation:
         """Return the rotation of the first layer."""
         like = torch.zeros((), device=self.devices[0])

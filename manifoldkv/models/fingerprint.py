@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from manifoldkv.errors import ModelError
 from manifoldkv.models.offloading import weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
+from manifoldkv.modes import in_own_modes
 
 SIDE = 8
 """Number of sampled rows, and of sampled columns, of a matrix."""
 
 
+@in_own_modes
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> Tensor:
     """Return elements of the embedding and of attention in the first and the last layer.

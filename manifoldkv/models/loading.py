@@ -21,6 +21,7 @@ from manifoldkv.errors import ArgumentError, ModelError, first_line
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.gguf import folder_of, is_gguf
 from manifoldkv.models.offloading import load_offloaded
+from manifoldkv.modes import in_own_modes
 from manifoldkv.text.tokens import read_tokenizer
 
 LOG = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, Str
 """Exceptions of transformers and safetensors for missing or damaged files."""
 
 
+@in_own_modes
 def load_model(
     name: str,
     *,

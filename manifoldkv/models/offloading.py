@@ -16,6 +16,7 @@ from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from manifoldkv.errors import ModelError
 from manifoldkv.models.support import decoder_layers
 
 _ATTRIBUTE = "manifoldkv_weights"
@@ -89,6 +90,22 @@ def weight_of(layer: nn.Module, name: str) -> Tensor:
     parameter = layer.get_parameter(name)
     weights = _weights_of(layer)
     return parameter if weights is None or not parameter.is_meta else weights.read(name)
+
+
+def check_weights_held(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are held by hooks of accelerate, outside of which they are read.
+
+    Raises
+    ------
+    ModelError
+        If a model is offloaded by hooks.
+    """
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if hooked and any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} is offloaded by accelerate, whose hooks hold its weights: load "
+            "it into memory, or with load_model(…, offload=True), which reads them layer by layer"
+        )
 
 
 def is_offloaded(model: PreTrainedModel) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from manifoldkv.errors import ModelError
 from manifoldkv.models.interface import Rotate, rotation_of
 from manifoldkv.models.support import attention_of
+from manifoldkv.modes import in_own_modes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@in_own_modes
 def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
     """Return the rotation of a layer: `rotate_halves` if the two agree on random keys."""
     rotate = rotation_of(layer)

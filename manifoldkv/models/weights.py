@@ -1,9 +1,13 @@
-"""Check of the weights of a model."""
+"""Checks of the weights of a model, and weights made in inference mode."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manifoldkv.errors import ModelError
@@ -21,6 +25,31 @@ def check_finite(model: PreTrainedModel) -> None:
                 f"weight {name} holds NaN or infinity: load a checkpoint whose weights are finite, "
                 f"in a dtype that they fit ({weight.dtype} here)"
             )
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Let gradients pass through a model that was made in inference mode inside the block.
+
+    Its weights and buffers are replaced by others that share their memory.
+    """
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    held: dict[str, Any]
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            of_inference = {n: x for n, x in held.items() if x is not None and x.is_inference()}
+            for name, x in of_inference.items():
+                replaced.append((held, name, x))
+                shared = torch.empty(0, dtype=x.dtype, device=x.device)
+                shared.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+                if isinstance(x, nn.Parameter):
+                    shared = nn.Parameter(shared, requires_grad=False)
+                held[name] = shared
+    try:
+        yield
+    finally:
+        for held, name, x in replaced:
+            held[name] = x
 
 
 def _is_finite(x: Tensor) -> bool:

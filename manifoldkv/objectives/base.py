@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from manifoldkv.activations.layer import Batch, LayerActivations
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, Site, check_rank
 from manifoldkv.errors import ArgumentError
+from manifoldkv.modes import own_modes
 from manifoldkv.objectives.linear_algebra import gram_by_group, leading_basis
 from manifoldkv.registry import Registry
 
@@ -115,7 +117,8 @@ class Problem:
 
     def loss(self, basis: Basis, batch: Batch | None = None) -> Tensor:
         """Return the loss of a basis; see `Objective.loss`."""
-        return self.objective.loss(self, basis, batch)
+        with _own_modes():
+            return self.objective.loss(self, basis, batch)
 
     def closed_form(self, rank: int) -> Basis:
         """Return the exact minimiser; see `Objective.closed_form`.
@@ -126,7 +129,8 @@ class Problem:
             If the rank is not between 1 and head_dim, or there is no closed form.
         """
         check_rank(rank, self.activations.head_dim)
-        return self.objective.closed_form(self, rank)
+        with _own_modes():
+            return self.objective.closed_form(self, rank)
 
     def initial(self, rank: int) -> Basis:
         """Return the orthonormal start of iterative solvers; see `Objective.initial`.
@@ -137,7 +141,8 @@ class Problem:
             If the rank is not between 1 and head_dim.
         """
         check_rank(rank, self.activations.head_dim)
-        return self.objective.initial(self, rank)
+        with _own_modes():
+            return self.objective.initial(self, rank)
 
     def data(self, sequences: Tensor | None = None) -> Tensor:
         """Return keys or values (s, H_kv, n, d) of `sequences`; None for all.
@@ -156,7 +161,8 @@ class Problem:
         """Return ``compute(self)``, computed at the first call only."""
         name = compute.__qualname__
         if name not in self._computed:
-            self._computed[name] = compute(self)
+            with own_modes():  # whatever the modes of the first caller
+                self._computed[name] = compute(self)
         return self._computed[name]
 
     def summed(
@@ -185,6 +191,11 @@ class Problem:
         centre = mean.unsqueeze(1)
         variance = self.summed(lambda part: (rows(part) - centre).square().sum(dim=1)) / count
         return torch.cat([mean, variance], dim=-1)
+
+
+def _own_modes() -> AbstractContextManager[None]:
+    """Return a block in torch's own defaults, with gradients if the caller wants them."""
+    return own_modes(gradients=torch.is_grad_enabled())
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective", "manifoldkv.objectives")

@@ -8,6 +8,7 @@ import torch
 
 from manifoldkv.basis import Basis
 from manifoldkv.errors import ArgumentError
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
 
@@ -15,6 +16,7 @@ HALVINGS = 40
 """Steps of the bisection for the scale of all ranks."""
 
 
+@in_own_modes
 def truncated_layers(
     layers: Sequence[LayerPlan], sinks: int, tokens: int, ratio: float
 ) -> tuple[LayerPlan, ...]:

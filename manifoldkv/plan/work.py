@@ -12,6 +12,7 @@ from manifoldkv.basis import Rotary, Site
 from manifoldkv.coding.predictor import Input
 from manifoldkv.coding.quantizers import Unquantized
 from manifoldkv.errors import PlanError
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.site import SitePlan
@@ -52,6 +53,7 @@ def stock_multiplications(layer: LayerPlan, shape: AttentionShape) -> int:
     return 2 * shape.query_heads * layer.key.head_dim
 
 
+@in_own_modes
 def relative_work(
     layers: Sequence[LayerPlan], shape: AttentionShape, rotary: Rotary, tokens: int
 ) -> float:

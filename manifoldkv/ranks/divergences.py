@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 
 from manifoldkv.basis import SITES, Rotary, Site
 from manifoldkv.models.projected import Bases, divergence, log_probabilities, projected
+from manifoldkv.modes import in_own_modes
 from manifoldkv.ranks.base import LayerBases, RankProblem
 from manifoldkv.ranks.surfaces import ErrorSurface
 from manifoldkv.runs.executors import Task
 
 
+@in_own_modes
 @torch.no_grad()
 def divergences(problem: RankProblem, sequences: int) -> list[ErrorSurface]:
     """Return the rank sensitivity of every layer: divergences of next-token distributions by rank.

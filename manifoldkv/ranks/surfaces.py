@@ -16,6 +16,7 @@ from manifoldkv.activations.outputs import (
     project_mixed_values,
 )
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import TOLERANCE, Ranks
 
@@ -93,6 +94,7 @@ class ErrorSurface:
         return cls(tuple(keys), tuple(values), tensors["errors"])
 
 
+@in_own_modes
 @torch.no_grad()
 def error_surface(
     activations: LayerActivations,

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.models.weights import differentiable
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.recipes.named import DEFAULT_RECIPE, recipe_named
@@ -27,6 +29,7 @@ from manifoldkv.text.tokens import calibration_tokens
 from manifoldkv.windows import cached_tokens
 
 
+@in_own_modes
 def compress(
     model: PreTrainedModel,
     tokens: Tensor | TextSource | str,
@@ -84,7 +87,8 @@ def compress(
     decoder = Decoder.of(model)
     executor = executor_named(executor)
     run = started(decoder, tokens, replace(config or CompressionConfig(), **settings))
-    plan = run.recipe.fit(decoder, run, folder, executor)
+    with differentiable(decoder.model):
+        plan = run.recipe.fit(decoder, run, folder, executor)
     steps, quantization = run.recipe.tuning_steps, run.config.quantization
     alone = nullcontext() if folder is None else only_run(Path(folder))
     with alone, on_threads(torch.get_num_threads()):
@@ -141,6 +145,7 @@ def started(decoder: Decoder, tokens: Tensor | TextSource | str, config: Compres
     return Run(config, recipe, name, ids, context)
 
 
+@in_own_modes
 def check(model: PreTrainedModel, text: TextSource | str, config: CompressionConfig) -> None:
     """Raise the errors that `compress` raises before it reads a text.
 
@@ -161,6 +166,7 @@ def check(model: PreTrainedModel, text: TextSource | str, config: CompressionCon
     config.complete_recipe().check(Decoder.of(model), text, config)
 
 
+@in_own_modes
 def ratio_from_bytes(
     model: PreTrainedModel,
     nbytes: float,

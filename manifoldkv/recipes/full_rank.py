@@ -9,6 +9,7 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.basis import HeadGrouping, Rotary, check_rotary, identity_basis
 from manifoldkv.coding.quantizer import LARGEST_INTEGER
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.model import config_hash
 from manifoldkv.plan.plan import CompressionPlan
@@ -22,6 +23,7 @@ TRIED_TOKENS = 16
 """On which it is tried out whether the layers of a model can be handled."""
 
 
+@in_own_modes
 def full_rank_plan(model: PreTrainedModel, rotary: Rotary = "post") -> CompressionPlan:
     """Return the plan whose cache holds keys and values whole, by identity bases of every head.
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from manifoldkv.errors import ModelError
 from manifoldkv.models.support import unwrapped
 from manifoldkv.models.weights import check_finite
+from manifoldkv.modes import in_own_modes
 from manifoldkv.seeds import check_seed
 from manifoldkv.text.tokens import LENGTH, check_length, check_size, positions
 
@@ -24,6 +25,7 @@ BATCH_SIZE = 16
 """Number of sequences sampled together."""
 
 
+@in_own_modes
 @torch.no_grad()
 def own_text(
     model: PreTrainedModel,

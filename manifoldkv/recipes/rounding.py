@@ -16,6 +16,7 @@ from manifoldkv.basis import Basis, detached, fix_signs
 from manifoldkv.coding.integers import Quantization, group_ranges
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
@@ -29,6 +30,7 @@ Rotation = Literal["none", "pca", "hadamard"]
 ROTATIONS = get_args(Rotation)
 
 
+@in_own_modes
 def quantize(
     plan: CompressionPlan,
     model: PreTrainedModel,

@@ -21,6 +21,8 @@ from manifoldkv.models.head import differentiate_divergence, last_outputs
 from manifoldkv.models.projected import projected
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.support import decoder_layers
+from manifoldkv.models.weights import differentiable
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.trainable import TrainableBases
 from manifoldkv.runs.checkpoints import Checkpoints
@@ -38,6 +40,7 @@ SEQUENCES_PER_STEP = 4
 LEARNING_RATE = 0.1
 
 
+@in_own_modes
 def tune(
     model: PreTrainedModel,
     plan: CompressionPlan,
@@ -107,7 +110,7 @@ def tune(
         return differentiate(model, tokens[batches[step].to(tokens.device)], plan, bases)
 
     LOG.info("tuning for %d steps", steps)
-    with _frozen(model), on_threads(torch.get_num_threads()):
+    with differentiable(model), _frozen(model), on_threads(torch.get_num_threads()):
         descend(closure, optimizer, schedule, steps, label="tuning", checkpoints=keyed)
     taken = plan.provenance.tuning_steps + steps
     return bases.plan(replace(plan, provenance=replace(plan.provenance, tuning_steps=taken)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Objective, Problem
 from manifoldkv.solvers.base import Solution, Solver, register_solver
 
@@ -19,5 +20,6 @@ class ClosedForm(Solver):
     ) -> tuple[bool, str]:
         return objective.has_closed_form(site, grouping)
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         return Solution(problem.closed_form(rank), history=[], status="exact")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import same_size
 from manifoldkv.solvers.base import Solution, register_solver
@@ -220,6 +221,7 @@ class Flag(RiemannianLBFGS):
         ((_, solution),) = self.solve_ranks(problem, [rank], seed)
         return solution
 
+    @in_own_modes
     def solve_ranks(
         self, problem: Problem, ranks: Sequence[int], seed: int = 0
     ) -> Iterator[tuple[int, Solution]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, label_of, register_solver
 from manifoldkv.solvers.driver import descend
@@ -76,6 +77,7 @@ class Predictor(Solver):
     value_batch: int = 4
     hidden_per_head_dim: int = 4
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         statistics = problem.statistics()

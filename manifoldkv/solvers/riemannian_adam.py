@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import Basis, check_rank, orthonormal_basis
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.objectives.linear_algebra import leading_eigenvectors
 from manifoldkv.solvers.base import Solution, Solver, label_of, register_solver
@@ -69,6 +70,7 @@ class RiemannianAdam(Solver):
     rows: int = 64
     start: Literal["initial", "random"] = "initial"
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         generator = torch.Generator().manual_seed(seed)

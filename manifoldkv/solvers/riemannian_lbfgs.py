@@ -11,6 +11,7 @@ from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import check_rank
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, checked, register_solver
 from manifoldkv.solvers.families import Family, Oblique, Orthonormal
@@ -64,6 +65,7 @@ class RiemannianLBFGS(Solver):
 
     family: ClassVar[type[Family]] = Orthonormal
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         family = self.family(problem, rank)

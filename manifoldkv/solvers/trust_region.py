@@ -15,6 +15,7 @@ from torch import Tensor
 
 from manifoldkv.activations.layer import Batch
 from manifoldkv.basis import check_rank
+from manifoldkv.modes import in_own_modes
 from manifoldkv.objectives.base import Problem
 from manifoldkv.solvers.base import Solution, Solver, Status, register_solver
 from manifoldkv.solvers.families import Orthonormal
@@ -55,6 +56,7 @@ class TrustRegion(Solver):
     samples: int = 2
     tolerance: float = 0.1
 
+    @in_own_modes
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)
         family = Orthonormal(problem, rank)

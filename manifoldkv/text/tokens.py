@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv.errors import ArgumentError, first_line
+from manifoldkv.modes import in_own_modes
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import TextSource, open_text
 
@@ -22,6 +23,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 LOG = logging.getLogger(__name__)
 
 
+@in_own_modes
 def sample_tokens(
     source: TextSource,
     tokenizer: PreTrainedTokenizerBase,

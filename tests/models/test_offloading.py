@@ -1,18 +1,22 @@
 """Models whose weights stay in their shards: the same numbers, one layer at a time."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manifoldkv import compress, compressed, load_model
+from manifoldkv.activations.capture import capture
 from manifoldkv.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.offloading import load_offloaded, named_weights, resident
 from manifoldkv.runs.checkpoints import digest_of_model
 from tests.families import FAMILIES, tiny_model, tiny_tokens
+from tests.plans import random_plan
 from tests.short_recipes import short
 
 ROOT = Path(__file__).parents[2] / "studies" / "reference_models"
@@ -130,3 +134,28 @@ def test_weights_are_converted_as_they_are_read(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json does not exist"):
         load_model(str(tmp_path), offload=True)
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_weights_that_hooks_of_accelerate_hold_are_refused(
+    offload: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    model, plan = tiny_model("llama"), random_plan(tiny_model("llama"))
+    if offload is disk_offload:
+        disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    else:
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    for call in (
+        lambda: compress(model, tiny_tokens()),
+        lambda: next(capture(model, tiny_tokens())),
+        lambda: compressed(model, plan).__enter__(),
+    ):
+        with pytest.raises(ModelError, match="offloaded by accelerate"):
+            call()
+
+
+def test_hooks_that_move_inputs_alone_are_no_obstacle() -> None:
+    model = tiny_model("llama")
+    plan = compress(model, tiny_tokens(), recipe="eigen-attention")
+    model = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert compress(model, tiny_tokens(), recipe="eigen-attention").digest() == plan.digest()
