@@ -15,6 +15,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
+    GenerationMixin,
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
@@ -40,14 +41,14 @@ from manifoldkv.serve.cache.attention import CachedAttention
 from manifoldkv.serve.cache.calls import (
     boolean_masks,
     check_cache,
+    check_call,
     check_one_text_a_row,
     new_tokens,
 )
 from manifoldkv.serve.cache.forward import ForwardPass
 from manifoldkv.serve.cache.hooks import (
     WithoutGradient,
-    give_generate_a_cache,
-    refuse_continuous_batching,
+    change_generate,
     register,
 )
 from manifoldkv.serve.cache.layers import CompressedCache, CompressedLayer
@@ -231,10 +232,8 @@ class _Run:
         for index, attention in enumerate(self._decoder.attentions):
             add = attention.register_forward_pre_hook
             register(stack, add, self._before_attention(index))
-        give_generate_a_cache(stack, self._model, self.new_cache)
-        replace_attribute(
-            stack, self._model, "init_continuous_batching", refuse_continuous_batching
-        )
+        if isinstance(self._model, GenerationMixin):
+            change_generate(stack, self._model, self.new_cache)
 
     @in_own_modes
     def _before_model(
@@ -259,7 +258,9 @@ class _Run:
             given["past_key_values"] = self.new_cache()
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._decoder.dtype)
-        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._decoder.kinds)
+        _, tokens = new_tokens(given)
+        given["attention_mask"] = boolean_masks(mask, tokens, cache, self._decoder.kinds)
+        check_call(given, cache)
         self._pass.begin(cache, self._plan.predictor_context())
         return (), given
 

@@ -18,7 +18,7 @@ from manifoldkv.plan.formats.integers import (
     spread,
     stored_ranges,
 )
-from manifoldkv.serve.cache.storage import GrowingTensor, Store, Tile, split_tiles
+from manifoldkv.serve.cache.storage import GrowingTensor, Store, Tile, check_latents, split_tiles
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -110,6 +110,7 @@ class StaticRangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
+        check_latents(latents, len(self._offset), self._features)
         self._codes.append(_encode(latents, self._offset, self._scale, self._bits))
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
@@ -147,6 +148,7 @@ class RangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
+        check_latents(latents, latents.shape[1], self._features)
         offsets, scales = stored_ranges(latents, self._group, self._bits)
         offset, scale = self._of_features(offsets), self._of_features(scales)
         self._codes.append(_encode(latents, offset, scale, self._bits))
