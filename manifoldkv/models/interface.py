@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from manifoldkv.errors import ModelError
-from manifoldkv.models.support import modeling_module
+from manifoldkv.models.support import LOOKS_AHEAD, modeling_module
 
 NAME = "manifoldkv"
 
@@ -54,13 +54,15 @@ class AttentionSettings:
         Raises
         ------
         ModelError
-            If another keyword is set, which would change the result.
+            If attention is bidirectional, or another keyword is set, which would change the result.
         """
         if arguments.get("dropout"):
             raise ModelError(
                 f"{type(module).__name__} drops attention weights at random while it is trained, "
                 "which manifoldkv does not implement: call model.eval() first"
             )
+        if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+            raise ModelError(f"{type(module).__name__} is not supported: {LOOKS_AHEAD}")
         known = {"scaling", "softcap", "s_aux"} | _WITHOUT_EFFECT
         unknown = [k for k, v in arguments.items() if k not in known and v is not None]
         if unknown:

@@ -17,6 +17,11 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.errors import ModelError
 
+LOOKS_AHEAD = (
+    "its attention is bidirectional (is_causal=False), so that keys and values depend on tokens "
+    "that come later, and are not to be cached: take a causal model"
+)
+
 
 def unwrapped(model: Any) -> PreTrainedModel:
     """Return a model without wrappers of `torch.compile` and PEFT, with its active adapters.
@@ -141,8 +146,9 @@ def check_supported(model: PreTrainedModel) -> None:
     ------
     ModelError
         If the cache is another: latent attention (MLA), linear or recurrent layers, chunked
-        attention, layers that share their cache, rotations that depend on length, or attention that
-        does not call transformers' attention interface. The message names family and obstacle.
+        attention, layers that share their cache, rotations that depend on length, bidirectional
+        attention, or attention that does not call transformers' attention interface. The message
+        names family and obstacle.
     """
     config = model.config.get_text_config()
     obstacle = _obstacle(config)
@@ -161,6 +167,9 @@ def check_without_dropout(model: PreTrainedModel) -> None:
 
 
 def _obstacle(config: PretrainedConfig) -> str | None:
+    both_ways = getattr(config, "use_bidirectional_attention", None)  # "vision": of images alone
+    if not getattr(config, "is_causal", True) or both_ways in (True, "all"):
+        return LOOKS_AHEAD
     if getattr(config, "kv_lora_rank", None):
         return "its multi-head latent attention (MLA) already caches a latent"
     if getattr(config, "num_kv_shared_layers", 0):
@@ -189,6 +198,8 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
     if not hasattr(layer, "self_attn"):
         return f"{type(layer).__name__} has no self_attn"
     attention = attention_of(layer)
+    if not getattr(attention, "is_causal", True):
+        return LOOKS_AHEAD
     if not isinstance(getattr(attention, "head_dim", None), int):
         return f"{type(attention).__name__} has no head_dim"
     module = modeling_module(layer)

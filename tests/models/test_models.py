@@ -17,10 +17,13 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
+from manifoldkv import compress, compressed
 from manifoldkv.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.loading import load_model
-from tests.families import tiny_model
+from manifoldkv.models.support import decoder_layers
+from tests.families import tiny_model, tiny_tokens
+from tests.plans import random_plan
 
 
 @pytest.fixture
@@ -158,6 +161,8 @@ def test_hub_model_out_of_reach_is_one_line():
         ("layer_types", ["chunked_attention"], "it has layers of type chunked_attention"),
         ("kv_lora_rank", 8, r"multi-head latent attention \(MLA\)"),
         ("num_kv_shared_layers", 1, "share the keys and values of others"),
+        ("is_causal", False, "its attention is bidirectional"),
+        ("use_bidirectional_attention", True, "its attention is bidirectional"),
     ],
 )
 def test_obstacles_in_the_configuration_are_named(name, value, reason):
@@ -195,6 +200,42 @@ def test_attention_written_another_way_is_named(monkeypatch, missing, reason):
     monkeypatch.delattr(modeling_llama, missing)
     with pytest.raises(ModelError, match=reason):
         Decoder.of(tiny_model("llama"))
+
+
+class TestBidirectionalAttention:
+    """A cache holds no keys and values that depend on later tokens."""
+
+    @pytest.mark.parametrize("layer", [0, 2])
+    def test_a_layer_is_refused(self, layer):
+        model = tiny_model("llama")
+        plan = random_plan(model)
+        decoder_layers(model)[layer].self_attn.is_causal = False
+        for call in (
+            lambda: compress(model, "text that is not read", recipe="eigen-attention"),
+            lambda: compressed(model, plan).__enter__(),
+        ):
+            with pytest.raises(ModelError, match="attention is bidirectional") as caught:
+                call()
+            assert "\n" not in str(caught.value)
+
+    def test_a_model_made_for_it_is_refused(self):
+        model = tiny_model("gemma3", use_bidirectional_attention=True)
+        with pytest.raises(ModelError, match="attention is bidirectional"):
+            Decoder.of(model)
+
+    def test_a_call_that_asks_for_it_is_refused(self):
+        model, tokens = tiny_model("llama"), tiny_tokens(2, 6)
+        with compressed(model, random_plan(model)) as new_cache, torch.no_grad():
+            cache = new_cache()
+            with pytest.raises(ModelError, match="attention is bidirectional"):
+                model(tokens, past_key_values=cache, is_causal=False)
+            assert cache.get_seq_length() == 0
+            model(tokens, past_key_values=cache, is_causal=True)
+
+    def test_images_alone_may_be(self):
+        model = tiny_model("llama")
+        model.config.use_bidirectional_attention = "vision"
+        assert len(Decoder.of(model).layers) == 3
 
 
 def test_missing_weights_are_refused(folder):
