@@ -10,15 +10,38 @@ import torch
 from torch import Tensor
 
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
+from manifoldkv.cache.storage import check_rows
 from manifoldkv.errors import CacheError
 from manifoldkv.plan.plan import CompressionPlan
 
 
-def new_tokens(given: dict[str, Any]) -> int:
-    """Return the number of new tokens of a call."""
+def new_tokens(given: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of rows and of new tokens of a call."""
     ids = given.get("input_ids")
     inputs = given.get("inputs_embeds") if ids is None else ids
-    return 0 if inputs is None else inputs.shape[1]  # the model itself wants one of them
+    return (0, 0) if inputs is None else inputs.shape[:2]  # the model itself wants one of them
+
+
+def check_call(given: dict[str, Any], cache: CompressedCache) -> None:
+    """Refuse tokens, positions and masks of other numbers of rows than those of a cache.
+
+    A model would broadcast some of them.
+    """
+    rows, tokens = new_tokens(given)
+    if rows and cache.rows is not None:
+        check_rows(cache.rows, rows)
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None and tuple(positions.shape[-2:]) not in {(1, tokens), (rows, tokens)}:
+        raise CacheError(
+            f"position_ids are {tuple(positions.shape)}, must be (1, {tokens}) or "
+            f"({rows}, {tokens}): one for every new token"
+        )
+    for each in mask.values() if isinstance(mask, dict) else [mask]:
+        if each is not None and each.shape[0] not in (1, rows):
+            raise CacheError(
+                f"the attention mask has {each.shape[0]} rows and the new tokens {rows}: pass one "
+                "row for each of them"
+            )
 
 
 def check_one_text_a_row(positions: Tensor | None, mask: Any) -> None:

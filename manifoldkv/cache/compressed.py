@@ -15,6 +15,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
+    GenerationMixin,
     PreTrainedModel,
 )
 from transformers.masking_utils import sdpa_mask
@@ -23,6 +24,7 @@ from manifoldkv.cache.attention import CachedAttention
 from manifoldkv.cache.calls import (
     boolean_masks,
     check_cache,
+    check_call,
     check_one_text_a_row,
     check_unpadded,
     new_tokens,
@@ -30,8 +32,7 @@ from manifoldkv.cache.calls import (
 from manifoldkv.cache.forward import ForwardPass
 from manifoldkv.cache.hooks import (
     WithoutGradient,
-    give_generate_a_cache,
-    refuse_continuous_batching,
+    change_generate,
     register,
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
@@ -226,10 +227,8 @@ class _Run:
         for index, attention in enumerate(self._decoder.attentions):
             add = attention.register_forward_pre_hook
             register(stack, add, self._before_attention(index))
-        give_generate_a_cache(stack, self._model, self.new_cache)
-        replace_attribute(
-            stack, self._model, "init_continuous_batching", refuse_continuous_batching
-        )
+        if isinstance(self._model, GenerationMixin):
+            change_generate(stack, self._model, self.new_cache)
 
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,7 +252,9 @@ class _Run:
             given["past_key_values"] = self.new_cache()
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._decoder.dtype)
-        given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._decoder.kinds)
+        _, tokens = new_tokens(given)
+        given["attention_mask"] = boolean_masks(mask, tokens, cache, self._decoder.kinds)
+        check_call(given, cache)
         if self._plan.rounds_runs:
             check_unpadded(given["attention_mask"])
         self._pass.begin(cache, self._plan.predictor_context())

@@ -22,15 +22,17 @@ class GPUTrellisStore(TrellisStore):
         self._encoder = EncoderTables.of(quantizer, device)
 
     def append(self, latents: Tensor) -> None:
-        stored = latents[:, 0, :, : self._stored].float()
-        batch, tokens, _ = stored.shape
-        size = self._quantizer.stream_bytes
-        self._allocate(size, batch, tokens, self._device)
-        encode(stored, self._encoder, self.newest_packed(tokens)[:, 0])
+        self._encode(self._of_stored(latents))
 
     def _append(self, latents: Tensor) -> Tensor:
-        self.append(latents.unsqueeze(1))
+        self._encode(latents)
         return self.read(len(self) - latents.shape[1], len(self))[:, 0, :, : self._stored]
+
+    def _encode(self, latents: Tensor) -> None:
+        """Append latents, (B, m, r)."""
+        batch, tokens, _ = latents.shape
+        self._allocate(self._quantizer.stream_bytes, batch, tokens, self._device)
+        encode(latents, self._encoder, self.newest_packed(tokens)[:, 0])
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
         for start, stop in split_tiles(first, len(self), size):

@@ -49,10 +49,11 @@ def register(stack: ExitStack, add: Callable[..., Any], hook: Callable[..., Any]
     stack.callback(add(_Hook(hook), with_kwargs=True).remove)
 
 
-def give_generate_a_cache(
-    stack: ExitStack, model: PreTrainedModel, new_cache: Callable[[], Any]
-) -> None:
-    """Make `generate` create a compressed cache where it would create an uncompressed one."""
+def change_generate(stack: ExitStack, model: PreTrainedModel, new_cache: Callable[[], Any]) -> None:
+    """Make `generate` create a compressed cache where it would create an uncompressed one.
+
+    Continuous batching, whose cache is paged, is refused.
+    """
     prepare = model._prepare_cache_for_generation
 
     def prepare_compressed(
@@ -74,10 +75,10 @@ def give_generate_a_cache(
         prepare(generation_config, model_kwargs, *args, **kwargs)
 
     replace_attribute(stack, model, "_prepare_cache_for_generation", prepare_compressed)
+    replace_attribute(stack, model, "init_continuous_batching", _refuse_continuous_batching)
 
 
-def refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse requests for a paged cache."""
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> NoReturn:
     raise CacheError(
         "continuous batching has a paged cache, which cannot be compressed: call generate"
     )

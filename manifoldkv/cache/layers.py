@@ -69,6 +69,11 @@ class CompressedLayer(CacheLayerMixin):
             self._forget_windowed()
 
     @property
+    def rows(self) -> int | None:
+        """Return the number of rows, B; None before the first tokens."""
+        return self.key_store.rows
+
+    @property
     def tokens_held(self) -> int:
         """Return the number of stored tokens."""
         return len(self.key_store)
@@ -164,18 +169,18 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select sequences by index or mask, with repetitions."""
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
+        """Select rows by index or mask, with repetitions."""
+        if self.rows is None:
+            return
+        indices = _chosen(self.rows, indices)
         for store in (self.key_store, self.value_store):
             store.select(indices)
         self.sinks.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times."""
-        if self.is_initialized:
-            batch = self.key_store.parts[0].view.shape[0]
-            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+        """Repeat every row `repeats` times."""
+        if self.rows is not None:
+            self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def offload(self) -> NoReturn:
         """Refuse to move the cache off the device of the model."""
@@ -202,7 +207,8 @@ class CompressedCache(Cache):
     """A key-value cache of latents.
 
     Created by the function that `compressed` returns and usable inside its block only. Between
-    calls it can be kept, continued, cropped and reordered like other caches of transformers.
+    calls it can be kept, continued, cropped and reordered like other caches of transformers. A call
+    has as many rows as the cache; `batch_repeat_interleave` and `batch_select_indices` change it.
 
     Parameters
     ----------
@@ -229,6 +235,11 @@ class CompressedCache(Cache):
         self._placed = 0
         """Number of tokens that have a position."""
 
+    @property
+    def rows(self) -> int | None:
+        """Return the number of rows, B; None before the first tokens."""
+        return self.layers[0].rows
+
     def nbytes(self) -> int:
         """Return the size of latents, scales, offsets and sink tokens in bytes."""
         return sum(store.nbytes for layer in self.layers for store in layer.stores)
@@ -249,7 +260,9 @@ class CompressedCache(Cache):
         self._forget_unused_positions()
         self._placed += positions.shape[1]
         new = positions.to(torch.int32)[:, None, :, None]
-        if len(self._positions):
+        if not len(self._positions):
+            self._positions.clear()  # those of another number of rows may have been dropped
+        else:
             held = self._positions.view
             if held.shape[0] == 1 < new.shape[0]:
                 self._positions.select(held.new_zeros(new.shape[0], dtype=torch.int64))
@@ -289,18 +302,24 @@ class CompressedCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows by index or mask, with repetitions."""
+        if self.rows is None:
+            return
+        indices = _chosen(self.rows, indices)
         super().batch_select_indices(indices)
         if len(self._positions) and self._positions.view.shape[0] > 1:
-            if indices.dtype == torch.bool:
-                indices = indices.nonzero().flatten()
             self._positions.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if len(self._positions) and self._positions.view.shape[0] > 1:
-            batch = self._positions.view.shape[0]
-            self._positions.select(torch.arange(batch).repeat_interleave(repeats))
+        """Repeat every row `repeats` times."""
+        if self.rows is not None:
+            self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def _growing(self) -> list[GrowingTensor]:
         parts = [p for layer in self.layers for store in layer.stores for p in store.parts]
         return [*parts, self._positions]
+
+
+def _chosen(rows: int, indices: Tensor) -> Tensor:
+    """Return the indices, from 0 on, of rows that a mask or indices select as they do in torch."""
+    return torch.arange(rows, device=indices.device)[indices]

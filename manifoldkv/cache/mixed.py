@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifoldkv.cache.storage import GrowingTensor, Store, Tile, can_compile, split_tiles
+from manifoldkv.cache.storage import (
+    GrowingTensor,
+    Store,
+    Tile,
+    can_compile,
+    check_latents,
+    split_tiles,
+)
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
 from manifoldkv.coding.scales import SMALLEST_SCALE, scale_codes, scales_of
@@ -82,7 +89,14 @@ class WidthStore(Store):
 
     def packed(self, start: int, stop: int) -> Packed:
         """Return some tokens as kernels take them; memory is shared."""
-        return Packed.of_view(self._codes.flat(start), self._codes.view.shape[2], stop - start)
+        batch, _, size, _ = self._codes.view.shape
+        return Packed.of_view(self._codes.flat(start, stop - start), batch, size, stop - start)
+
+    def _of_stored(self, latents: Tensor) -> Tensor:
+        """Return the latents that are stored, (B, m, stored), float32, of those or of all."""
+        alone = latents.shape[3] == self._stored
+        check_latents(latents, 1, self._stored if alone else self._features)
+        return latents[:, 0, :, : self._stored].float()
 
     def _allocate(self, size: int, batch: int, tokens: int, device: torch.device) -> None:
         """Append tokens (B, 1, size, m) that are to be written."""
@@ -93,7 +107,7 @@ class WidthStore(Store):
         """Return new tokens (B, size, m) on a CPU, to be written."""
         first = len(self)
         self._allocate(size, batch, tokens, torch.device("cpu"))
-        return self._codes.flat(first)
+        return self._codes.flat(first, tokens)
 
 
 class MixedWidthStore(WidthStore):
@@ -118,7 +132,7 @@ class MixedWidthStore(WidthStore):
         if self._encoding is not None:
             self.append_and_read(latents)
             return
-        x = latents.mT[:, :, : self._stored].float()  # (B, 1, stored, m)
+        x = self._of_stored(latents).mT.unsqueeze(1)  # (B, 1, stored, m)
         scales = scale_codes((x / self._deviation).square().mean(dim=2, keepdim=True).sqrt())
         x = x / scales_of(scales).clamp(min=SMALLEST_SCALE)
         codes = (x / self._step).floor() + self._half
@@ -128,7 +142,7 @@ class MixedWidthStore(WidthStore):
     def append_and_read(self, latents: Tensor) -> Tensor:
         if self._encoding is None:
             return super().append_and_read(latents)
-        stored = latents[:, 0, :, : self._stored].float()
+        stored = self._of_stored(latents)
         found = quantize(stored, self._encoding, self._extend(self._size, *stored.shape[:2]))
         found = functional.pad(found, (0, self._features - self._stored))
         return found.unsqueeze(1).to(self._dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manifoldkv.cache.storage import GrowingTensor, Store, Tile, split_tiles
+from manifoldkv.cache.storage import GrowingTensor, Store, Tile, check_latents, split_tiles
 from manifoldkv.coding.integers import (
     PLANES,
     FeatureIntegers,
@@ -112,6 +112,7 @@ class StaticRangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
+        check_latents(latents, len(self._offset), self._features)
         self._codes.append(_encode(latents, self._offset, self._scale, self._bits))
 
     def tiles(self, first: int, size: int) -> Iterator[Tile]:
@@ -155,6 +156,7 @@ class RangeStore(Store):
         return len(self._codes)
 
     def append(self, latents: Tensor) -> None:
+        check_latents(latents, latents.shape[1], self._features)
         by_run = latents.unflatten(2, (-1, self._run))  # (B, G, n / run, run, features)
         offsets, scales = stored_ranges(by_run, self._group, self._bits)
         offset, scale = self._of_elements(offsets), self._of_elements(scales)

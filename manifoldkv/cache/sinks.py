@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.storage import ExactStore, working_dtype
+from manifoldkv.cache.storage import ExactStore, check_rows, working_dtype
 from manifoldkv.models.rotary import Angles
 
 
@@ -57,6 +57,7 @@ class Sinks:
             return
         batch, heads, count, head_dim = keys.shape
         tokens, device = past + count, keys.device
+        check_rows(len(self.begins) or batch, batch)
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             begins = self.begins if len(self.begins) else self.begins.new_zeros(batch)

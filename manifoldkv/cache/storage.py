@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manifoldkv.errors import CacheError
 from manifoldkv.kernels.decode import is_available, runs_triton
 from manifoldkv.kernels.views import Array, View
 
@@ -45,6 +46,15 @@ def constant_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype.itemsize == 2 else dtype
 
 
+def check_rows(held: int, given: int) -> None:
+    """Refuse tokens of another number of rows than a cache has."""
+    if held != given:
+        raise CacheError(
+            f"the cache has {held} rows and the new tokens {given}: call batch_repeat_interleave "
+            "or batch_select_indices on the cache, or make a new one"
+        )
+
+
 class GrowingTensor:
     """Tensor (B, H, n, features) or (B, H, features, n) that grows along n in place.
 
@@ -65,14 +75,19 @@ class GrowingTensor:
         self._buffer: Tensor | None = None
         self._start = 0
         self._stop = 0
-        self._flat: tuple[Tensor, Array] | None = None
+        self._array: Array | None = None  # the buffer for kernels, made when they ask for it
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the array, whose memory is not shared with a copy of the buffer."""
-        return self.__dict__ | {"_flat": None}
+        return self.__dict__ | {"_array": None}
 
     def __len__(self) -> int:
         return self._stop - self._start
+
+    @property
+    def rows(self) -> int | None:
+        """Return the number of rows, B; None before the first tokens."""
+        return None if self._buffer is None else self._buffer.shape[0]
 
     @property
     def view(self) -> Tensor:
@@ -88,24 +103,40 @@ class GrowingTensor:
         self._buffer.narrow(self._dim, self._stop - count, count).copy_(new)
 
     def extend(self, like: Tensor, count: int) -> None:
-        """Add tokens that are not initialized, with all other dimensions of `like`."""
+        """Add tokens that are not initialized, with all other dimensions of `like`.
+
+        Raises
+        ------
+        CacheError
+            If these are not those of the tokens before. Nothing is added then.
+        """
         if self._buffer is None:
-            self._buffer = self._allocated(like, 0)
+            self._hold(self._allocated(like, 0))
+        self._check(like)
+        assert self._buffer is not None
         if self._stop + count > self._buffer.shape[self._dim]:
             self._reallocate(len(self) + count + self._slack(len(self) + count))
         self._stop += count
 
-    def flat(self, first: int) -> View:
-        """Return tokens from the first one on, (B, features, n), as kernels take them.
+    def flat(self, first: int, count: int) -> View:
+        """Return `count` tokens from the first one on, (B, features, count), as kernels take them.
 
         Only for tokens along dimension 3, of one head.
+
+        Raises
+        ------
+        CacheError
+            If there are fewer tokens.
         """
         assert self._buffer is not None
-        if self._flat is None or self._flat[0] is not self._buffer:
-            self._flat = self._buffer, self._buffer.numpy().reshape(-1)
+        if not 0 <= first <= first + count <= len(self):
+            raise CacheError(f"tokens {first} to {first + count} are not among {len(self)}")
+        if self._array is None:
+            self._array = self._buffer.numpy().reshape(-1)
         batch, _, features, capacity = self._buffer.shape
-        batch_stride = features * capacity if batch > 1 else 0
-        return self._flat[1][self._start + first :], batch_stride, capacity
+        start = self._start + first
+        stop = start + (batch * features - 1) * capacity + count
+        return self._array[start:stop], features * capacity if batch > 1 else 0, capacity
 
     def drop_first(self, count: int) -> None:
         """Drop the first `count` tokens, or all."""
@@ -121,11 +152,12 @@ class GrowingTensor:
         """Select sequences by index, with repetitions."""
         if self._buffer is not None:
             with torch.inference_mode(False):
-                self._buffer = self._buffer.index_select(0, sequences.to(self._buffer.device))
+                self._hold(self._buffer.index_select(0, sequences.to(self._buffer.device)))
 
     def clear(self) -> None:
         """Drop all tokens and free their memory."""
-        self._buffer, self._start, self._stop = None, 0, 0
+        self._hold(None)
+        self._start = self._stop = 0
 
     def compact(self) -> None:
         """Free the memory allocated beyond the tokens."""
@@ -142,6 +174,21 @@ class GrowingTensor:
         """Return the allocated bytes."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
+    def _hold(self, buffer: Tensor | None) -> None:
+        """Replace the buffer, without keeping the memory of the one before."""
+        self._buffer, self._array = buffer, None
+
+    def _check(self, like: Tensor) -> None:
+        """Refuse tokens whose rows, heads or features are not those of the tokens before."""
+        assert self._buffer is not None
+        held, new, of_features = self._buffer.shape, like.shape, 5 - self._dim
+        check_rows(held[0], new[0])
+        if held[1] != new[1] or held[of_features] != new[of_features]:
+            raise CacheError(
+                f"tokens of {new[1]} heads and {new[of_features]} features do not fit those "
+                f"stored, of {held[1]} heads and {held[of_features]} features"
+            )
+
     def _shrink(self) -> None:
         capacity = 0 if self._buffer is None else self._buffer.shape[self._dim]
         if capacity > max(LARGEST_RATIO * len(self), len(self) + 2 * self._smallest_growth):
@@ -153,7 +200,7 @@ class GrowingTensor:
     def _reallocate(self, capacity: int) -> None:
         assert self._buffer is not None
         held = self.view
-        self._buffer = self._allocated(held, capacity)
+        self._hold(self._allocated(held, capacity))
         self._start, self._stop = 0, held.shape[self._dim]
         self.view.copy_(held)
 
@@ -170,6 +217,15 @@ class GrowingTensor:
             return like.new_empty(shape)
 
 
+def check_latents(latents: Tensor, groups: int, features: int) -> None:
+    """Refuse latents (B, G, m, features) that are not those of a store's site."""
+    if latents.shape[1] != groups or latents.shape[3] != features:
+        raise CacheError(
+            f"latents of {latents.shape[1]} head groups and {latents.shape[3]} features are not "
+            f"those of a site with {groups} head groups and {features} features"
+        )
+
+
 class Store(ABC):
     """Latents of one site of one layer, (B, G, n, features), in the format of a quantizer."""
 
@@ -180,9 +236,20 @@ class Store(ABC):
     def __len__(self) -> int:
         """Return the number of tokens."""
 
+    @property
+    def rows(self) -> int | None:
+        """Return the number of rows, B; None before the first tokens."""
+        return next((part.rows for part in self.parts if part.rows is not None), None)
+
     @abstractmethod
     def append(self, latents: Tensor) -> None:
-        """Append tokens, (B, G, m, features)."""
+        """Append tokens, (B, G, m, features).
+
+        Raises
+        ------
+        CacheError
+            If B, G or the features are not those of the tokens before. Nothing is appended then.
+        """
 
     @abstractmethod
     def tiles(self, first: int, size: int) -> Iterator[Tile]:

@@ -27,10 +27,10 @@ class TrellisStore(WidthStore):
         self._scales = functional.pad(short_scales(), (0, 1), value=torch.nan).to(device)
 
     def append(self, latents: Tensor) -> None:
-        self._append(latents[:, 0])
+        self._append(self._of_stored(latents))
 
     def append_and_read(self, latents: Tensor) -> Tensor:
-        found = self._append(latents[:, 0])
+        found = self._append(self._of_stored(latents))
         found = functional.pad(found, (0, self._features - self._stored))
         return found.unsqueeze(1).to(latents.device, self._dtype)
 
@@ -38,10 +38,10 @@ class TrellisStore(WidthStore):
         return self._append((x - expected) @ down.mT)
 
     def _append(self, latents: Tensor) -> Tensor:
-        """Append latents (B, m, r or more), and return their reconstructions, (B, m, r)."""
+        """Append latents (B, m, r), and return their reconstructions, alike."""
         batch, tokens = latents.shape[:2]
         size = self._quantizer.stream_bytes
-        x = latents[..., : self._stored].float().cpu()
+        x = latents.cpu()
         if self._device.type == "cpu":
             return self._quantizer.encode(x, self._extend(size, batch, tokens))
         codes = torch.empty(batch, size, tokens, dtype=torch.uint8)

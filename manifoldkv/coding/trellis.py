@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil
 from threading import local
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,9 @@ from torch.nn.functional import normalize
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.quantizer import straight_through
 from manifoldkv.coding.scales import SHORT_BITS, short_scales
+from manifoldkv.coding.views import View, check_shape, check_view
 from manifoldkv.errors import PlanError
 from manifoldkv.runs.threads import run_in_parts
-
-if TYPE_CHECKING:
-    from manifoldkv.coding.viterbi import View
 
 STATES = 1024
 """States of the trellis. A search takes as long as there are states; with 256 the error is 1.03 to
@@ -204,6 +202,8 @@ class TrellisCoded(MixedWidths):
         from manifoldkv.coding import viterbi
 
         batch, per_text, stored = latents.shape
+        check_shape("latents", (stored,), self.stored)
+        check_view("codes", codes, batch, self.stream_bytes, per_text)
         tokens = batch * per_text
         found = torch.empty(tokens, stored)
         x = latents.reshape(tokens, stored).contiguous().numpy()

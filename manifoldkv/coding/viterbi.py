@@ -13,9 +13,9 @@ import numba
 import numpy as np
 from numba import float32, int64, uint8, uint16, void
 from numba.types import Tuple
-from numpy.typing import NDArray
 
 from manifoldkv.coding.scales import NAN_SHORT, SHORT_BITS
+from manifoldkv.coding.views import Array, View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""
@@ -33,9 +33,6 @@ _FLOATS, _BYTES, _MATRIX = float32[::1], uint8[::1], float32[:, ::1]
 _TABLES = Tuple((int64[::1], _MATRIX, _MATRIX, _FLOATS, float32))
 _VIEW = Tuple((_BYTES, int64, int64))
 _SCRATCH = Tuple((_MATRIX, uint8[:, ::1], _FLOATS, uint16[::1]))
-Array = NDArray[Any]
-View = tuple[Array, int, int]
-"""Elements of a tensor (B, rows, m), and its strides by batch and row."""
 
 
 @numba.njit(**_OPTIONS)

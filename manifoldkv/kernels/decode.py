@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manifoldkv.errors import CacheError
 from manifoldkv.kernels.tables import KeyTables, LatentTables
-from manifoldkv.kernels.views import Array, Packed, flat_view
+from manifoldkv.kernels.views import Array, Packed, check_shape, flat_view
 from manifoldkv.runs.threads import run_in_parts
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,16 @@ def scores(
         (B, H_kv · R, n), float32, with tokens last in memory.
     """
     _check_tokens_last(out)
-    out.zero_()
+    check_shape("queries", queries.shape[1::2], *tables.order.shape)
+    packed.check(len(queries), tables.latents.nbytes)
+    check_angles(cos, sin, tables, packed.batch, packed.tokens)
     rows, size = queries.shape[1:3].numel(), queries.shape[1:].numel()
+    inputs = tables.predictor.shape[1]
+    if predicted is not None or inputs:
+        found = () if predicted is None else predicted.shape
+        check_shape("inputs of predictors", found, packed.batch, inputs, packed.tokens)
+    check_shape("scores", out.shape, packed.batch, rows, packed.tokens)
+    out.zero_()
     absent = np.empty(0, np.float32), 0, 0  # of which no row is read
     views = flat_view(cos.mT), flat_view(sin.mT), flat_view(out)
     numbers = np.arange(max(len(tables.mean), rows))
@@ -132,7 +141,14 @@ def mix(
     column : int
         First of r columns.
     """
-    kernel, scratch = kernels().mix, weights.shape[1] + 5
+    batch, rows, columns = out.shape
+    check_shape("weights", weights.shape, batch, rows, packed.tokens)
+    packed.check(batch, tables.nbytes)
+    if not 0 <= column <= columns - len(tables.fields):
+        raise CacheError(
+            f"mixtures have {columns} columns, too few for {len(tables.fields)} from {column} on"
+        )
+    kernel, scratch = kernels().mix, rows + 5
     arguments = flat_view(weights), (*packed[:2], *tables.arrays)
     parts: list[Tensor] = []
 
@@ -162,6 +178,9 @@ def project(packed: Packed, tables: LatentTables, matrix: Tensor, out: Tensor) -
         (B, p, n), float32.
     """
     _check_tokens_last(out)
+    packed.check(len(out), tables.nbytes)
+    check_shape("matrix", matrix.shape, out.shape[1], len(tables.fields))
+    check_shape("products", out.shape, len(out), len(matrix), packed.tokens)
     kernel = kernels().project
     arguments = (*packed[:2], *tables.arrays), matrix.contiguous().numpy(), np.arange(len(matrix))
 
@@ -188,6 +207,9 @@ def unpack(packed: Packed, tables: LatentTables, factors: Tensor, out: Tensor) -
         (B, r or more, n), float32. Rows after the first r stay as they are.
     """
     _check_tokens_last(out)
+    packed.check(len(out), tables.nbytes)
+    check_shape("factors", factors.shape, len(tables.fields))
+    check_shape("latents", out.shape, len(out), max(out.shape[1], len(factors)), packed.tokens)
     kernel = kernels().unpack
     arguments = (*packed[:2], *tables.arrays), factors.numpy()
 
@@ -196,6 +218,16 @@ def unpack(packed: Packed, tables: LatentTables, factors: Tensor, out: Tensor) -
         kernel(*arguments, scratch, flat_view(out), len(out), first, stop)
 
     in_parts(packed.tokens, write, packed.tokens)
+
+
+def check_angles(cos: Tensor, sin: Tensor, tables: KeyTables, batch: int, tokens: int) -> None:
+    """Raise `CacheError` unless angles (1 or `batch`, at least `tokens`, angles) fit keys."""
+    rows, count, angles = cos.shape
+    if sin.shape != cos.shape or rows not in (1, batch) or count < tokens or angles < tables.angles:
+        raise CacheError(
+            f"angles are {tuple(cos.shape)} and {tuple(sin.shape)}, where a kernel takes "
+            f"(1 or {batch}, {tokens}, {tables.angles})"
+        )
 
 
 def _check_tokens_last(out: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifoldkv.coding.entropy import EntropyCoded
 from manifoldkv.errors import CodecError
-from manifoldkv.kernels.views import Array
+from manifoldkv.kernels.views import Array, check_shape
 
 FARTHEST_PAST = 1 << 30
 """Largest distance of a symbol past the end of its table."""
@@ -105,6 +105,7 @@ def encode(symbols: Tensor, tables: EntropyTables) -> tuple[Array, Array, Array]
         (tokens,) in uint32, uint16 and uint32.
     """
     kernels, (latents, tokens) = _kernels(), symbols.shape
+    check_shape("symbols", (latents,), tables.latents)
     states = np.full(tokens, kernels.LEAST_STATE, dtype=np.uint32)
     words = np.empty(2 * latents * tokens, dtype=np.uint16)
     past = np.empty(latents * tokens, dtype=np.uint32)
@@ -143,6 +144,9 @@ class SymbolReader:
         CodecError
             If they are not those of an encoder with these tables.
         """
+        left = self._tables.latents - self._latent
+        if latents > left:
+            raise CodecError(f"{latents} latents are asked for, of which {left} are left")
         symbols = torch.empty(latents, len(self._states), dtype=torch.int32)
         kernels, position = _kernels(), self._position
         numbers = self._latent, self._states, self._words, self._past, position, self._scratch

@@ -28,6 +28,7 @@ from manifoldkv.kernels.gpu_latents import (
     unpack,
 )
 from manifoldkv.kernels.gpu_tables import Keys, Latents
+from manifoldkv.kernels.views import check_shape
 
 FEATURES = Constant(gpu_tables.FEATURES)
 MIXED_TOKENS, MIXED = Constant(32), Constant(128)  # of a tile of mixtures, and its latents
@@ -88,6 +89,14 @@ def scores(
     """
     batch, heads, rows_per_head, head_dim = queries.shape
     n, rows = codes.shape[-1], heads * rows_per_head
+    check_shape("queries", (heads * head_dim, head_dim), keys.width, len(keys.partner))
+    keys.latents.check(codes, batch, n)
+    for x in (cos, sin):
+        angles = max(x.shape[2], keys.angles)
+        check_shape("angles", x.shape, 1 if len(x) == 1 else batch, n, angles)
+    if predicted is not None or keys.prediction.shape[-1]:
+        found = () if predicted is None else predicted.shape
+        check_shape("inputs of predictors", found, batch, keys.prediction.shape[-1], n)
     queries = queries.contiguous()
     cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
     inputs = codes[:, 0] if predicted is None else predicted
@@ -141,7 +150,10 @@ def mix(
     Tensor
         (B, rows, 1 + all latents), float32.
     """
-    batch, rows, _ = weights.shape
+    batch, rows, given = weights.shape
+    check_shape("weights", weights.shape, batch, rows, max(n, given))
+    for codes, latents in sources:
+        latents.check(codes, batch, n)
     counts = [len(latents.centres) for _, latents in sources]
     row_tiles, row_size = _row_tiles(rows)
     tiles = ceil((n + 3) / MIXED_TOKENS.value)
@@ -186,6 +198,8 @@ def project(
         As in `scores`.
     """
     batch, rows, n = out.shape
+    latents.check(codes, batch, n)
+    check_shape("matrix", matrix.shape, rows, len(latents.centres))
     if not len(latents.centres):
         return
     row_tiles, row_size = _row_tiles(rows)

@@ -34,6 +34,7 @@ from manifoldkv.kernels.gpu_latents import (
 )
 from manifoldkv.kernels.gpu_tables import Latents, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
+from manifoldkv.kernels.views import check_shape
 
 WINDOW, FOLLOWING = 128, 64
 """Bits of a window, a multiple of 8, and of those that follow it."""
@@ -133,6 +134,8 @@ def encode(latents: Tensor, tables: EncoderTables, codes: Tensor) -> None:
         Streams of tokens, (B, bytes, m), uint8, with stride 1 in tokens, which are written.
     """
     batch, per_text, r = latents.shape
+    check_shape("latents", (r,), len(tables.own))
+    tables.latents.check(codes.unsqueeze(1), batch, per_text)
     if not r:
         codes.zero_()
         return
@@ -173,6 +176,8 @@ def read(codes: Tensor, latents: Latents, factor: Tensor, dtype: torch.dtype) ->
         Of the latents.
     """
     batch, n, r = len(codes), codes.shape[3], len(factor)
+    latents.check(codes, batch, n)
+    check_shape("factors", factor.shape, len(latents.centres))
     out = torch.empty(batch, r, n, dtype=dtype, device=codes.device)
     words = in_words(codes)
     grid = ceil((n + words.before) / TOKENS.value), ceil(r / LATENTS.value), batch

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from manifoldkv.coding.trellis import STATES
 from manifoldkv.kernels.tables import LatentTables
+from manifoldkv.kernels.views import check_shape
 
 FEATURES = 32
 """Features of a tile of keys."""
@@ -36,19 +37,27 @@ class Latents:
         Number of fields; 0 for trellis-coded latents.
     last : int
         Last byte of a stream of trellis-coded latents.
+    nbytes : int
+        Number of first bytes of a token that latents are read from.
     """
 
     fields: Tensor
     centres: Tensor
     depth: int
     last: int
+    nbytes: int
+
+    def check(self, codes: Tensor, batch: int, tokens: int) -> None:
+        """Raise `CacheError` unless packed latents are (batch, 1, `nbytes` or more, tokens)."""
+        size = max(codes.shape[2], self.nbytes)
+        check_shape("packed latents", codes.shape, batch, 1, size, tokens)
 
 
 def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
     """Return the tables of a site on a GPU."""
     fields, last = tables.fields, 0
     if tables.is_trellis:
-        last = int(fields[:, 0, :3].max())
+        last = tables.nbytes - 1
         words = fields[:, 0, 0] | fields[:, 0, 3] << 16 | _beyond(fields[:, 1, 0]) << 20
         flat = torch.stack([words, *fields[:, 1, 1:3].unbind(1)], dim=1)
         unsigned = flat.numpy().astype(np.uint32)  # as multipliers and offsets are
@@ -57,7 +66,8 @@ def tabulate_latents(tables: LatentTables, device: torch.device) -> Latents:
         depth = int((fields[..., 2] > 0).any(dim=0).sum())  # without fields that no latent has
         byte, right, mask, left = fields[:, :depth].unbind(2)
         words = (byte | right << 16 | left << 19 | mask << 22).to(torch.int32)
-    return Latents(words.to(device).contiguous(), tables.centres.to(device), depth, last)
+    centres = tables.centres.to(device)
+    return Latents(words.to(device).contiguous(), centres, depth, last, tables.nbytes)
 
 
 def _beyond(masks: Tensor) -> Tensor:
@@ -86,6 +96,8 @@ class Keys:
     up, mean, prediction : Tensor
         Rows of the features, (size, columns) for each tile, (tiles, size) and (tiles, size, p),
         float32.
+    width, angles : int
+        Number of features, D, and of first angles that they are rotated by.
     """
 
     latents: Latents
@@ -99,6 +111,8 @@ class Keys:
     up: Tensor
     mean: Tensor
     prediction: Tensor
+    width: int
+    angles: int
 
 
 def tabulate_keys(
@@ -151,6 +165,8 @@ def tabulate_keys(
         torch.cat(blocks),
         functional.pad(mean, (0, 1))[features],
         functional.pad(prediction, (0, 0, 0, 1))[features],
+        len(up),
+        int(angle.max()) + 1,
     )
 
 

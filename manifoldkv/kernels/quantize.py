@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.kernels.tables import LatentTables
-from manifoldkv.kernels.views import Array, View
+from manifoldkv.kernels.views import Array, View, check_shape, check_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,13 @@ def encode(
     codes : View
         Of packed integers and codes of scales (B, bytes, m), uint8, which are written.
     """
-    batch, tokens, _ = x.shape
+    batch, tokens, features = x.shape
     out = torch.empty(batch, tokens, len(down))
-    arrays = _rows(x), _rows(expected), down.numpy(), tokens, tables.arrays
+    _check(out, tables, codes)
+    check_shape("projections", down.shape, len(down), features)
+    means = _rows(expected)
+    check_shape("expected ones", means.shape, 1 if len(means) == 1 else batch * tokens, features)
+    arrays = _rows(x), means, down.numpy(), tokens, tables.arrays
     _kernels().encode(*arrays, codes, _rows(out))
     return out
 
@@ -80,9 +84,17 @@ def quantize(latents: Tensor, tables: QuantizerTables, codes: View) -> Tensor:
     Other parameters are as in `encode`.
     """
     out = torch.empty_like(latents, memory_format=torch.contiguous_format)
+    _check(latents, tables, codes)
     arrays = _rows(latents), latents.shape[1], tables.arrays
     _kernels().quantize(*arrays, codes, _rows(out))
     return out
+
+
+def _check(latents: Tensor, tables: QuantizerTables, codes: View) -> None:
+    """Raise `CacheError` unless latents (B, m, r) and codes fit the tables."""
+    batch, tokens, count = latents.shape
+    check_shape("latents", (count,), len(tables.deviation))
+    check_view("codes", codes, batch, tables.bytes_per_token, tokens)
 
 
 def _rows(x: Tensor) -> Array:

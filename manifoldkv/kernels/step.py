@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifoldkv.kernels.decode import held_scratch, in_parts, kernels
+from manifoldkv.errors import CacheError
+from manifoldkv.kernels.decode import check_angles, held_scratch, in_parts, kernels
 from manifoldkv.kernels.tables import KeyTables, LatentTables
-from manifoldkv.kernels.views import Array, Packed, flat_view
+from manifoldkv.kernels.views import Array, Packed, check_shape, flat_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,13 @@ def attend(
     """
     batch, heads, rows, head_dim = queries.shape
     count, keys = heads * rows, tables.keys
+    _check(queries, packed, sources, tables, sinks)
+    if tiles is None:
+        packed.check(batch, 0)
+        check_angles(cos, sin, keys, batch, packed.tokens)
+        tiles = _tiles_of(batch, packed.tokens)
+    else:
+        check_angles(cos, sin, keys, batch, _check_tiles(tiles, batch, packed))
     views = [one[:2] for one in sources]
     views += [packed[:2]] * (most_sources() - len(views))
     of_queries = queries.numpy()
@@ -160,7 +168,7 @@ def attend(
         flat_view(cos.mT),
         flat_view(sin.mT),
         np.arange(max(len(keys.mean), count)),
-        tiles := _tiles_of(batch, packed.tokens) if tiles is None else tiles,
+        tiles,
     )
     scratch_rows = 2 * count + 5 + tables.scratch_rows
     parts: list[tuple[Array, Array]] = []
@@ -179,3 +187,46 @@ def attend(
         mixed, largest, of_queries, *(x.numpy() for x in sinks), tables.maps.numpy(), out.numpy()
     )
     return out
+
+
+def _check(
+    queries: Tensor,
+    packed: Packed,
+    sources: Sequence[Packed],
+    tables: StepTables,
+    sinks: tuple[Tensor, Tensor],
+) -> None:
+    """Raise `CacheError` unless the operands of `attend` fit each other."""
+    batch, heads, _, head_dim = queries.shape
+    check_shape("queries", queries.shape[1::2], *tables.keys.order.shape)
+    for x in sinks:
+        check_shape("sink tokens", x.shape, batch, heads, sinks[0].shape[2], head_dim)
+    packed.check(packed.batch, tables.keys.latents.nbytes)
+    if len(sources) != len(tables.sources):
+        raise CacheError(f"{len(sources)} sources of latents, must be {len(tables.sources)}")
+    for one, source in zip(sources, tables.sources, strict=True):
+        one.check(packed.batch, source.latents.nbytes)
+        if one.tokens != packed.tokens:
+            raise CacheError(f"keys of {packed.tokens} tokens, a source of {one.tokens}")
+
+
+def _check_tiles(tiles: Array, batch: int, packed: Packed) -> int:
+    """Return the tokens that angles are needed of.
+
+    Raises
+    ------
+    CacheError
+        If a tile is not one of the texts and of the packed latents.
+    """
+    if not len(tiles):
+        return 0
+    text, index, _, tokens, _ = tiles.max(axis=0).tolist()
+    end, place = (tiles[:, 2::2] + tiles[:, 3:4]).max(axis=0).tolist()
+    limits = batch - 1, packed.batch - 1, kernels().TILE, packed.tokens
+    beyond = [x > y for x, y in zip((text, index, tokens, end), limits, strict=True)]
+    if tiles.min() < 0 or any(beyond):
+        raise CacheError(
+            f"tiles of {text + 1} texts in {index + 1} rows of {end} packed tokens, where there "
+            f"are {batch} texts and {packed.batch} rows of {packed.tokens}"
+        )
+    return int(place)

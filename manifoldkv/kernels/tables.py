@@ -73,6 +73,12 @@ class LatentTables:
         return bool(self.fields[:, 3, 0].any())
 
     @cached_property
+    def nbytes(self) -> int:
+        """Return the number of first bytes of a token that latents are read from."""
+        places = self.fields[:, 0, :3] if self.is_trellis else self.fields[..., 0]
+        return int(places.max()) + 1 if len(places) else 0
+
+    @cached_property
     def arrays(self) -> tuple[Array, ...]:
         """Return the tensors as NumPy arrays."""
         return self.fields.numpy(), self.centres.numpy()
@@ -175,6 +181,11 @@ class KeyTables:
         """Return the tensors from `groups` on as NumPy arrays."""
         tensors = (self.groups, self.blocks, self.slots, self.weights, self.segments, self.pairs)
         return tuple(x.numpy() for x in (*tensors, self.mean, self.predictor, self.order))
+
+    @cached_property
+    def angles(self) -> int:
+        """Return the number of first angles that keys are rotated by."""
+        return int(self.pairs[:, 2:].max()) + 1 if len(self.pairs) else 0
 
     @cached_property
     def scratch_rows(self) -> int:

@@ -1,15 +1,15 @@
-"""Tensors as compiled kernels take them: arrays in one run of memory, and their strides."""
+"""Tensors and packed latents as compiled kernels take them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-Array = np.ndarray[Any, Any]
-View = tuple[Array, int, int]
-"""Elements of a tensor (1 or B, rows, n), and its strides by batch and row."""
+from manifoldkv.coding.views import Array, View, check_shape, check_view
+from manifoldkv.errors import CacheError
+
+__all__ = ["Array", "Packed", "View", "check_shape", "check_view", "flat_view"]
 
 
 def flat_view(x: Tensor) -> View:
@@ -38,19 +38,33 @@ class Packed(NamedTuple):
         The last bytes of tokens, which have their scales, (B, 1, n), uint8.
     tokens : int
         Number of tokens, n.
+    batch, size : int
+        Number of sequences, B, and of bytes of a token.
     """
 
     codes: View
     scales: View
     tokens: int
+    batch: int
+    size: int
 
     @classmethod
     def of(cls, codes: Tensor) -> Packed:
         """Return packed latents with codes (B, bytes, n), uint8."""
-        return cls.of_view(flat_view(codes), *codes.shape[1:])
+        return cls.of_view(flat_view(codes), *codes.shape)
 
     @classmethod
-    def of_view(cls, codes: View, size: int, tokens: int) -> Packed:
-        """Return packed latents, of each token `size` bytes."""
+    def of_view(cls, codes: View, batch: int, size: int, tokens: int) -> Packed:
+        """Return packed latents (batch, size, tokens), whose last bytes are scales."""
+        check_view("packed latents", codes, batch, size, tokens)
         flat, batch_stride, row_stride = codes
-        return cls(codes, (flat[(size - 1) * row_stride :], batch_stride, row_stride), tokens)
+        scales = flat[(size - 1) * row_stride :], batch_stride, row_stride
+        return cls(codes, scales, tokens, batch, size)
+
+    def check(self, batch: int, size: int) -> None:
+        """Raise `CacheError` unless there are so many sequences, of at least so many bytes."""
+        if self.batch != batch or self.size < size:
+            raise CacheError(
+                f"packed latents have {self.batch} rows of {self.size} bytes a token, where a "
+                f"kernel takes {batch} of at least {size}"
+            )

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from manifoldkv import CompressionPlan, Quantization, compressed
+from manifoldkv import CompressionPlan, Quantization, compress, compressed
 from manifoldkv.errors import CacheError
 from tests.cache.test_compressed import LONG, ROTARIES, assert_equal, reference, steps
 from tests.families import tiny_model, tiny_tokens
@@ -136,6 +137,40 @@ class TestMasksOfFourDimensions:
         with compressed(model, plan), torch.no_grad():
             found = model(input_ids=tokens, attention_mask=masks).logits
         assert_equal(found, steps(model, plan, tokens, [LONG]))
+
+
+HEADS = {
+    "AutoModel": "last_hidden_state",
+    "AutoModelForSequenceClassification": "logits",
+    "AutoModelForTokenClassification": "logits",
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("head", HEADS)
+def test_models_that_do_not_generate(head: str, family: str) -> None:
+    """The model they share with one that does is called in the same way."""
+    causal, tokens = tiny_model(family), tiny_tokens(2, LONG)
+    model = getattr(transformers, head).from_config(causal.config).to(causal.dtype).eval()
+    model.get_decoder().load_state_dict(causal.get_decoder().state_dict())
+    before = set(vars(model))
+    plan = random_plan(model)
+    with compressed(model, plan) as new_cache, torch.no_grad():
+        cache, found = new_cache(), []
+        for piece in tokens.split([9, 1, LONG - 10], dim=1):
+            found.append(model(input_ids=piece, past_key_values=cache)[HEADS[head]])
+        at_once = model(input_ids=tokens)[HEADS[head]]
+    whole = found[-1] if head.endswith("SequenceClassification") else torch.cat(found, dim=1)
+    assert_equal(whole, at_once)
+    if head == "AutoModel":
+        with compressed(causal, random_plan(causal)), torch.no_grad():
+            hidden = causal(input_ids=tokens, output_hidden_states=True).hidden_states
+        assert_equal(whole, hidden[-1])
+    assert cache.get_seq_length() == LONG
+    assert set(vars(model)) == before
+    planned = compress(model, tokens, recipe="eigen-attention", ratio=0.5)
+    with compressed(model, planned):
+        model(input_ids=tokens)
 
 
 class TestSeveralTextsInOneRow:

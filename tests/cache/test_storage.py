@@ -1,13 +1,16 @@
+from weakref import ref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manifoldkv import Quantization, compressed
+from manifoldkv.cache import CompressedCache
 from manifoldkv.cache.storage import GrowingTensor
 from manifoldkv.errors import CacheError
 from tests.families import tiny_model, tiny_tokens
-from tests.plans import random_plan
+from tests.plans import designed_plan, random_plan
 
 
 def numbered(start: int, stop: int) -> torch.Tensor:
@@ -57,6 +60,29 @@ class TestGrowingTensor:
         tensor.append(torch.arange(3.0).view(3, 1, 1, 1))
         tensor.select(torch.tensor([2, 0, 0, 1]))
         assert tensor.view.flatten().tolist() == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["chain", "trellis chain"])
+def test_memory_that_is_replaced_is_freed(kind: str) -> None:
+    model, tokens = tiny_model("llama", torch.float32), tiny_tokens(2, 60).repeat(1, 10)
+    plan = designed_plan(model, kind, sinks=0)
+
+    def buffers(cache: CompressedCache) -> list[ref[torch.Tensor]]:
+        return [ref(part._buffer) for part in cache._growing()]
+
+    with compressed(model, plan) as new_cache, torch.no_grad():
+        for change in (
+            CompressedCache.compact,
+            CompressedCache.reset,
+            lambda cache: cache.crop(-500),
+            lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        ):
+            cache = new_cache()
+            model(tokens[:, :-1], past_key_values=cache)
+            model(tokens[:, -1:], past_key_values=cache)
+            before = buffers(cache)[:-1]  # without positions, of which there is one row
+            change(cache)
+            assert all(buffer() is None for buffer in before)
 
 
 FORMATS = {
