@@ -15,7 +15,7 @@ from manifoldkv.cli import inputs, main
 from manifoldkv.cli.app import app
 from manifoldkv.core.basis import HeadGrouping
 from manifoldkv.evaluate.reports import plan as reports
-from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.objectives import KQSVD, OBJECTIVES
 from manifoldkv.learn.ranks import RANK_RULES
 from manifoldkv.learn.solvers import SOLVERS
 from manifoldkv.learn.solvers.predictor import Predictor
@@ -283,7 +283,7 @@ def test_solvers_take_own_objective(late_keys, solver):
 def test_own_solver_obeys_the_laws(folder):
     exec(OWN_SOLVER, {})
     suite = SolverConformance()
-    suite.solver = SOLVERS.get("random-walk")()
+    suite.solver, suite.objective = SOLVERS.get("trust-region")(), KQSVD()
     laws = [name for name in dir(suite) if name.startswith("test_")]
     assert len(laws) >= 4
     for law in laws:

@@ -140,8 +140,7 @@ def test_descent_from_a_random_point_ends_at_the_closed_form(
 def test_losses_on_all_data_fall_with_every_step(solver):
     history = solver.solve(problem_of(KQSVD(), "key", 1), RANK).history
     assert history
-    # A trust region is left when rounding hides the decrease of its model.
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(history))
+    assert all(later <= earlier for earlier, later in pairwise(history))
 
 
 @pytest.mark.parametrize("solver", [Flag(steps=8), ObliqueFlag(steps=8)])
@@ -199,8 +198,8 @@ def test_oblique_bases_are_better_than_orthonormal_ones():
     assert losses[0] < problem.loss(closed_form).item()
 
 
-@pytest.mark.parametrize("solver", [RiemannianLBFGS()])
-def test_layer_output_is_as_small_as_by_riemannian_adam(solver):
+def test_layer_output_is_as_small_as_by_riemannian_adam():
     problem = problem_of(LayerOutput(), "value", 1)
-    losses = [problem.loss(x.solve(problem, RANK).basis).item() for x in (solver, RiemannianAdam())]
+    solvers = RiemannianLBFGS(), RiemannianAdam()
+    losses = [problem.loss(solver.solve(problem, RANK).basis).item() for solver in solvers]
     assert losses[0] < 1.005 * losses[1]
