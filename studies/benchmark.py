@@ -37,13 +37,13 @@ def main() -> int:
         described = kind.__doc__ or ""
         of_kind = kinds.add_parser(name, description=described, help=described.partition("\n")[0])
         kind.add_arguments(of_kind)
-        of_kind.add_out(f"figures/{name}/<model>")
+        of_kind.add_out(f"figures/runs/{name}/<model>")
     return common.run_study(parser, study)
 
 
 def study(given: argparse.Namespace) -> None:
     kind = MEASUREMENTS[given.measurement]
-    out = common.output_folder(given, given.measurement, Path(given.model).name)
+    out = common.output_folder(given, "runs", given.measurement, Path(given.model).name)
     if given.redraw:
         kind.redraw(out)
     else:

@@ -103,6 +103,17 @@ def folder_named(name: str) -> Path:
     return Path(name)
 
 
+class Stages:
+    """Lines that say how far a run is: ``stage 2 of 6: perplexities``."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._begun = total, 0
+
+    def begin(self, stage: str) -> None:
+        self._begun += 1
+        print(f"stage {self._begun} of {self._total}: {stage}", flush=True)
+
+
 def run_study(parser: Parser, study: Callable[[argparse.Namespace], None]) -> int:
     """Parse the arguments, run a study, and return its exit code.
 

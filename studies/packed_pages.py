@@ -48,12 +48,12 @@ def main() -> int:
     add("--shared-prompt", type=int, default=1536, help="tokens of their prompts (%(default)s)")
     add("--shared-new", type=int, default=512, help="tokens of their answers (%(default)s)")
     parser.add_threads(2)
-    parser.add_out("figures/packed_pages/<model>")
+    parser.add_out("figures/runs/packed_pages/<model>")
     return common.run_study(parser, study)
 
 
 def study(given: argparse.Namespace) -> None:
-    out = common.output_folder(given, "packed_pages", Path(given.model).name)
+    out = common.output_folder(given, "runs", "packed_pages", Path(given.model).name)
     if given.redraw:
         common.draw(out, draw)
         return

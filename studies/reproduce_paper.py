@@ -9,7 +9,8 @@ the name for Llama, as in the paper), policy_uniform_NAME, ranks_NAME (PNG and t
 from). Over all models: table1, with the paper's numbers marked as theirs beside ours, and two
 tables that are not in the paper and separate its two parts: table2, bases at the same ranks, and
 table3, rank rules with the same bases. Every step is a checkpoint in OUT/steps: an interrupted run
-resumes there, and a repeated one only draws.
+resumes there, and a repeated one only draws. Only the run without --model, --protocol and --quick
+writes into figures/ unless --out names it.
 """
 
 from __future__ import annotations
@@ -99,17 +100,17 @@ def main() -> int:
     )
     add("--seeds", type=int, default=1, help="runs of the solver (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="(%(default)s)")
-    add("--quick", action="store_true", help="the smallest run of every step, as a check")
+    add("--quick", action="store_true", help="the smallest run of every step, in minutes")
     parser.add_device()
-    parser.add_threads()
-    parser.add_out("figures")
+    parser.add_threads(1)  # two wait for each other in the small products of the reference models
+    parser.add_out("figures; of --quick, other models and protocols a folder of figures/runs")
     return common.run_study(parser, reproduce)
 
 
 def reproduce(given: argparse.Namespace) -> None:
     if given.seeds < 1:
         raise ManifoldKVError(f"--seeds must be >= 1, got {given.seeds}")
-    out = common.output_folder(given)
+    out = common.output_folder(given, *default_folder(given))
     protocol = PROTOCOLS["quick" if given.quick else given.protocol]
     if given.solver is not None:
         descent = None if given.solver == "predictor" else SOLVERS.get(given.solver)()
@@ -117,9 +118,10 @@ def reproduce(given: argparse.Namespace) -> None:
     short = {model: name for name, model in REFERENCE.items()}
     names = {short.get(m, Path(m).name): m for m in given.model or REFERENCE.values()}
     if given.redraw:
-        figures.redraw(names, out)
+        figures.redraw(names, out, quick=given.quick)
         return
-    studies = [Study(name, model, given, protocol, out) for name, model in names.items()]
+    stages = common.Stages(len(names) * stages_of(protocol))
+    studies = [Study(name, model, given, protocol, out, stages) for name, model in names.items()]
     for study in studies:  # errors appear before any long work
         study.check()
     tables = [study.run() for study in studies]
@@ -128,14 +130,34 @@ def reproduce(given: argparse.Namespace) -> None:
     print(f"written to {out}")
 
 
+def default_folder(given: argparse.Namespace) -> tuple[str, ...]:
+    """Return the folder below figures/, which itself is for the committed run alone."""
+    if given.quick:
+        return "runs", "paper-quick"
+    committed = given.model is None and given.protocol == "default"
+    return () if committed else ("runs", "paper")
+
+
+def stages_of(protocol: Protocol) -> int:
+    """Return how many stages `Study` announces."""
+    return 6 + len(protocol.ratios) + bool(protocol.predicted_layers)
+
+
 class Study:
     """The plans and measurements of one model; unreadable texts and weights fail first."""
 
     def __init__(
-        self, name: str, model: str, given: argparse.Namespace, protocol: Protocol, out: Path
+        self,
+        name: str,
+        model: str,
+        given: argparse.Namespace,
+        protocol: Protocol,
+        out: Path,
+        stages: common.Stages,
     ) -> None:
         embedded = model in REFERENCE.values()
         self.name, self.protocol, self.out = name, protocol, out
+        self.stages, self.quick = stages, given.quick
         self.seeds = range(given.seeds)
         self.model, self.tokenizer = common.load(
             model, dtype=getattr(torch, given.dtype), device=given.device
@@ -169,7 +191,7 @@ class Study:
         tasks.documents()  # raises now if a file is missing
         windows = [len(tokens) for tokens in self.corpora.values()]
         amounts = protocol.caption(self.length, windows, spread=tasks.spread)
-        self.caption = f"{name} ({Path(model).name}): {amounts}"
+        self.caption = f"{figures.shown(name, given.quick)} ({Path(model).name}): {amounts}"
         self.checkpoints = (
             common.stored_in(out, given)
             .keyed(model=digest_of_model(self.model))
@@ -189,6 +211,7 @@ class Study:
 
     def check(self) -> None:
         """Measure the uncompressed model, and warn if it is not the one of the paper."""
+        self._begin("the uncompressed model")
         self.measure.accuracies(None)
         if self.name in PAPER_WEIGHTS:
             measured = {
@@ -200,7 +223,11 @@ class Study:
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure, draw, and return the rows of the tables by their names."""
-        plans = self.maker.every()
+        self._begin("EigenAttention's search")
+        plans = self.maker.searched()
+        for ratio in self.protocol.ratios:
+            self._begin(f"bases, error surfaces and ranks at ratio {ratio:g}")
+            plans += self.maker.at_ratio(ratio)
         frames = {
             "quantization": self.quantized(plans),
             "bases_comparison": self.diagnostics(plans),
@@ -209,8 +236,10 @@ class Study:
         if self.protocol.predicted_layers:
             self.write_solvers(self.solvers())
         measure = self.measure
+        self._begin("perplexities")
         followed = tqdm([None, *plans], desc=f"{self.name}: perplexities", disable=None)
         measured = [measure.evaluated(p, measure.perplexities) for p in followed]
+        self._begin("accuracies")
         slowest = [None, *self.of_accuracies(plans)]  # last
         followed = tqdm(slowest, desc=f"{self.name}: accuracies", disable=None)
         measured += [measure.evaluated(p, measure.accuracies) for p in followed]
@@ -219,13 +248,16 @@ class Study:
         of_stief = evaluations[evaluations["method"].isin([STIEF, "uncompressed"])]
         frames |= {"accuracy": main_series, "ppl": main_series, "policy_uniform": of_stief}
         for stem, frame in frames.items():
-            figures.save(stem, frame, self.name, self.out)
+            figures.save(stem, frame, self.name, self.out, quick=self.quick)
         self.steps.table().to_csv(self.out / f"seconds_{self.name}.csv", index=False)
         return {
             "table1": table_of_results(main_series),
             "table2": bases_at_the_same_ranks(evaluations),
             "table3": rules_with_the_same_bases(evaluations),
         }
+
+    def _begin(self, stage: str) -> None:
+        self.stages.begin(f"{self.name}, {stage}")
 
     def of_accuracies(self, plans: list[Labelled]) -> list[Labelled]:
         """Return the plans whose accuracy is measured."""
@@ -242,6 +274,7 @@ class Study:
 
     def quantized(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the perplexity on the second corpus of plans near the paper's 60 %, rounded."""
+        self._begin("integer latents")
         corpus = list(self.corpora)[1]
         rows = []
         for method in (EIGEN, STIEF):
@@ -267,6 +300,7 @@ class Study:
 
     def diagnostics(self, plans: list[Labelled]) -> pd.DataFrame:
         """Return the errors of every layer at r = d/2 on held-out text."""
+        self._begin("errors of each layer")
         tokens = next(iter(self.corpora.values()))[:, : self.length]
         half = plans[0].plan.layers[0].key.head_dim // 2
         rule = GivenRanks(ranks=((half, half),) * self.layers)
@@ -285,6 +319,7 @@ class Study:
 
     def solvers(self) -> pd.DataFrame:
         """Return errors and seconds of the predictor and of the solver in a few layers."""
+        self._begin("the predictor in a few layers")
         tokens = next(iter(self.corpora.values()))[:, : self.length]
         depths = self.protocol.predicted_layers
         layers = sorted({round(depth * (self.layers - 1)) for depth in depths})

@@ -54,12 +54,12 @@ def main() -> int:
     add("--rounds", type=int, default=3, help="requests for each (%(default)s)")
     add("--new-tokens", type=int, default=16, help="tokens of greedy texts (%(default)s)")
     parser.add_threads(1)
-    parser.add_out("figures/serving/<model>")
+    parser.add_out("figures/runs/serving/<model>")
     return common.run_study(parser, study)
 
 
 def study(given: argparse.Namespace) -> None:
-    out = common.output_folder(given, "serving", Path(given.model).name)
+    out = common.output_folder(given, "runs", "serving", Path(given.model).name)
     if given.redraw:
         common.draw(out, draw)
         return

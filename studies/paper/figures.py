@@ -59,22 +59,27 @@ RULES = {
 }
 
 
-def save(stem: str, frame: pd.DataFrame, model: str, out: Path) -> None:
+def save(stem: str, frame: pd.DataFrame, model: str, out: Path, *, quick: bool) -> None:
     """Draw a figure of a model into a folder, beside the CSV that it is drawn from."""
     path = out / label(stem, model)
     frame.to_csv(path.with_suffix(".csv"), index=False)
-    draw_figure(stem, model, out)
+    draw_figure(stem, model, out, quick=quick)
 
 
-def draw_figure(stem: str, model: str, out: Path) -> None:
+def draw_figure(stem: str, model: str, out: Path, *, quick: bool) -> None:
     """Draw a figure of a model from the CSV of its name in a folder."""
     path = out / label(stem, model)
     figure, title, _ = FIGURES[stem]
     frame = pd.read_csv(path.with_suffix(".csv"))
-    save_figure(figure(frame, title=f"{model}: {title}"), path)
+    save_figure(figure(frame, title=f"{shown(model, quick)}: {title}"), path)
 
 
-def redraw(models: Iterable[str], out: Path) -> None:
+def shown(model: str, quick: bool) -> str:
+    """Return the name of a model in titles and captions, which say if the run was a quick one."""
+    return f"{model}, quick run" if quick else model
+
+
+def redraw(models: Iterable[str], out: Path, *, quick: bool) -> None:
     """Draw all figures of models again, from the CSVs in a folder.
 
     Raises
@@ -87,7 +92,7 @@ def redraw(models: Iterable[str], out: Path) -> None:
         if not (out / f"{label(stem, model)}.csv").is_file():
             raise RunError(f"{out} has no {label(stem, model)}.csv to draw")
     for stem, model in stems:
-        draw_figure(stem, model, out)
+        draw_figure(stem, model, out, quick=quick)
 
 
 def label(stem: str, model: str) -> str:

@@ -50,23 +50,27 @@ class PlanMaker:
     steps: Steps
     folder: Path
 
-    def every(self) -> list[Labelled]:
-        """Return every plan that is measured."""
+    def searched(self) -> list[Labelled]:
+        """Return the plans of EigenAttention's own search."""
         plans = []
         for budget in self.protocol.error_budgets:
             rule = GivenRanks(ranks=tuple(self.searched_ranks(budget)))
             plan = self.plan(EIGEN, rule, 1.0)
             plans.append(Labelled(plan, EIGEN, "release", budget))
-        for ratio in self.protocol.ratios:
-            for seed in self.seeds:
-                of_stief = self.at(STIEF, ratio, seed)
-                plans += of_stief
-            (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
-            same = GivenRanks(ranks=tuple(ranks_of(sequential)))
-            for method in (EIGEN, GROUPED):
-                plans += self.at(method, ratio)
-                plan = self.plan(method, same, ratio)
-                plans.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
+        return plans
+
+    def at_ratio(self, ratio: float) -> list[Labelled]:
+        """Return the plans of all methods at a ratio."""
+        plans = []
+        for seed in self.seeds:
+            of_stief = self.at(STIEF, ratio, seed)
+            plans += of_stief
+        (sequential,) = [p.plan for p in of_stief if p.policy == "sequential"]
+        same = GivenRanks(ranks=tuple(ranks_of(sequential)))
+        for method in (EIGEN, GROUPED):
+            plans += self.at(method, ratio)
+            plan = self.plan(method, same, ratio)
+            plans.append(Labelled(plan, method, SAME_RANKS, ratio, ratio))
         return plans
 
     def at(self, method: str, ratio: float, seed: int = 0) -> list[Labelled]:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,36 @@ def test_committed_figures_are_drawn_from_their_tables_alone(
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {*tables, *(f"{stem}.png" for stem in done.figures)}
     assert all((tmp_path / table).read_bytes() == tables[table] for table in tables)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (*PAPER, "--quick"),
+        (*PAPER, "--model", "smollm2"),
+        (*PAPER, "--protocol", "real"),
+        COMPARE,
+        *(LOSS, RECALL, AGREEMENT, STORAGE, SPEED),
+        ("serving", "--plan", "plan"),
+        ("packed_pages", "--plan", "plan"),
+    ],
+    ids=" ".join,
+)
+def test_only_the_runs_behind_committed_figures_write_there_unasked(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git ignores the default folder of all others."""
+    folders: list[Path] = []
+
+    def stopped(folder: Path) -> None:
+        folders.append(folder)
+        raise common.ManifoldKVError("stopped")
+
+    monkeypatch.setattr("common.check_writable", stopped)
+    assert run_here(*command).last_line.endswith("stopped")
+    file = str(folders[0] / "table.csv")
+    git = subprocess.run(["git", "check-ignore", "-q", file], cwd=ROOT, check=False)
+    assert git.returncode != 1, f"{file} is not ignored"  # 128: no repository
 
 
 def test_counts_are_english() -> None:

@@ -254,3 +254,21 @@ def test_results_of_other_code_are_measured_again(
     done = run_here(*QUICK, quick.folder)
     assert done.code == 2
     assert "measured again" in done.last_line
+
+
+def test_a_quick_run_says_so_in_every_title_and_caption(quick: Done) -> None:
+    assert set(quick.figures) == {f"{stem}_qwen" for stem in STEMS}
+    for figure in quick.figures.values():
+        assert "quick" in figure.get_suptitle()
+    for page in ("captions.md", "table1.md", "table2.md", "table3.md"):
+        assert "qwen, quick run (reference-qwen3)" in quick.text(page)
+
+
+def test_a_run_announces_every_stage(quick: Done, real: tuple[Done, set[str]]) -> None:
+    for done, protocol in ((quick, "quick"), (real[0], "real")):
+        stages = [line for line in done.out.splitlines() if line.startswith("stage ")]
+        last = 6 + 2 + (protocol == "real")
+        assert [line.partition(":")[0] for line in stages] == [
+            f"stage {n} of {last}" for n in range(1, last + 1)
+        ]
+    assert "error surfaces" in stages[2]
