@@ -35,7 +35,6 @@ SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "predictor": ("epochs", (3, 6, 12, 25)),
     "riemannian-adam": ("steps", (75, 150, 300, 600)),
     "riemannian-l-bfgs": ("steps", (16, 32, 64, 128, 256)),
-    "trust-region": ("samples", (1, 2)),
     "oblique": ("steps", (16, 32, 64, 128)),
 }
 """Field of a solver that sets its time, and the values of the runs."""

@@ -19,7 +19,7 @@ def shapes():
 
 def test_ours_are_known():
     assert OBJECTIVES.names()[:4] == ["k-svd", "eigen-attention", "kq-svd", "layer-output"]
-    first = {"closed-form", "predictor", "riemannian-adam", "riemannian-l-bfgs", "trust-region"}
+    first = {"closed-form", "predictor", "riemannian-adam", "riemannian-l-bfgs"}
     assert set(SOLVERS.names()) == first | {"oblique", "flag", "oblique-flag"}
     assert OBJECTIVES.get("k-svd") is KSVD
 

@@ -6,7 +6,6 @@ from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
-from manifoldkv.solvers.trust_region import TrustRegion
 
 __all__ = [
     "SOLVERS",
@@ -19,7 +18,6 @@ __all__ = [
     "RiemannianLBFGS",
     "Solution",
     "Solver",
-    "TrustRegion",
     "checked",
     "register_solver",
 ]

@@ -7,7 +7,6 @@ from manifoldkv.solvers.flag import Flag, ObliqueFlag
 from manifoldkv.solvers.predictor import Predictor
 from manifoldkv.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.solvers.riemannian_lbfgs import ObliqueLBFGS, RiemannianLBFGS
-from manifoldkv.solvers.trust_region import TrustRegion
 from manifoldkv.testing import SolverConformance
 
 
@@ -54,16 +53,6 @@ class TestOblique(SolverConformance):
 
 class TestObliqueOnLayerOutput(SolverConformance):
     solver = ObliqueLBFGS(steps=8)
-    objective = LayerOutput()
-
-
-class TestTrustRegion(SolverConformance):
-    solver = TrustRegion()
-    objective = KQSVD()
-
-
-class TestTrustRegionOnLayerOutput(SolverConformance):
-    solver = TrustRegion(samples=1)
     objective = LayerOutput()
 
 

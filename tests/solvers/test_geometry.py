@@ -15,7 +15,6 @@ from manifoldkv.solvers import (
     ObliqueLBFGS,
     RiemannianAdam,
     RiemannianLBFGS,
-    TrustRegion,
 )
 from manifoldkv.solvers.families import Family, Oblique, Orthonormal
 from manifoldkv.solvers.flag import Flags, ObliqueFlags, OrthonormalFlags
@@ -25,7 +24,7 @@ from manifoldkv.testing import HEAD_DIM, KV_HEADS, tiny_activations
 
 RANK = 3
 RANKS = (1, 3, 5)
-SOLVERS = (RiemannianLBFGS(), ObliqueLBFGS(), TrustRegion(), Flag(), ObliqueFlag())
+SOLVERS = (RiemannianLBFGS(), ObliqueLBFGS(), Flag(), ObliqueFlag())
 
 
 def problem_of(objective, site="key", grouping="shared") -> Problem:
@@ -114,7 +113,7 @@ def test_the_solution_does_not_depend_on_the_columns_of_the_start(solver, monkey
     ("solver", "objective", "grouping"),
     [
         (solver, objective, grouping)
-        for solver in (RiemannianLBFGS(), TrustRegion(), Flag())
+        for solver in (RiemannianLBFGS(), Flag())
         for objective in (KSVD(), EigenAttention())
         for grouping in ("shared", 1, "all")
     ]
@@ -141,8 +140,7 @@ def test_descent_from_a_random_point_ends_at_the_closed_form(
 def test_losses_on_all_data_fall_with_every_step(solver):
     history = solver.solve(problem_of(KQSVD(), "key", 1), RANK).history
     assert history
-    # A trust region is left when rounding hides the decrease of its model.
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(history))
+    assert all(later <= earlier for earlier, later in pairwise(history))
 
 
 @pytest.mark.parametrize("solver", [Flag(steps=8), ObliqueFlag(steps=8)])
@@ -200,8 +198,8 @@ def test_oblique_bases_are_better_than_orthonormal_ones():
     assert losses[0] < problem.loss(closed_form).item()
 
 
-@pytest.mark.parametrize("solver", [RiemannianLBFGS(), TrustRegion()])
-def test_layer_output_is_as_small_as_by_riemannian_adam(solver):
+def test_layer_output_is_as_small_as_by_riemannian_adam():
     problem = problem_of(LayerOutput(), "value", 1)
-    losses = [problem.loss(x.solve(problem, RANK).basis).item() for x in (solver, RiemannianAdam())]
+    solvers = RiemannianLBFGS(), RiemannianAdam()
+    losses = [problem.loss(solver.solve(problem, RANK).basis).item() for solver in solvers]
     assert losses[0] < 1.005 * losses[1]

@@ -94,7 +94,6 @@ SOLVERS = {
     "predictor": Mark(VERMILLION, "s"),
     "riemannian-adam": Mark(TEAL, "^"),
     "riemannian-l-bfgs": Mark(BLUE, "v"),
-    "trust-region": Mark(ORANGE, "d"),
     "oblique": Mark(PURPLE, "P"),
     "flag": Mark(GREEN, "*"),
     "oblique-flag": Mark(ROSE, "*"),
