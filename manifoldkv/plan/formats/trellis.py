@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from manifoldkv.coding.views import View, check_shape, check_view
 from manifoldkv.core.errors import PlanError
 from manifoldkv.core.threads import run_in_parts
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.quantizer import straight_through
 from manifoldkv.plan.formats.scales import SHORT_BITS, short_scales
+from manifoldkv.plan.formats.views import View, check_shape, check_view
 
 STATES = 1024
 """States of the trellis. A search takes as long as there are states; with 256 the error is 1.03 to

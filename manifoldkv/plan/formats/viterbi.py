@@ -14,8 +14,8 @@ import numpy as np
 from numba import float32, int64, uint8, uint16, void
 from numba.types import Tuple
 
-from manifoldkv.coding.views import Array, View
 from manifoldkv.plan.formats.scales import NAN_SHORT, SHORT_BITS
+from manifoldkv.plan.formats.views import Array, View
 
 WORST = np.float32(1e30)
 """Cost of a state that no path reaches."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from manifoldkv.coding.views import Array, View, check_shape, check_view
 from manifoldkv.core.errors import CacheError
+from manifoldkv.plan.formats.views import Array, View, check_shape, check_view
 
 __all__ = ["Array", "Packed", "View", "check_shape", "check_view", "flat_view"]
 

@@ -13,10 +13,10 @@ from manifoldkv.core.errors import CacheError
 from manifoldkv.models.rotary import rotate_halves
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.formats.trellis import TrellisCoded
-from manifoldkv.serve.kernels.numba import products as cpu
 from manifoldkv.serve.kernels.decode import held_scratch, mix, project, scores, unpack
 from manifoldkv.serve.kernels.entropy import SymbolReader
 from manifoldkv.serve.kernels.entropy import encode as encode_symbols
+from manifoldkv.serve.kernels.numba import products as cpu
 from manifoldkv.serve.kernels.quantize import QuantizerTables, encode, quantize
 from manifoldkv.serve.kernels.step import Source, StepTables, attend
 from manifoldkv.serve.kernels.tables import KeyTables
