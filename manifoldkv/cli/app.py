@@ -118,6 +118,14 @@ class Compress(ModelOptions):
     recipe: Annotated[
         str, typer.Option(help="How the plan is made; `manifoldkv inspect` shows the recipes.")
     ] = "bits"
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            show_default="the recipe's",
+            help="What errors cost: fisher, kq-svd, k-svd, layer-output, with recipe low-rank "
+            "eigen-attention too, or a registered one.",
+        ),
+    ] = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,6 +153,10 @@ class Compress(ModelOptions):
             help="Folder of checkpoints, from which an interrupted run resumes.",
         ),
     ] = None
+    executor: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="Where statistics are collected and bases are solved."),
+    ] = "local"
     dry_run: Annotated[
         bool,
         typer.Option(

@@ -47,7 +47,7 @@ def compress(options: Compress) -> Answer:
         check_before_text(model, OWN, config)
     try:
         tokens = _own_text(model, options) if source is None else source
-        plan = find_plan(model, tokens, config, folder=checkpoints)
+        plan = find_plan(model, tokens, config, folder=checkpoints, executor=options.executor)
     except KeyboardInterrupt as interruption:
         saved = "nothing is saved; with --checkpoints FOLDER the same command resumes"
         if checkpoints is not None:
@@ -82,7 +82,7 @@ def _opened(
     config = configured(options.recipe, options.settings or ())
     ratio = config.ratio if options.ratio is None else options.ratio
     config = replace(config, ratio=ratio, context=context)
-    config = replace(config, work=options.work, nats=options.nats)
+    config = replace(config, work=options.work, nats=options.nats, objective=options.objective)
     config = replace(config, sequences=options.sequences, length=options.length)
     text = options.text
     if text is None:
