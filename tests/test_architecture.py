@@ -23,4 +23,4 @@ def test_the_architecture_page_has_every_room_in_its_place() -> None:
     assert drawn is not None
     rows = [row[:22].strip() for row in drawn[1].strip().splitlines()]
     layers = SETTINGS["importlinter"]["contracts"][0]["layers"]
-    assert rows == layers
+    assert rows == [layer for layer in layers if layer != "__main__"]

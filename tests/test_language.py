@@ -22,23 +22,8 @@ WHAT = re.compile(
 )
 """Phrases in place of a noun, which a docstring names."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS = (
-    *("activations", "basis.py", "cache", "cli", "codec", "coding", "diagnostics"),
-    *(
-        "integrations",
-        "models",
-        "objectives",
-        "plan",
-        "ranks",
-        "recipes",
-        "registry.py",
-        "reports",
-        "runs",
-        "seeds.py",
-    ),
-    *("solvers", "testing", "text", "windows.py"),
-)
-"""Rooms whose docstrings are checked too, those of attributes among them."""
+ROOMS = sorted(path.name for path in (ROOT / "manifoldkv").iterdir() if path.is_dir())
+"""Rooms whose docstrings are checked, those of attributes among them."""
 MODULES = sorted(path for room in ("manifoldkv", "studies") for path in (ROOT / room).rglob("*.py"))
 
 

@@ -215,7 +215,7 @@ class Candidates:
 
 
 def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float) -> T:
-    """Return what is selected at the lowest price that fits a budget, or at the largest price."""
+    """Return the selection at the lowest price that fits a budget, or at the largest price."""
     low, high = LEAST_PRICE, LARGEST_PRICE
     best = at(high)
     while high > (1 + tolerance) * low:

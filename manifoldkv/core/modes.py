@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def own_modes(*, gradients: bool = True) -> Iterator[None]:
-    """Run the block in torch's own defaults, whatever modes the caller has set.
+    """Run the block in torch's defaults, in place of the modes of the caller.
 
     No autocast and no inference mode; tensors are made on the CPU, in float32. Results then do not
     depend on the caller, and tensors that outlive the block can be used in any mode.

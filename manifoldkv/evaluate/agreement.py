@@ -54,7 +54,7 @@ def agreement(
     DataFrame
         ``cache, prompt, accepted, same_tokens``, a row for each prompt and cache: the share of
         accepted tokens, and the number of tokens before the first difference. The first cache is
-        the uncompressed one, read in the same way: what it lacks to 1 is rounding.
+        the uncompressed one, read in the same way: below 1 by rounding.
 
     Raises
     ------

@@ -99,7 +99,7 @@ class BitRecipe(CodedRecipe):
     """Ranks and bits of all latents from one budget of bytes and one of compute.
 
     Let F be the metric of the objective for the keys or values x of a layer, all heads side by
-    side, and C the covariance of what a linear predictor leaves of them. With F^½ C F^½ = V Λ Vᵀ,
+    side, and C the covariance of the residuals of their linear prediction. With F^½ C F^½ = V Λ Vᵀ,
     the latents y = Vᵀ F^½ (x - mean) are uncorrelated, and an error in any of them, in any layer,
     costs half its square, for the objective ``fisher`` in nats, to second order; what shrinks all
     tokens alike costs more than noise (`coherent_costs`), and reconstructed latents have a gain

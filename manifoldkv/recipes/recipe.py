@@ -56,7 +56,7 @@ class Recipe(ABC):
         return run.statistics()
 
     def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
-        """Refuse what the recipe cannot do, before a text is read; by default nothing.
+        """Refuse unsupported models and settings, before a text is read; by default nothing.
 
         Parameters
         ----------

@@ -142,7 +142,7 @@ def new_plan(
     layers : sequence of LayerPlan
         All of the model's.
     text : Text
-        What the plan was fitted to.
+        Calibration text.
     config : CompressionConfig
         Settings of the run.
     sinks : int

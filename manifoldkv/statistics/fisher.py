@@ -227,7 +227,7 @@ def _relative_signs(
     """Return random signs over the norm of the layer's output, (b, n, hidden).
 
     For signs u of mean 0 and variance 1, E[(Jᵀu)(Jᵀu)ᵀ] = JᵀJ (Hutchinson 1990). Every sequence
-    has signs of its own, whatever sequences are computed with it.
+    has its own signs, independent of the sequences computed with it.
     """
     seed, start = probes
     signs = []

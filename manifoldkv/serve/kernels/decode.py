@@ -204,7 +204,7 @@ def unpack(packed: Packed, tables: LatentTables, factors: Tensor, out: Tensor) -
     factors : Tensor
         (r,), float32.
     out : Tensor
-        (B, r or more, n), float32. Rows after the first r stay as they are.
+        (B, r or more, n), float32. Rows after the first r do not change.
     """
     _check_tokens_last(out)
     packed.check(len(out), tables.nbytes)

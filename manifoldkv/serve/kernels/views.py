@@ -62,7 +62,7 @@ class Packed(NamedTuple):
         return cls(codes, scales, tokens, batch, size)
 
     def check(self, batch: int, size: int) -> None:
-        """Raise `CacheError` unless there are so many sequences, of at least so many bytes."""
+        """Raise `CacheError` unless the number of sequences fits, and their bytes suffice."""
         if self.batch != batch or self.size < size:
             raise CacheError(
                 f"packed latents have {self.batch} rows of {self.size} bytes a token, where a "

@@ -4,7 +4,7 @@ Tokens are the vector dimension. A tile of tokens is unpacked to scratch rows of
 which stay in a processor's nearest caches; the loop over its tokens is the innermost.
 
 A view of a tensor (B, rows, n) with tokens last is a flat array and the strides of batch and rows:
-compilers vectorise what they know to be contiguous. A tile is an index of the batch, a first token
+compilers vectorise loops over contiguous memory. A tile is an index of the batch, a first token
 and a number of tokens. Importing the module compiles the kernels, or loads them from Numba's cache.
 """
 
