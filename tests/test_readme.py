@@ -10,7 +10,7 @@ import torch
 import typer
 
 import manifoldkv
-from manifoldkv import CompressionPlan, compress, load_model
+from manifoldkv import RECIPES, CompressionPlan, compress, load_model
 from manifoldkv.cli import inputs, main
 from manifoldkv.cli.app import app
 from manifoldkv.core.basis import HeadGrouping
@@ -23,6 +23,7 @@ from manifoldkv.learn.solvers.riemannian_adam import RiemannianAdam
 from manifoldkv.testing import (
     ObjectiveConformance,
     RankRuleConformance,
+    RecipeConformance,
     SolverConformance,
     tiny_activations,
 )
@@ -54,6 +55,7 @@ def snippet(page: str, part: str) -> str:
 
 OWN_OBJECTIVE = snippet("docs/how-to/write-an-objective.md", "register_objective")
 OWN_SOLVER = snippet("docs/how-to/write-a-solver.md", "@register_solver")
+OWN_RECIPE = snippet("docs/how-to/write-a-recipe.md", "register_recipe")
 OWN_RANK_RULE = snippet("docs/how-to/write-a-rank-rule.md", "register_rank_rule")
 GENERATE = ROOT / "docs" / "how-to" / "generate-and-serve.md"
 RUN = [p for p in PAGES if any(not why and kind not in NO_CODE for why, kind, _ in blocks(p))]
@@ -286,6 +288,16 @@ def test_own_solver_obeys_the_laws(folder):
     suite.solver, suite.objective = SOLVERS.get("trust-region")(), KQSVD()
     laws = [name for name in dir(suite) if name.startswith("test_")]
     assert len(laws) >= 4
+    for law in laws:
+        getattr(suite, law)()
+
+
+def test_own_recipe_obeys_the_laws(folder):
+    exec(OWN_RECIPE, {"__name__": "page"})
+    suite = RecipeConformance()
+    suite.recipe = RECIPES.pop("principal-components")
+    laws = [name for name in dir(suite) if name.startswith("test_")]
+    assert len(laws) >= 5
     for law in laws:
         getattr(suite, law)()
 

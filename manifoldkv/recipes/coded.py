@@ -164,9 +164,7 @@ def coded_plan(
             planned[::2], planned[1::2], statistics.model.windows, strict=True
         )
     ]
-    held_out = statistics.held_out
-    sequences = statistics.sequences + (0 if held_out is None else held_out.sequences)
-    text = Text(statistics.text, sequences, statistics.length)
+    held_out, text = statistics.held_out, Text.of(statistics)
     plan = new_plan(recipe, statistics.model, layers, text, config, sinks=recipe.sinks)
     if held_out is None:
         LOG.info("fewer than 8 calibration sequences: none is held out to estimate the loss on")

@@ -121,6 +121,13 @@ class Text:
     sequences: int
     length: int
 
+    @classmethod
+    def of(cls, statistics: Statistics) -> Text:
+        """Return the text of statistics, with its held-out sequences."""
+        held_out = statistics.held_out
+        sequences = statistics.sequences + (0 if held_out is None else held_out.sequences)
+        return cls(statistics.text, sequences, statistics.length)
+
 
 def new_plan(
     recipe: Recipe,
