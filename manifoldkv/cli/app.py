@@ -212,10 +212,8 @@ class Evaluate(TextOptions, ModelOptions):
             metavar="NAME,…",
             show_default="none, perplexity is measured",
             help="Tasks that look back in the text, instead of perplexity: passkey, long-passkey, "
-            "uuid, four-passkeys, copying, number-list, key-value, mapping, "
-            'and of RULER (pip install -c constraints.txt -e ".[eval]") niah_single_1, '
-            "niah_multikey_2, niah_multikey_3, ruler_vt, ruler_cwe, ruler_fwe. --length is then "
-            "that of a prompt (1024, or half of what the model takes).",
+            "uuid, four-passkeys, copying, number-list, key-value, mapping. --length is then that "
+            "of a prompt (1024, or half of what the model takes).",
         ),
     ] = None
     items: Annotated[int, typer.Option(min=1, help="Number of questions of each task.")] = 20

@@ -13,7 +13,6 @@ from itertools import accumulate, chain
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.sources import TextSource
 from manifoldkv.text.tokens import sample_tokens
 
@@ -118,14 +117,13 @@ def questions(
         each, all asked for at once. ``"copying"``: 16 tokens of a text are repeated, and the 8
         after them are asked for; ``"number-list"``: the same of a list of random numbers.
         ``"key-value"`` (after Liu et al., 2024): one of many pairs of numbers. ``"mapping"``:
-        words with the labels of their kinds, and a word that is new. Or one of `RULER` (Hsieh et
-        al., 2024), tasks of the LM Evaluation Harness that need no download.
+        words with the labels of their kinds, and a word that is new.
     tokenizer : PreTrainedTokenizerBase
         The model's.
     text : TextSource
         From `open_text`; passkeys are hidden in its held-out part, passages are copied from it.
     length : int
-        Tokens of a prompt; for `RULER` `new_tokens` included, as the harness counts.
+        Tokens of a prompt.
     items : int
         Number of questions.
     seed : int
@@ -137,11 +135,9 @@ def questions(
         If the task is unknown, the text too short for the questions, or the length for one.
     """
     request = _Request(tokenizer, text, length, items, seed)
-    if task in RULER:
-        return _ruler(request, task)
-    if task not in _SYNTHETIC:
+    if task not in TASKS:
         raise ArgumentError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
-    return _SYNTHETIC[task](request, random.Random(f"{task} {length} {seed}"))
+    return TASKS[task](request, random.Random(f"{task} {length} {seed}"))
 
 
 def _passkey(
@@ -305,7 +301,7 @@ def _recall(
     return Question(task, tuple(prompt), (answer,), tuple(continuation), len(continuation), depth)
 
 
-_SYNTHETIC: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
+TASKS: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
     "passkey": _passkey,
     "long-passkey": _long_passkey,
     "uuid": _uuid,
@@ -315,16 +311,3 @@ _SYNTHETIC: dict[str, Callable[[_Request, random.Random], list[Question]]] = {
     "key-value": _key_value,
     "mapping": _mapping,
 }
-TASKS = (*_SYNTHETIC, *RULER)
-
-
-def _ruler(request: _Request, task: str) -> list[Question]:
-    documents = ruler_documents(
-        task, request.tokenizer, length=request.length, items=request.items, seed=request.seed
-    )
-    result = []
-    for text, answers, continuation, new_tokens in documents:
-        prompt = tuple(request.start(text))
-        whole = tuple(request.start(text + continuation))
-        result.append(Question(task, prompt, answers, whole[len(prompt) :], new_tokens))
-    return result

@@ -1,10 +1,9 @@
-"""Answers that need a token far back: passkeys, copying, key-value pairs and RULER's tasks.
+"""Answers that need a token far back: passkeys, copying, key-value pairs and mappings.
 
     python studies/benchmark.py recall
     python studies/benchmark.py recall --methods integers sinks-recent best --ratios 1/4
     python studies/benchmark.py recall --model smollm2 --text allenai/c4:en \\
-        --task-lengths 1024 2048 \\
-        --tasks passkey niah_single_1 niah_multikey_2 niah_multikey_3 ruler_vt ruler_cwe ruler_fwe
+        --task-lengths 1024 2048 --tasks passkey long-passkey uuid mapping
 
 Every method compresses the cache to every ratio, and answers are decoded from it. Prompts are read
 uncompressed (exact) and, of caches that are attended to, also through the compressed cache

@@ -4,14 +4,12 @@ import random
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from manifoldkv import open_text
 from manifoldkv.errors import ArgumentError
 from manifoldkv.evaluation.questions import CUE, KINDS, TASKS, Question, questions
-from manifoldkv.evaluation.ruler import RULER, ruler_documents
 from manifoldkv.text.tokens import read_tokenizer
 
 Ask = Callable[..., list[Question]]
@@ -142,40 +140,8 @@ def test_every_key_has_one_value(ask: Ask, tokenizer: PreTrainedTokenizerBase) -
 def test_what_cannot_be_asked(ask: Ask) -> None:
     with pytest.raises(ArgumentError, match="unknown task 'nothing'; known: passkey"):
         ask("nothing")
-    for task in set(TASKS) - set(RULER):
+    for task in TASKS:
         with pytest.raises(ArgumentError, match="a prompt of 16 tokens"):
             ask(task, length=16)
-    with pytest.raises(ArgumentError, match="niah_single_1 needs prompts of at least 1024 tokens"):
-        ask("niah_single_1", length=512)
     with pytest.raises(ArgumentError, match="ask for fewer or shorter"):
         ask("passkey", length=1000, items=100_000)
-
-
-class TestRuler:
-    def test_the_harness_neither_prints_nor_leaves_a_trace(
-        self, tokenizer: PreTrainedTokenizerBase, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        random.seed(3)
-        np.random.seed(3)  # noqa: NPY002
-        expected = random.random(), np.random.random()  # noqa: NPY002
-        random.seed(3)
-        np.random.seed(3)  # noqa: NPY002
-        for task in RULER:
-            ruler_documents(task, tokenizer, length=1024, items=1, seed=0)
-        assert capfd.readouterr() == ("", "")
-        assert (random.random(), np.random.random()) == expected  # noqa: NPY002
-
-    def test_prompts_are_the_harness_own(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Of the task as the harness asks it, its task file and all, at the length of that file."""
-        from lm_eval.tasks import TaskManager, ruler
-
-        metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": [1024]}
-        manager = TaskManager(
-            include_path=next(iter(ruler.__path__)), include_defaults=False, metadata=metadata
-        )
-        random.seed(5)
-        task = manager.load(["niah_multikey_2"])["tasks"]["niah_multikey_2"]
-        task.build_all_requests(limit=2)
-        theirs = [request.args[0] for request in task.instances[:2]]
-        ours = ruler_documents("niah_multikey_2", tokenizer, length=1024, items=2, seed=5)
-        assert theirs == [document.prompt for document in ours]
