@@ -16,11 +16,15 @@ from manifoldkv.models.offloading import named_weights, weight_of
 from manifoldkv.models.support import attention_of, decoder_layers, is_linear, linear_weight
 
 ARCHITECTURE = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rope_parameters", "layer_types", "sliding_window"),
 )
-"""Fields of a configuration that must be equal."""
+"""Fields of a configuration that must be equal: shapes of layers, windows and rotation.
+
+Keys and values depend on no others: not on the size of the vocabulary, which added tokens change,
+nor on names, special tokens, the head, dtypes or generation settings.
+"""
 SIDE = 8
 """Number of sampled rows, and of sampled columns, of a matrix."""
 
@@ -39,26 +43,33 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
         If the model is on the meta device.
     """
     elements = []
-    for name, columns in _columns_of_matrices(model):
-        if columns.is_meta:
+    for name, sample in _samples(model):
+        if sample.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model with its weights")
-        rows = _spread(columns.shape[0]).to(columns.device)
-        elements.append(columns[rows].flatten().float().cpu())
+        elements.append(sample.flatten().float().cpu())
     return torch.stack(elements)
 
 
-def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and sampled columns of the matrices, (out, SIDE)."""
+def _samples(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and samples of the matrices, (SIDE, SIDE)."""
     embedding = model.get_input_embeddings().weight
-    yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
+    # The first rows: further ones are appended for added tokens, or cut off.
+    first = torch.arange(SIDE).clamp(max=embedding.shape[0] - 1).to(embedding.device)
+    yield "the input embedding", _columns(embedding)[first]
     layers = decoder_layers(model)
     for layer in (layers[0], layers[-1]):
         for name, linear in sorted(attention_of(layer).named_children()):
             if isinstance(linear, nn.Linear):
-                weight = weight_of(layer, f"self_attn.{name}.weight")
-                yield name, weight[:, _spread(weight.shape[1]).to(weight.device)]
+                columns = _columns(weight_of(layer, f"self_attn.{name}.weight"))
             elif is_linear(linear):
-                yield name, linear_weight(linear, _spread(linear.weight.shape[1]))
+                columns = linear_weight(linear, _spread(linear.weight.shape[1]))
+            else:
+                continue
+            yield name, columns[_spread(columns.shape[0]).to(columns.device)]
+
+
+def _columns(weight: Tensor) -> Tensor:
+    return weight[:, _spread(weight.shape[1]).to(weight.device)]
 
 
 def _spread(size: int) -> Tensor:
@@ -80,4 +91,6 @@ def config_hash(config: PretrainedConfig) -> str:
     """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
     text_config = config.get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE}
-    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+    # Files write one base of the angles as 10000 and as 10000.0.
+    equal = json.loads(json.dumps(architecture), parse_int=float)
+    return hashlib.sha256(json.dumps(equal, sort_keys=True).encode()).hexdigest()
