@@ -29,26 +29,33 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
         If the model is on the meta device.
     """
     elements = []
-    for name, columns in _columns_of_matrices(model):
-        if columns.is_meta:
+    for name, sample in _samples(model):
+        if sample.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model with its weights")
-        rows = _spread(columns.shape[0]).to(columns.device)
-        elements.append(columns[rows].flatten().float().cpu())
+        elements.append(sample.flatten().float().cpu())
     return torch.stack(elements)
 
 
-def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and sampled columns of the matrices, (out, SIDE)."""
+def _samples(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and samples of the matrices, (SIDE, SIDE)."""
     embedding = model.get_input_embeddings().weight
-    yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
+    # The first rows: further ones are appended for added tokens, or cut off.
+    first = torch.arange(SIDE).clamp(max=embedding.shape[0] - 1).to(embedding.device)
+    yield "the input embedding", _columns(embedding)[first]
     layers = decoder_layers(model)
     for layer in (layers[0], layers[-1]):
         for name, linear in sorted(attention_of(layer).named_children()):
             if isinstance(linear, nn.Linear):
-                weight = weight_of(layer, f"self_attn.{name}.weight")
-                yield name, weight[:, _spread(weight.shape[1]).to(weight.device)]
+                columns = _columns(weight_of(layer, f"self_attn.{name}.weight"))
             elif is_linear(linear):
-                yield name, linear_weight(linear, _spread(linear.weight.shape[1]))
+                columns = linear_weight(linear, _spread(linear.weight.shape[1]))
+            else:
+                continue
+            yield name, columns[_spread(columns.shape[0]).to(columns.device)]
+
+
+def _columns(weight: Tensor) -> Tensor:
+    return weight[:, _spread(weight.shape[1]).to(weight.device)]
 
 
 def _spread(size: int) -> Tensor:

@@ -26,7 +26,7 @@ from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.files import write_together
 
-FORMAT = 9
+FORMAT = 10
 TENSORS = "plan.safetensors"
 DESCRIPTION = "plan.json"
 READS, PAUSE = 5, 0.05

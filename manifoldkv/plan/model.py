@@ -12,11 +12,15 @@ from transformers import PretrainedConfig
 from manifoldkv.errors import PlanError
 
 ARCHITECTURE = (
-    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rope_parameters", "layer_types", "sliding_window"),
 )
-"""Fields of a configuration that must be equal."""
+"""Fields of a configuration that must be equal: shapes of layers, windows and rotation.
+
+Keys and values depend on no others: not on the size of the vocabulary, which added tokens change,
+nor on names, special tokens, the head, dtypes or generation settings.
+"""
 RELATIVE_TOLERANCE = 2**-7
 """Share of an element by which it may differ; rounding to bfloat16 changes it by a 2^-9th."""
 ABSOLUTE_TOLERANCE = 2**-12
@@ -68,7 +72,9 @@ def config_hash(config: PretrainedConfig) -> str:
     """Return the SHA-256 of the shapes, kinds of layers and rotation of a configuration."""
     text_config = config.get_text_config()
     architecture = {name: getattr(text_config, name, None) for name in ARCHITECTURE}
-    return hashlib.sha256(json.dumps(architecture, sort_keys=True).encode()).hexdigest()
+    # Files write one base of the angles as 10000 and as 10000.0.
+    equal = json.loads(json.dumps(architecture), parse_int=float)
+    return hashlib.sha256(json.dumps(equal, sort_keys=True).encode()).hexdigest()
 
 
 def agree(actual: Tensor, expected: Tensor) -> bool:

@@ -286,10 +286,10 @@ class TestDamagedFiles:
 
     def test_the_format_of_an_earlier_version_is_refused(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path) / "plan.json"
-        path.write_text(path.read_text().replace('"format": 9', '"format": 8'))
+        path.write_text(path.read_text().replace('"format": 10', '"format": 9'))
         with pytest.raises(
             PlanError,
-            match=r"plan\.json has format 8, this version of manifoldkv reads format 9: make the "
+            match=r"plan\.json has format 9, this version of manifoldkv reads format 10: make the "
             "plan again",
         ):
             CompressionPlan.load(tmp_path)

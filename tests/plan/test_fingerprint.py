@@ -97,6 +97,16 @@ def test_a_plan_can_be_transferred() -> None:
         plan.transferred_to(Decoder.of(tiny_model("llama", intermediate_size=64)))
 
 
+@pytest.mark.parametrize("tokens", [60, 70, 128])
+def test_added_tokens_do_not_matter(tokens: int) -> None:
+    """Neither do those cut off, for keys and values depend on the tokens that are there."""
+    plan = random_plan(tiny_model("llama"))
+    model = tiny_model("llama")
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+    plan.check_model(Decoder.of(model))
+    assert plan.transferred_to(Decoder.of(model)).digest() == plan.digest()
+
+
 def test_compress_takes_the_fingerprint_of_its_model() -> None:
     model = tiny_model("llama")
     plan = compress(model, tiny_tokens(), recipe="eigen-attention")

@@ -176,6 +176,23 @@ def test_config_hash_ignores_names_and_dtypes(tmp_path: Path) -> None:
     assert config_hash(other.config) != config_hash(model.config)
 
 
+OTHERS = {
+    **{"vocab_size": 70, "pad_token_id": 3, "bos_token_id": 4, "eos_token_id": [5, 6]},
+    **{"tie_word_embeddings": True, "use_cache": False, "problem_type": "regression"},
+    **{"num_labels": 7, "_name_or_path": "elsewhere", "output_hidden_states": True},
+    **{"dtype": "float16", "architectures": ["Other"], "initializer_range": 1.0},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000}},  # 10000.0 in the other
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_config_hash_is_of_what_keys_and_values_depend_on(name: str) -> None:
+    config = tiny_model("llama").config
+    before = config_hash(config)
+    setattr(config, name, OTHERS[name])
+    assert config_hash(config) == before
+
+
 def test_layers_keep_what_their_window_allows() -> None:
     layer = plan_named("windows").layers[0]
     assert isinstance(layer, LayerPlan)
