@@ -93,7 +93,18 @@ FULL = ["full_attention"] * 3
 PER_LAYER = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
 ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LONG_FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+SEVERAL_POSITIONS = "its rotary embedding (M-RoPE) takes several positions of a token"
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 32}
+QWEN_VL = {
+    "text_config": COMMON | {"rope_parameters": SECTIONS},
+    "vision_config": VISION | {"intermediate_size": 16, "deepstack_visual_indexes": []},
+}
+UNROTATED = "some of its layers do not rotate their keys"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "qwen2-vl": ("Qwen2VLConfig", QWEN_VL, SEVERAL_POSITIONS),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", QWEN_VL, SEVERAL_POSITIONS),
+    "qwen3-vl": ("Qwen3VLConfig", QWEN_VL, SEVERAL_POSITIONS),
     "deepseek-v3": ("DeepseekV3Config", EXPERTS | {"n_routed_experts": 8}, MLA),
     "minicpm3": ("MiniCPM3Config", {}, MLA),
     "qwen3-next": ("Qwen3NextConfig", EXPERTS | {"num_experts": 2}, LINEAR),
@@ -123,9 +134,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}, ROTATED),
     "cohere2": ("Cohere2Config", {"sliding_window": 5, "layer_types": WINDOWS}, ROTATED),
     "exaone4": ("Exaone4Config", {"sliding_window": 5, "layer_types": WINDOWS}, ROTATED),
+    "afmoe": ("AfmoeConfig", EXPERTS | {"sliding_window": 5, "layer_types": WINDOWS}, ROTATED),
+    "beam": ("BeamConfig", {"sliding_window": 5, "layer_types": WINDOWS}, UNROTATED),
+    "granite-swa": (
+        "GraniteSWAConfig",
+        {"sliding_window": 5, "layer_types": WINDOWS},
+        "it does not receive the angles that the model's rotary_emb made",
+    ),
+    "granite-swa-partial": (
+        "GraniteSWAConfig",
+        {"layer_types": WINDOWS, "layer_rope_theta": [10000.0, 0.0, 10000.0]},
+        UNROTATED,
+    ),
+    "doge": ("DogeConfig", {}, "it replaces the attention mask by one in"),
     "hunyuan": ("HunYuanDenseV1Config", {}, ROTATED),
     "diffllama": ("DiffLlamaConfig", {}, "it calls its attention function 2 times at once"),
-    "mimo-v2-flash": ("MiMoV2FlashConfig", {}, "its keys have 8 features in 2 heads, its values"),
+    "mimo-v2-flash": (
+        "MiMoV2FlashConfig",
+        {"layer_types": FULL},
+        "its keys have 8 features in 2 heads, its values",
+    ),
     "stablelm": ("StableLmConfig", {}, KEYWORDS),
     "nemotron": ("NemotronConfig", {}, KEYWORDS),
     "phi": ("PhiConfig", {}, "has no linear o_proj"),
@@ -146,9 +174,12 @@ def tiny_model(
     name, settings = (FAMILIES | MORE_FAMILIES | REFUSED)[family][:2]
     values = COMMON | settings | overrides
     config = getattr(transformers, name)(**values, experts_implementation="eager")
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = transformers.AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+        model = auto.from_config(config).to(dtype)
         randomize_biases(model)
     return model.eval().requires_grad_(False)
 

@@ -131,12 +131,18 @@ class _Recorded:
 def _record_calls(decoder: Decoder, tokens: Tensor) -> list[_Recorded]:
     """Return the calls of all layers in a forward pass of the model, tokens (1, n)."""
     recorded: list[_Recorded] = []
+    angles: list[Tensor] = []
+    embedding = getattr(decoder.model.get_decoder(), "rotary_emb", None)
+
+    def keep(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        angles.append(output[0])
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         inputs = args[0] if args else kwargs["hidden_states"]
-        if "position_embeddings" not in kwargs or kwargs.get("attention_mask") is None:
+        given = kwargs.get("position_embeddings")
+        if given is None or kwargs.get("attention_mask") is None:
             raise ModelError(
                 f"{type(module).__name__} is not supported: it is called without rotary angles "
                 "or without an attention mask"
@@ -145,7 +151,12 @@ def _record_calls(decoder: Decoder, tokens: Tensor) -> list[_Recorded]:
             raise ModelError(
                 f"{type(module).__name__} is not supported: it returns {type(output).__name__}"
             )
-        cos, sin = kwargs["position_embeddings"]
+        cos, sin = given
+        if embedding is not None and not any(cos is x for x in angles):
+            raise ModelError(
+                f"{type(module).__name__} is not supported: it does not receive the angles that "
+                "the model's rotary_emb made"
+            )
         keywords = {name: x for name, x in kwargs.items() if name not in REPLACED}
         # Copies: views would keep the whole inputs and outputs of every layer.
         rows = [x[:, -CHECKED_ROWS:].clone() for x in (inputs, output)]
@@ -153,6 +164,8 @@ def _record_calls(decoder: Decoder, tokens: Tensor) -> list[_Recorded]:
         recorded.append(_Recorded(call, cos, sin, kwargs["attention_mask"], *rows))
 
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in decoder.layers]
+    if embedding is not None:
+        hooks.append(embedding.register_forward_hook(keep))
     try:
         with intercepted(decoder.config), uncompiled(decoder.model):
             decoder.model(input_ids=tokens, use_cache=False)

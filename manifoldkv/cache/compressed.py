@@ -43,6 +43,7 @@ from manifoldkv.models.interface import (
     AttentionSettings,
     Rotate,
     attend,
+    check_mask,
     intercepted,
 )
 from manifoldkv.models.replacing import replace_attribute
@@ -356,22 +357,25 @@ class _Run:
 
 def _attention_function(
     module: nn.Module,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     manifoldkv_attend: Attend | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
+    check_mask(module, attention_mask)
     if manifoldkv_attend is not None:
-        return manifoldkv_attend(module, queries, keys, values, mask, arguments), None
+        output = manifoldkv_attend(module, query, key, value, attention_mask, arguments)
+        return output.contiguous(), None
     # Another model that shares its configuration object with a compressed one.
     settings = AttentionSettings.from_arguments(module, arguments)
-    rows, tokens = queries.shape[2], keys.shape[2]
-    if mask is None:
-        mask = torch.ones(1, 1, rows, tokens, dtype=torch.bool, device=keys.device)
-        mask = mask.tril(tokens - rows)
-    return attend(queries, keys, values, mask, settings).transpose(1, 2), None
+    rows, tokens = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        attention_mask = torch.ones(1, 1, rows, tokens, dtype=torch.bool, device=key.device)
+        attention_mask = attention_mask.tril(tokens - rows)
+    output = attend(query, key, value, attention_mask, settings).transpose(1, 2)
+    return output.contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention_function)

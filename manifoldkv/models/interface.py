@@ -184,13 +184,25 @@ def _attention_function(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     if manifoldkv_attend is not None:
-        return manifoldkv_attend(module, query, key, value, attention_mask, arguments), None
+        output = manifoldkv_attend(module, query, key, value, attention_mask, arguments)
+        return output.contiguous(), None
     if attention_mask is None:
         raise ModelError(
             f"{type(module).__name__} is not supported: its layer does not hand keywords on to it"
         )
+    check_mask(module, attention_mask)
     settings = AttentionSettings.from_arguments(module, arguments)
-    return attend(query, key, value, attention_mask, settings).transpose(1, 2), None
+    output = attend(query, key, value, attention_mask, settings).transpose(1, 2)
+    return output.contiguous(), None  # some modules take a view of it
+
+
+def check_mask(module: nn.Module, mask: Tensor | None) -> None:
+    """Raise `ModelError` if an attention module adds numbers to its scores by its mask."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
+        raise ModelError(
+            f"{type(module).__name__} is not supported: it replaces the attention mask by one in "
+            f"{mask.dtype} of {mask.shape[1]} heads"
+        )
 
 
 def _explicit_mask(*args: Any, **kwargs: Any) -> Tensor | None:

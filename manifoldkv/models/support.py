@@ -17,6 +17,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from manifoldkv.errors import ModelError
 
+_SEVERAL_POSITIONS = "its rotary embedding (M-RoPE) takes several positions of a token"
+_UNQUANTIZED = "as in a quantized model: load the model without quantization"
+
 
 def unwrapped(model: Any) -> PreTrainedModel:
     """Return a model without wrappers of `torch.compile` and PEFT, with its active adapters.
@@ -141,14 +144,20 @@ def check_supported(model: PreTrainedModel) -> None:
     ------
     ModelError
         If the cache is another: latent attention (MLA), linear or recurrent layers, chunked
-        attention, layers that share their cache, rotations that depend on length, or attention that
-        does not call transformers' attention interface. The message names family and obstacle.
+        attention, layers that share their cache, keys of several sizes, rotations that depend on
+        length or on several positions of a token (M-RoPE), or attention that does not call
+        transformers' attention interface.
+        If weights of an attention are quantized. The message names family and obstacle.
     """
+    obstacle = "it has an encoder" if model.config.is_encoder_decoder else None
     config = model.config.get_text_config()
-    obstacle = _obstacle(config)
+    # A field that differs between layers can be read from the layers' own configurations only.
+    for each in config.per_layer_config if config.is_heterogeneous else [config]:
+        obstacle = obstacle or _obstacle(each)
     if obstacle is None:
-        for layer in decoder_layers(model):
-            obstacle = obstacle or _layer_obstacle(layer)
+        layers = decoder_layers(model)
+        obstacles = (_layer_obstacle(layer) for layer in layers)
+        obstacle = next((x for x in obstacles if x), None) or _obstacle_of_all(model, layers)
     if obstacle is not None:
         raise ModelError(f"{_family(model)} is not supported: {obstacle}")
 
@@ -170,10 +179,30 @@ def _obstacle(config: PretrainedConfig) -> str | None:
     if unknown:
         return f"it has layers of type {', '.join(sorted(unknown))}"
     parameters = getattr(config, "rope_parameters", None) or {}
+    unrotated = any(kind in parameters and parameters[kind] is None for kind in kinds)
+    if unrotated or not all(getattr(config, "layer_rope_theta", None) or [True]):
+        return "some of its layers do not rotate their keys"
     per_kind = parameters.values() if "rope_type" not in parameters else [parameters]
     for rope in per_kind:
         if isinstance(rope, dict) and _depends_on_length(rope):
             return f"its {rope['rope_type']} rotary embedding changes with the length of the text"
+        if isinstance(rope, dict) and rope.get("mrope_section"):
+            return _SEVERAL_POSITIONS
+    return None
+
+
+def _obstacle_of_all(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Return an obstacle that no layer shows by itself."""
+    embedding = getattr(model.get_decoder(), "rotary_emb", None)
+    if getattr(embedding, "mrope_section", None):  # by default, where the configuration has none
+        return _SEVERAL_POSITIONS
+    projections = (getattr(attention_of(layer), "k_proj", None) for layer in layers)
+    plain = (getattr(projection, "base_layer", projection) for projection in projections)
+    sizes = {getattr(linear, "out_features", None) for linear in plain}
+    if len(sizes) > 1:
+        return "keys of its layers differ in the number of features"
+    if model.config.get_text_config().is_heterogeneous:
+        return "its layers have configurations of their own"
     return None
 
 
@@ -198,8 +227,29 @@ def _layer_obstacle(layer: nn.Module) -> str | None:
         return f"{type(attention).__name__} does not rotate queries and keys together"
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         return f"{type(attention).__name__} does not go through the attention interface"
-    if not is_linear(getattr(attention, "o_proj", None)):
+    for name, part in attention.named_children():
+        stored = _quantized(getattr(part, "base_layer", part))
+        if stored is not None:
+            return f"the {name} of {type(attention).__name__} has {stored}, {_UNQUANTIZED}"
+    output = getattr(attention, "o_proj", None)
+    if output is None:
         return f"{type(attention).__name__} has no linear o_proj"
+    if not is_linear(output):
+        return (
+            f"the o_proj of {type(attention).__name__} is {type(output).__name__} in place of "
+            f"nn.Linear, {_UNQUANTIZED}"
+        )
+    return None
+
+
+def _quantized(projection: nn.Module) -> str | None:
+    """Return the type or dtype of weights that are not plain floating-point numbers."""
+    for parameter in projection.parameters(recurse=False):
+        if type(parameter) is not nn.Parameter:
+            return f"weights of type {type(parameter).__name__}"
+    for stored in (*projection.parameters(recurse=False), *projection.buffers(recurse=False)):
+        if not stored.is_floating_point() or stored.itemsize == 1:  # packed, or float8
+            return f"weights in {stored.dtype}"
     return None
 
 

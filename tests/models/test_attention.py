@@ -5,7 +5,9 @@ from contextlib import suppress
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
+from manifoldkv.cache.compressed import NAME as COMPRESSED
 from manifoldkv.errors import ModelError
 from manifoldkv.models.interface import (
     NAME,
@@ -116,6 +118,28 @@ def test_an_intercepted_model_computes_what_it_did_before(family):
         with intercepted(model.config.get_text_config()):
             ours = model(input_ids=tokens).logits
     assert (ours - stock).abs().max() < 1e-5 * stock.abs().max()  # their softmax is float32
+
+
+@pytest.mark.parametrize("name", [NAME, COMPRESSED])
+def test_modules_may_name_all_arguments_and_view_the_output(name):
+    """As transformers' own attention functions let them."""
+    query, key = torch.rand(2, 1, QUERY_HEADS, ROWS, HEAD_DIM)
+    mask = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).tril()
+    arguments = {"query": query, "key": key, "value": key, "attention_mask": mask, "scaling": 0.3}
+    stock, _ = AttentionInterface()["sdpa"](torch.nn.Identity(), **arguments)
+    replaced = {"manifoldkv_attend": lambda *given: stock.transpose(1, 2).clone().transpose(1, 2)}
+    for more in ({}, replaced):
+        output, _ = AttentionInterface()[name](torch.nn.Identity(), **arguments, **more)
+        assert torch.allclose(output.view(1, ROWS, -1), stock.reshape(1, ROWS, -1))
+
+
+@pytest.mark.parametrize("name", [NAME, COMPRESSED])
+@pytest.mark.parametrize("heads", [1, QUERY_HEADS])
+def test_a_mask_that_adds_to_scores_is_refused(name, heads):
+    x = torch.rand(1, QUERY_HEADS, ROWS, HEAD_DIM)
+    mask = torch.zeros(1, heads, ROWS, ROWS)
+    with pytest.raises(ModelError, match=rf"replaces the attention mask .*float32 of {heads} h"):
+        AttentionInterface()[name](torch.nn.Identity(), x, x, x, mask, scaling=0.3)
 
 
 def test_interception_ends_with_its_block_even_by_an_error():

@@ -48,7 +48,10 @@ def test_it_works(family: str, rotary: str) -> None:
     assert plan.ratio <= 0.6
 
 
-NOTICED = ("its layer does not hand", "rotated outside", "2 times at once", "its values")
+NOTICED = (
+    *("its layer does not hand", "rotated outside", "2 times at once", "its values"),
+    *("does not receive the angles", "replaces the attention mask"),
+)
 """Obstacles that a forward pass shows."""
 
 

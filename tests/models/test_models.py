@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from manifoldkv.errors import ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.loading import load_model
-from tests.families import tiny_model
+from tests.families import SECTIONS, tiny_model
 
 
 @pytest.fixture
@@ -155,6 +155,11 @@ def test_hub_model_out_of_reach_is_one_line():
             {"full_attention": {"rope_type": "dynamic"}},
             "its dynamic rotary embedding changes",
         ),
+        ("rope_parameters", SECTIONS, r"its rotary embedding \(M-RoPE\) takes several positions"),
+        ("rope_parameters", {"full_attention": SECTIONS}, r"its rotary embedding \(M-RoPE\)"),
+        ("layer_rope_theta", [10000.0, 0.0, 10000.0], "some of its layers do not rotate their"),
+        ("is_encoder_decoder", True, "it has an encoder"),
+        ("per_layer_config", {1: {"intermediate_size": 40}}, "configurations of their own"),
         ("layer_types", ["chunked_attention"], "it has layers of type chunked_attention"),
         ("kv_lora_rank", 8, r"multi-head latent attention \(MLA\)"),
         ("num_kv_shared_layers", 1, "share the keys and values of others"),
@@ -181,6 +186,86 @@ def test_obstacles_in_any_one_layer_are_named(part, reason):
     *path, last = part.split(".")
     delattr(model.model.layers[2].get_submodule(".".join(path)), last)
     with pytest.raises(ModelError, match=reason):
+        Decoder.of(model)
+
+
+def test_layers_without_a_rotation_are_named():
+    model = tiny_model("gemma3")
+    model.config.rope_parameters = model.config.rope_parameters | {"full_attention": None}
+    with pytest.raises(ModelError, match="some of its layers do not rotate their keys"):
+        Decoder.of(model)
+
+
+def test_sections_that_only_the_rotary_embedding_has_are_named():
+    model = tiny_model("llama")
+    model.model.rotary_emb.mrope_section = [1, 1, 2]  # the default of some families
+    with pytest.raises(ModelError, match=r"its rotary embedding \(M-RoPE\) takes several"):
+        Decoder.of(model)
+
+
+def test_keys_of_several_sizes_are_named():
+    model = tiny_model("llama")
+    model.model.layers[2].self_attn.k_proj = torch.nn.Linear(32, 32)
+    with pytest.raises(ModelError, match="keys of its layers differ in the number of features"):
+        Decoder.of(model)
+
+
+class Packed(torch.nn.Module):
+    """A projection with codes of its weights, as several libraries of quantization have them."""
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("codes", codes)
+
+
+class Wrapped(torch.nn.Parameter):
+    """Weights of a type of their own."""
+
+
+def with_weights(weight: torch.Tensor) -> torch.nn.Module:
+    linear = torch.nn.Linear(32, 32, bias=False)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def wrapped() -> torch.nn.Module:
+    linear = torch.nn.Linear(32, 32, bias=False)
+    linear.weight = Wrapped(linear.weight.data)
+    return linear
+
+
+CODES = torch.zeros(512, 1, dtype=torch.uint8)
+QUANTIZED = {
+    "float8": (lambda: with_weights(torch.zeros(32, 32, dtype=torch.float8_e4m3fn)), "float8_e4m3"),
+    "int8": (lambda: with_weights(torch.zeros(32, 32, dtype=torch.int8)), r"torch\.int8"),
+    "packed": (lambda: with_weights(CODES), r"torch\.uint8"),
+    "packed elsewhere": (lambda: Packed(CODES), r"torch\.uint8"),
+    "another type": (wrapped, "of type Wrapped"),
+    "adapted": (lambda: adapted(with_weights(CODES)), r"torch\.uint8"),
+}
+
+
+def adapted(base: torch.nn.Module) -> torch.nn.Module:
+    around = torch.nn.Module()
+    around.base_layer = base
+    return around
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_are_named(kind, name):
+    make, stored = QUANTIZED[kind]
+    model = tiny_model("llama")
+    setattr(model.model.layers[1].self_attn, name, make())
+    message = rf"the {name} of LlamaAttention has weights .*{stored}\w*, as in a quantized model: "
+    with pytest.raises(ModelError, match=message):
+        Decoder.of(model)
+
+
+def test_weights_that_no_tensor_shows_are_named():
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.o_proj = Packed(torch.zeros(0))
+    with pytest.raises(ModelError, match=r"is Packed in place of nn\.Linear, as in a quantized"):
         Decoder.of(model)
 
 
