@@ -185,7 +185,7 @@ class TestTokensOfAModel:
 
     @pytest.mark.parametrize(
         ("dtype", "recipe"),
-        [(torch.uint8, "eigen-attention"), (torch.int16, "low-rank"), (torch.int32, "stored")],
+        [(torch.uint8, "eigen-attention"), (torch.int16, "low-rank"), (torch.int32, "bits")],
     )
     def test_every_integer_is_an_id(self, dtype, recipe):
         model, tokens = tiny_model("llama"), tiny_tokens()
