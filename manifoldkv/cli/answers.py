@@ -37,13 +37,6 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} GiB"
 
 
-def duration(seconds: float) -> str:
-    """Return a time in seconds, minutes or hours."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def _finite(value: Any) -> Any:
     """Return a value with null for numbers that JSON does not have."""
     if isinstance(value, dict):

@@ -150,7 +150,7 @@ class Compress(ModelOptions):
         bool,
         typer.Option(
             "--dry-run",
-            help="Only estimate time, memory and bytes, and the loss by --work; save nothing.",
+            help="Only print the bytes of the cache and an estimate of the loss by --work.",
         ),
     ] = False
 

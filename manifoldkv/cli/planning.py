@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.cli.answers import Answer, duration, size
+from manifoldkv.cli.answers import Answer, size
 from manifoldkv.cli.app import Compress
 from manifoldkv.cli.describing import describe
 from manifoldkv.cli.inputs import REFERENCE_TEXT, is_reference, load
 from manifoldkv.cli.process import Interrupted
 from manifoldkv.cli.settings import configured
 from manifoldkv.errors import ArgumentError, RunError
+from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.compress import check as check_before_text
 from manifoldkv.recipes.compress import compress as find_plan
-from manifoldkv.recipes.compress import ratio_from_bytes
+from manifoldkv.recipes.compress import frontier, ratio_from_bytes
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.estimate import estimate as estimate_run
 from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
-from manifoldkv.recipes.probe import Estimate
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_model
 from manifoldkv.runs.files import check_writable
 from manifoldkv.text.sources import OWN, TextSource, open_text
@@ -33,19 +30,18 @@ from manifoldkv.text.tokens import LENGTH, positions
 
 LOG = logging.getLogger(__name__)
 
-REHEARSED_TOKENS = 8
-"""Number of tokens that a model samples to estimate the time of its calibration text."""
+SAMPLED = 4, 64
+"""Number and length of the sequences that a model samples for an estimate."""
 
 
 def compress(options: Compress) -> Answer:
-    """Find a plan and save it, or estimate its time and memory."""
+    """Find a plan and save it, or estimate its bytes and its loss."""
     out, checkpoints = options.out, options.checkpoints
     if not options.dry_run:
         _check_overwrites(out, checkpoints, options.force)
     model, source, config = _opened(options)
     if options.dry_run:
-        estimated = _estimated(model, source, options, config)
-        return Answer(asdict(estimated), _estimate_lines(estimated))
+        return _estimated(model, source, options, config)
     check_writable(out)
     if source is None:  # the text is sampled before `find_plan` checks the rest
         check_before_text(model, OWN, config)
@@ -125,39 +121,31 @@ def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
 
 def _estimated(
     model: PreTrainedModel, source: TextSource | None, options: Compress, config: CompressionConfig
-) -> Estimate:
-    """Estimate a run, on random tokens where the model is yet to sample its text.
-
-    The time of sampling is a part of its own.
-    """
-    if source is not None:
-        return estimate_run(model, source, config)
-    length = min(LENGTH, positions(model)) if options.length is None else options.length
-    count, few = options.sequences or OWN_SEQUENCES, min(REHEARSED_TOKENS, length)
-    start = time.perf_counter()
-    own_text(model, count, few)
-    writing = (time.perf_counter() - start) * length / few
-    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (count, length))
-    estimated = estimate_run(model, tokens, config)
-    return replace(estimated, seconds={"text": writing} | estimated.seconds)
-
-
-def _estimate_lines(estimated: Estimate) -> list[str]:
-    seconds = estimated.seconds
-    parts = ", ".join(f"{part} {duration(s)}" for part, s in seconds.items() if s > 0)
-    return [
-        f"time    about {duration(sum(seconds.values()))} ({parts})",
-        f"memory  {size(estimated.weight_bytes)} of weights, "
-        f"{size(estimated.activation_bytes)} of activations (in files where they do not fit)",
-        f"cache   at most {size(estimated.cache_bytes)} per token, "
-        f"{size(estimated.stock_bytes)} uncompressed",
-        *_frontier_lines(estimated),
+) -> Answer:
+    """Return bytes and losses, on a short text where the model is yet to sample its own."""
+    tokens: TextSource | Tensor | None = source
+    if tokens is None:
+        check_before_text(model, OWN, config)
+        most = min(LENGTH, positions(model)) if options.length is None else options.length
+        count, length = SAMPLED
+        tokens = own_text(model, count, min(length, most))
+        config = replace(config, context=most if config.context is None else config.context)
+    losses = frontier(model, tokens, config)
+    decoder, recipe = Decoder.of(model), config.complete_recipe()
+    elements, itemsize = 2 * decoder.features * len(decoder.layers), decoder.dtype.itemsize
+    stock_bytes = elements * itemsize
+    cache_bytes = config.ratio * elements * (2 if recipe.in_sixteen_bits else itemsize)
+    facts = {"cache_bytes": cache_bytes, "stock_bytes": stock_bytes, "frontier": losses}
+    lines = [
+        f"cache   at most {size(cache_bytes)} per token, {size(stock_bytes)} uncompressed",
+        *_frontier_lines(losses),
         "Nothing was saved: leave --dry-run out to run it.",
     ]
+    return Answer(facts, lines)
 
 
-def _frontier_lines(estimated: Estimate) -> list[str]:
-    if not estimated.frontier:
+def _frontier_lines(losses: dict[str, float]) -> list[str]:
+    if not losses:
         return []
-    rows = [f"{work:>9}  {nats:8.4f}" for work, nats in estimated.frontier.items()]
+    rows = [f"{work:>9}  {nats:8.4f}" for work, nats in losses.items()]
     return ["   --work  nats per token, at least", *rows]

@@ -71,7 +71,7 @@ def representable(gram: Tensor, gains: Tensor, down: Tensor, up: Tensor) -> tupl
     """Return down and up of a group, (p, count), whose product float32 represents as identity."""
     down, up = same_size(down, up)
     product = up.mT.float().double() @ down.float().double()
-    if product.is_meta:  # dry run without weights
+    if product.is_meta:  # a layer without weights
         return down, up
     if float((product - torch.eye(len(product)).to(product)).abs().max()) <= HELD_TOLERANCE:
         return down, up

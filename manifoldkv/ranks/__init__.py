@@ -3,7 +3,6 @@
 from manifoldkv.ranks.base import (
     RANK_RULES,
     LayerBases,
-    ProbeRun,
     RankProblem,
     RankRule,
     register_rank_rule,
@@ -23,7 +22,6 @@ __all__ = [
     "GivenRanks",
     "LayerBases",
     "Optimal",
-    "ProbeRun",
     "RankProblem",
     "RankRule",
     "Ranks",

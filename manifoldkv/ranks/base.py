@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import Basis, Rotary, Site
 from manifoldkv.ranks.budget import CANDIDATES, Budget, Ranks, candidate_ranks
 from manifoldkv.registry import Registry
@@ -64,27 +63,6 @@ class RankProblem:
 
 
 @dataclass(frozen=True)
-class ProbeRun:
-    """Measurements of a small part of a run, for estimates of its time.
-
-    Parameters
-    ----------
-    activations : LayerActivations
-        Activations of the first layer on a few sequences.
-    forward_seconds : float
-        Seconds of a forward pass of the model on one sequence.
-    sequences, layers, candidates : int
-        Number of calibration sequences, of layers, and of candidate ranks of a site.
-    """
-
-    activations: LayerActivations
-    forward_seconds: float
-    sequences: int
-    layers: int
-    candidates: int
-
-
-@dataclass(frozen=True)
 class RankRule(ABC):
     """Choice of the key rank and the value rank of every layer. Subclasses write `choose`.
 
@@ -128,10 +106,6 @@ class RankRule(ABC):
         ArgumentError
             If the budget cannot be met.
         """
-
-    def estimated_seconds(self, probe: ProbeRun) -> float:
-        """Return an estimate of the seconds of `choose`."""
-        return 0.0
 
 
 RANK_RULES: Registry[RankRule] = Registry("rank rule", "manifoldkv.rank_rules")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manifoldkv.ranks.base import ProbeRun, RankProblem, RankRule, register_rank_rule
+from manifoldkv.ranks.base import RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.divergences import divergences
 from manifoldkv.ranks.surfaces import ErrorSurface
@@ -34,11 +34,6 @@ class Optimal(RankRule):
 
     def choose(self, problem: RankProblem) -> list[Ranks]:
         return allocate(divergences(problem, self.sequences), problem.budget)
-
-    def estimated_seconds(self, probe: ProbeRun) -> float:
-        variants = 2 * probe.layers * (probe.candidates - 1)
-        sequences = min(self.sequences, probe.sequences)
-        return sequences * probe.forward_seconds * (1 + variants)
 
 
 def allocate(costs: Sequence[ErrorSurface], budget: Budget) -> list[Ranks]:

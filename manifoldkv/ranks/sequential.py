@@ -11,14 +11,13 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.activations.outputs import compressed_output
 from manifoldkv.errors import ArgumentError
-from manifoldkv.ranks.base import ProbeRun, RankProblem, RankRule, register_rank_rule
+from manifoldkv.ranks.base import RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Budget, Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
     SEQUENCES,
     ErrorSurface,
     layer_surface,
-    surface_seconds,
 )
 from manifoldkv.runs.progress import follow
 
@@ -50,9 +49,6 @@ class Sequential(RankRule):
 
     def choose(self, problem: RankProblem) -> list[Ranks]:
         return sequential_ranks(problem, self.sequences, self.rows)[0]
-
-    def estimated_seconds(self, probe: ProbeRun) -> float:
-        return surface_seconds(probe, self.sequences, self.rows)
 
 
 def sequential_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,8 +16,7 @@ from manifoldkv.activations.outputs import (
     project_mixed_values,
 )
 from manifoldkv.basis import Basis, HeadGrouping, Rotary, identity_basis
-from manifoldkv.objectives.layer_output import LayerOutput
-from manifoldkv.ranks.base import LayerBases, ProbeRun
+from manifoldkv.ranks.base import LayerBases
 from manifoldkv.ranks.budget import TOLERANCE, Ranks
 
 SEQUENCES = 16
@@ -166,17 +164,3 @@ def spread_rows(length: int, count: int | None) -> Tensor | None:
     if count is None or count >= length:
         return None
     return torch.linspace(0, length - 1, count).round().long()
-
-
-def surface_seconds(probe: ProbeRun, sequences: int | None, rows: int | None) -> float:
-    """Return an estimate of the seconds of the surfaces of all layers."""
-    activations = probe.activations
-    grouping = HeadGrouping("shared", activations.kv_heads)
-    problem = LayerOutput().problem(activations, "key", grouping)
-    basis = problem.initial(max(1, activations.head_dim // 2))
-    batch = Batch(torch.arange(1), spread_rows(activations.length, rows))
-    start = time.perf_counter()
-    problem.loss(basis, batch)
-    seconds = time.perf_counter() - start
-    count = min(sequences or probe.sequences, probe.sequences)
-    return probe.layers * count * probe.candidates**2 * seconds

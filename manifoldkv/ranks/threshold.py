@@ -14,14 +14,13 @@ from manifoldkv.activations.capture import capture
 from manifoldkv.activations.layer import LayerActivations
 from manifoldkv.basis import SITES, Rotary
 from manifoldkv.objectives.eigen_attention import singular_values
-from manifoldkv.ranks.base import LayerBases, ProbeRun, RankProblem, RankRule, register_rank_rule
+from manifoldkv.ranks.base import LayerBases, RankProblem, RankRule, register_rank_rule
 from manifoldkv.ranks.budget import Ranks
 from manifoldkv.ranks.surfaces import (
     ROWS,
     SEQUENCES,
     ErrorSurface,
     layer_surface,
-    surface_seconds,
 )
 from manifoldkv.runs.executors import Task
 from manifoldkv.runs.progress import follow
@@ -66,9 +65,6 @@ class Threshold(RankRule):
             errors, True, key=lambda error: budget.cost(chosen(error)) <= budget.latent_elements
         )
         return chosen([*errors, math.inf][smallest])
-
-    def estimated_seconds(self, probe: ProbeRun) -> float:
-        return surface_seconds(probe, self.sequences, self.rows)
 
 
 def threshold_rank(spectra: Tensor, threshold: float) -> int:

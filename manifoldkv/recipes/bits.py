@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.scales import SHORT_BITS, TOKEN_SCALE_BYTES
 from manifoldkv.coding.transform import (
-    SAMPLES,
     WeightedKLT,
     by_token,
     mixed_widths,
@@ -31,7 +29,7 @@ from manifoldkv.coding.transform import (
 )
 from manifoldkv.coding.trellis import GAUSSIAN_DISTORTION as OF_TRELLIS
 from manifoldkv.coding.uniform import GAUSSIAN_DISTORTION as OF_UNIFORM
-from manifoldkv.coding.uniform import WIDTHS, fit_quantizers
+from manifoldkv.coding.uniform import WIDTHS
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
@@ -40,7 +38,6 @@ from manifoldkv.recipes.coded_run import HELD_OUT, ROUNDS, CodedRun
 from manifoldkv.recipes.designs import CHAINS, ONE_CHAIN, MenuBuilder, Space
 from manifoldkv.recipes.held_out import with_measured_loss
 from manifoldkv.recipes.menu import WORK_TOLERANCE, Menu, StepWork, lowest
-from manifoldkv.recipes.probe import Estimate, timed
 from manifoldkv.recipes.run import Run
 from manifoldkv.recipes.smallest import smallest_plan
 from manifoldkv.runs.executors import Executor
@@ -58,15 +55,14 @@ BANDS = (1, 2, 4, 8, 16, None)
 """Widths of bands in frequencies."""
 DEPTH = 5
 """Layers below whose keys predict values."""
-
-
 FRONTIER = (2.0, 4.0, 8.0, 16.0)
-"""Amounts of work whose losses an estimate shows."""
-FRONTIER_SEQUENCES = 8
-"""Calibration sequences that these losses are estimated on."""
+"""Limits of work whose losses are estimated."""
+FRONTIER_SEQUENCES, FRONTIER_LENGTH = 4, 256
+"""Number and largest length of the calibration sequences that these losses are estimated on."""
+FRONTIER_CHAIN = 4
+"""Length of chains in this estimate: with all of `CHAINS` it takes twice as long for the same."""
 LOG = logging.getLogger(__name__)
 
-"""Neighbouring latents of equal width, if they are rounded."""
 Bits = list[NDArray[Any]]
 """Of the latents, by site."""
 
@@ -244,21 +240,21 @@ class BitRecipe(CodedRecipe[Bits]):
         bits = self._widths(costs, run, menu.cached)
         return Designs(designs, ROUNDS - 1, bits, step)
 
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        few = replace(run, tokens=run.tokens[:FRONTIER_SEQUENCES])
-        coded = self.coded_run(decoder, few)
-        moments = coded.moments(decoder, coded.fitted, None)
-        builder = MenuBuilder(decoder, coded, moments, self._space(*CHAINS, *ONE_CHAIN))
+    def frontier(self, decoder: Decoder, run: Run) -> dict[str, float]:
+        few = run.tokens[:FRONTIER_SEQUENCES, :FRONTIER_LENGTH]
+        coded = self.coded_run(decoder, replace(run, tokens=few))
+        moments = coded.moments(decoder, few, None)
+        builder = MenuBuilder(decoder, coded, moments, self._space(FRONTIER_CHAIN, *ONE_CHAIN))
         self._add_exact(decoder, coded, builder)
         menus, least = builder.menus(self._distortion), self.least_work(decoder)
         frontier = {}
         for work in (one for one in (*FRONTIER, inf) if one >= least):
             limit = _limit(decoder, coded, work)
             # The last menu is of one chain, whose work is not counted in full (`ONE_CHAIN`).
-            possible = menus[: 1 + len(CHAINS)] if isfinite(work) else menus
+            possible = menus[:-1] if isfinite(work) else menus
             nats = min(menu.best(8 * coded.budget, limit).nats for menu in possible)
             frontier[f"{work:g}" if isfinite(work) else "unlimited"] = nats
-        return replace(super().estimate(decoder, run), frontier=frontier)
+        return frontier
 
     def bytes_beyond_ratio(self, elements: int, itemsize: int, tokens: int) -> int:
         return min(self.sinks, tokens) * elements * (itemsize - 2)
@@ -328,10 +324,6 @@ class BitRecipe(CodedRecipe[Bits]):
     ) -> tuple[Basis, Quantizer]:
         quantizer = trellis_coded if self.trellis else mixed_widths
         return quantizer(site, allocation[index], grouping)
-
-    def fitting_seconds(self, features: int) -> float:
-        seconds, _ = timed(partial(fit_quantizers, torch.randn(SAMPLES, features)))
-        return seconds
 
 
 def _limit(decoder: Decoder, run: CodedRun, work: float) -> float:

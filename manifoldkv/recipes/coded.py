@@ -23,10 +23,9 @@ from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
+from manifoldkv.recipes.coded_run import CodedRun
 from manifoldkv.recipes.held_out import with_predicted_loss
 from manifoldkv.recipes.menu import StepWork
-from manifoldkv.recipes.probe import Estimate, Probe
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, check_run, context_of
 from manifoldkv.runs.executors import Executor
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-REACH = 6
-"""Layers whose sites are held at once, to predict from."""
 Allocation = TypeVar("Allocation")
 """Unit of a budget: bits of latents, or the step of a quantizer."""
 
@@ -166,10 +163,6 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         grouping : HeadGrouping
             Of all heads together.
         """
-
-    @abstractmethod
-    def fitting_seconds(self, features: int) -> float:
-        """Return the measured seconds of fitting the quantizer of a site once."""
 
     def prompt(self, length: int) -> int | None:
         """Return how many tokens of a sequence fill the cache before others are predicted.
@@ -345,17 +338,3 @@ class CodedRecipe(Recipe, Generic[Allocation]):
             weights = detached(site.weights.float())
             predictor = LinearPredictor(design.inputs, weights, expansion)
         return SitePlan(basis, quantizer, detached(site.mean.float()), predictor)
-
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        probe = Probe.of(decoder, run.tokens)
-        rounds = ROUNDS if self.predicts else 1
-        layers, reconstructions = probe.layers, 0
-        if self.predicts:
-            reconstructions = 2 * REACH * decoder.features * torch.float32.itemsize
-        return probe.estimate(
-            ratio=run.config.ratio,
-            capture=rounds * (probe.forward + layers * probe.per_layer),
-            bases=probe.fisher_seconds,
-            ranks=rounds * 2 * layers * self.fitting_seconds(decoder.features),
-            activation_bytes=(layers + 2) * probe.input_bytes + reconstructions,
-        )

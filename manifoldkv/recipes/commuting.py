@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import SITES, Basis, HeadGrouping, detached, parse_grouping
+from manifoldkv.basis import Basis, HeadGrouping, detached, parse_grouping
 from manifoldkv.errors import ArgumentError, ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
-from manifoldkv.objectives import LayerOutput
 from manifoldkv.objectives.linear_algebra import weighted_closed_form
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.ranks import RankRule
 from manifoldkv.recipes.commuting_bases import (
-    REFINEMENT,
     closed_form,
     fisher_forms,
     query_forms,
     refined,
 )
-from manifoldkv.recipes.probe import Estimate, Probe, timed
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, check_run, context_of
 from manifoldkv.runs.executors import Executor
@@ -139,42 +134,6 @@ class CommutingRecipe(Recipe):
         """Return the head grouping and the number of latents of a group, for both sites."""
         grouping = HeadGrouping(self.grouping, decoder.kv_heads)
         return grouping, _latents(ratio, decoder.head_dim, grouping)
-
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        probe, ratio = Probe.of(decoder, run.tokens), run.config.ratio
-        bases = 0.0
-        if self.objective == "fisher":
-            bases = probe.fisher_seconds
-        elif self.objective == "layer-output":
-            grouping, latents = self._grouping_and_latents(decoder, ratio)
-            share = probe.activations.sequences / len(run.tokens)
-            seconds = _refining_seconds(probe.activations, grouping, latents, share)
-            bases = probe.layers * seconds
-        return probe.estimate(
-            ratio=ratio,
-            capture=probe.forward + probe.layers * probe.per_layer,
-            bases=bases,
-            ranks=0.0,
-            tuning_steps=self.tuning_steps,
-            activation_bytes=(probe.layers + 2) * probe.input_bytes,
-        )
-
-
-def _refining_seconds(
-    activations: LayerActivations, grouping: HeadGrouping, latents: int, share: float
-) -> float:
-    """Return the seconds of the refinement of a layer, measured on bases that do not commute.
-
-    `share` is that of the activations in the calibration sequences.
-    """
-    solver, factor = REFINEMENT.probe_run(share)
-    rank = min(latents // grouping.width, activations.head_dim)
-    total = 0.0
-    for site in SITES:
-        problem = LayerOutput().problem(activations, site, grouping, "post")
-        seconds, _ = timed(partial(solver.solve, problem, rank))
-        total += factor * seconds
-    return total
 
 
 def _latents(ratio: float, head_dim: int, grouping: HeadGrouping) -> int:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from manifoldkv.activations.layer import LayerActivations
-from manifoldkv.basis import SITES, HeadGrouping, Site, parse_grouping
+from manifoldkv.basis import Site, parse_grouping
 from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.ranks import RANK_RULES, Budget, ProbeRun, RankProblem, RankRule, Ranks, Uniform
+from manifoldkv.ranks import RANK_RULES, Budget, RankProblem, RankRule, Ranks, Uniform
 from manifoldkv.ranks.base import CandidateRanks
-from manifoldkv.recipes.probe import Estimate, Probe, timed
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, check_run, context_of
 from manifoldkv.recipes.solve import BasisFinder, find_bases
@@ -30,7 +27,7 @@ from manifoldkv.registry import Registry
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import Executor, on_threads
 from manifoldkv.runs.files import only_run
-from manifoldkv.solvers import SOLVERS, ClosedForm, Solver
+from manifoldkv.solvers import SOLVERS, Solver
 from manifoldkv.text.sources import TextSource
 
 if TYPE_CHECKING:
@@ -145,48 +142,6 @@ class RankRecipe(Recipe):
         if budget.cost(ranks) > budget.latent_elements:
             raise ArgumentError(f"rank rule {name} exceeds the ratio {budget.ratio:g}")
         return ranks
-
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        budget = _budget(decoder, run.config, run.context)
-        candidates = self.ranks.candidate_ranks(budget)
-        probe = Probe.of(decoder, run.tokens)
-        most = max(len(ranks) for of_layer in candidates for ranks in of_layer)
-        measured = ProbeRun(probe.activations, probe.forward, len(run.tokens), budget.layers, most)
-        return probe.estimate(
-            ratio=budget.ratio,
-            capture=probe.forward + budget.layers * probe.per_layer,
-            bases=self._solving(probe.activations, run, candidates),
-            ranks=self.ranks.estimated_seconds(measured),
-            tuning_steps=self.tuning_steps,
-            activation_bytes=self._bytes_per_token(probe.activations),
-        )
-
-    def _solving(
-        self, activations: LayerActivations, run: Run, candidates: list[CandidateRanks]
-    ) -> float:
-        """Return the seconds of the bases of all layers, from activations of a few sequences."""
-        solver, factor = self.solver.probe_run(activations.sequences / len(run.tokens))
-        total = 0.0
-        for site, ranks_of in zip(SITES, zip(*candidates, strict=True), strict=True):
-            grouping = HeadGrouping(self.grouping(site), activations.kv_heads)
-            problem = self.objective.problem(activations, site, grouping, run.config.rotary)
-            solved = sorted(r for ranks in ranks_of for r in ranks if r < activations.head_dim)
-            if not solved:  # full rank is the identity
-                continue
-            middle = [solved[len(solved) // 2]]
-            ranks, runs = (set(solved), len(ranks_of)) if solver.joint else (middle, len(solved))
-            seconds, _ = timed(partial(dict, solver.solve_ranks(problem, list(ranks))))
-            total += runs * factor * seconds
-        return total
-
-    def _bytes_per_token(self, activations: LayerActivations) -> int:
-        """Return the bytes of inputs, outputs and tensors held for an iterative solver."""
-        nbytes = 2 * activations.inputs.shape[-1] * activations.inputs.itemsize
-        if not isinstance(self.solver, ClosedForm):
-            width = HeadGrouping(self.value_grouping, activations.kv_heads).width
-            heads = 2 * activations.kv_heads + width * activations.query_heads
-            nbytes += heads * activations.head_dim * activations.dtype.itemsize
-        return nbytes
 
 
 def _budget(decoder: Decoder, config: CompressionConfig, context: int) -> Budget:

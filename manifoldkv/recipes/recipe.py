@@ -18,7 +18,6 @@ from manifoldkv.text.sources import TextSource
 
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
-    from manifoldkv.recipes.probe import Estimate
     from manifoldkv.recipes.run import Run
 
 
@@ -111,9 +110,12 @@ class Recipe(ABC):
             Where independent tasks run.
         """
 
-    @abstractmethod
-    def estimate(self, decoder: Decoder, run: Run) -> Estimate:
-        """Return time and memory that `fit` and the tuning will take, from a probe run."""
+    def frontier(self, decoder: Decoder, run: Run) -> dict[str, float]:
+        """Return the loss by limit of work, in nats per token, estimated on a few sequences.
+
+        Nothing is returned by recipes without a limit of work.
+        """
+        return {}
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

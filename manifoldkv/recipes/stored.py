@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from manifoldkv.activations.moments import LayerMoments, SiteMoments
@@ -17,19 +15,15 @@ from manifoldkv.coding.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.coding.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.tables import entropy_coded, find_step
-from manifoldkv.coding.transform import SAMPLES as TRANSFORM_SAMPLES
 from manifoldkv.coding.transform import SiteDesign, WeightedKLT, sampled, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.coded import CodedRecipe, Designs
 from manifoldkv.recipes.coded_run import ROUNDS, CodedRun
-from manifoldkv.recipes.probe import timed
 
 SAMPLES = 8192
 """Tokens of each site that tables are made of."""
-STEPS_TRIED = 24
-"""Steps at which tables are made, on twice as many samples as bits are allocated with."""
 FOLDS = 8
 """Folds of `weighted_klt`: tables must hold for other text."""
 
@@ -148,7 +142,3 @@ class StoredRecipe(CodedRecipe[float]):
         rounded = scaled.round()
         errors = rounded * best_gains(scaled, rounded).float() - scaled
         return x + (errors @ (site.up * allocation).float().mT).to(x)
-
-    def fitting_seconds(self, features: int) -> float:
-        seconds, _ = timed(partial(entropy_coded, torch.randn(TRANSFORM_SAMPLES, features)))
-        return STEPS_TRIED * seconds

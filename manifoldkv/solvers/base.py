@@ -50,13 +50,6 @@ class Solver(ABC):
         """Return whether the solver accepts an objective's problems, and the reason if not."""
         return True, ""
 
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return a solver for a probe run, and the ratio of the time of a whole run to its time.
-
-        `share` is that of the calibration sequences in the probe run.
-        """
-        return self, 1 / share
-
     @abstractmethod
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         """Return a basis with a small loss.

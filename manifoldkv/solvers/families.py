@@ -191,7 +191,7 @@ def site_matrices(problem: Problem) -> tuple[Tensor, Tensor]:
         problem.activations, problem.site, problem.grouping, problem.rotary
     )
     gram, weight = objective.matrices(quadratic, None)
-    if weight is None or weight.is_meta:  # a dry run without weights
+    if weight is None:
         weight = torch.eye(gram.shape[-1]).to(gram).expand_as(gram)
     if problem.grouping.groups == 1:
         gram, weight = gram.sum(dim=0, keepdim=True), weight.sum(dim=0, keepdim=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -75,10 +75,6 @@ class Predictor(Solver):
     key_batch: int = 1
     value_batch: int = 4
     hidden_per_head_dim: int = 4
-
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return the solver with one epoch; a whole run may stop early."""
-        return replace(self, epochs=1), self.epochs / share
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import geoopt
@@ -68,11 +68,6 @@ class RiemannianAdam(Solver):
     visits: int = 125
     rows: int = 64
     start: Literal["initial", "random"] = "initial"
-
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return the solver with a few steps, whose time does not depend on the data."""
-        few = max(1, self.steps // 30)
-        return replace(self, steps=few), self.steps / few
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
@@ -63,10 +63,6 @@ class RiemannianLBFGS(Solver):
     step_size: float = 0.8
 
     family: ClassVar[type[Family]] = Orthonormal
-
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return the solver with a few steps, whose time does not depend on the data."""
-        return replace(self, steps=max(1, self.steps // 8), tolerance=0.5), 6.0
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)

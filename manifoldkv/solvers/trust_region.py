@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pymanopt
@@ -54,10 +54,6 @@ class TrustRegion(Solver):
     rows: int = 256
     samples: int = 2
     tolerance: float = 0.1
-
-    def probe_run(self, share: float) -> tuple[Solver, float]:
-        """Return the solver with one sample; the evaluations of a whole run grow fourfold."""
-        return replace(self, samples=1), float(sum(4**i for i in range(self.samples)))
 
     def solve(self, problem: Problem, rank: int, seed: int = 0) -> Solution:
         check_rank(rank, problem.activations.head_dim)

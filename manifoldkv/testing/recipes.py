@@ -16,7 +16,6 @@ from manifoldkv.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.recipes.compress import compress
-from manifoldkv.recipes.estimate import estimate
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.testing.once import once
 from manifoldkv.testing.tiny import tiny_llama, tiny_tokens
@@ -81,13 +80,3 @@ class RecipeConformance:
             assert isinstance(described[part]["name"], str)
         _, plan = next(self.plans())
         assert json.dumps(plan.provenance.recipe) == json.dumps(described)
-
-    def test_an_estimate_has_time_and_bytes(self) -> None:
-        for ratio in self.ratios:
-            expected = estimate(
-                self.model(), tiny_tokens(), recipe=self.recipe, ratio=ratio, context=self.context
-            )
-            assert set(expected.seconds) == {"capture", "bases", "ranks", "tuning"}
-            assert all(seconds >= 0 for seconds in expected.seconds.values())
-            assert (expected.seconds["tuning"] > 0) == (self.recipe.tuning_steps > 0)
-            assert 0 < expected.cache_bytes <= ratio * expected.stock_bytes * (1 + 1e-9)

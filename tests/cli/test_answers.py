@@ -1,4 +1,4 @@
-"""What a command prints: sizes, times, and JSON that every reader takes."""
+"""What a command prints: sizes, and JSON that every reader takes."""
 
 import io
 import json
@@ -10,17 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manifoldkv.cli.answers import Answer, duration, show, size
+from manifoldkv.cli.answers import Answer, show, size
 
 BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
-def read(text: str, units: dict[str, int]) -> tuple[float, float, str]:
+def read(text: str) -> tuple[float, float, str]:
     """Return the number that a text shows, half a step of its last digit, and the unit."""
     number, unit = text.split()
     digits = len(number.partition(".")[2])
-    return float(number), 0.5 * 10**-digits * units[unit], unit
+    return float(number), 0.5 * 10**-digits * BYTES[unit], unit
 
 
 @given(st.floats(0, 2**45) | st.integers(0, 2**45))
@@ -30,32 +29,10 @@ def read(text: str, units: dict[str, int]) -> tuple[float, float, str]:
 def test_a_size_is_its_rounded_number_in_the_largest_unit_of_which_there_is_one(
     nbytes: float,
 ) -> None:
-    number, half_a_step, unit = read(size(nbytes), BYTES)
+    number, half_a_step, unit = read(size(nbytes))
     assert abs(number * BYTES[unit] - nbytes) <= half_a_step * (1 + 1e-9)
     assert number >= 1 or unit == "B"
     assert number < 1024 or unit == "GiB"
-
-
-@given(st.floats(0, 1e6))
-@example(99.5)
-@example(100)
-@example(5999.9)
-@example(6000)
-def test_a_time_is_its_rounded_number_in_a_unit_that_leaves_two_digits(seconds: float) -> None:
-    number, half_a_step, unit = read(duration(seconds), SECONDS)
-    assert abs(number * SECONDS[unit] - seconds) <= half_a_step * (1 + 1e-9)
-    assert unit == ("s" if seconds < 100 else "min" if seconds < 6000 else "h")
-
-
-@given(st.floats(0, 1e6), st.floats(0, 1e6))
-@example(99.6, 100)
-@example(5999.9, 6000)
-def test_a_longer_time_never_reads_as_a_shorter_one(one: float, other: float) -> None:
-    shown = []
-    for seconds in sorted((one, other)):
-        number, _, unit = read(duration(seconds), SECONDS)
-        shown.append(number * SECONDS[unit])
-    assert shown == sorted(shown)
 
 
 def printed(answer: Answer, as_json: bool) -> str:

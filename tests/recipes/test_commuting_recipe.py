@@ -20,7 +20,6 @@ from manifoldkv.objectives.linear_algebra import weighted_directions
 from manifoldkv.recipes.commuting import CommutingRecipe, _latents
 from manifoldkv.recipes.commuting_bases import closed_form
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.estimate import estimate
 from tests.families import tiny_model, tiny_tokens
 from tests.recipes.test_tuning import lost
 
@@ -175,18 +174,6 @@ def test_it_composes_with_rounding() -> None:
     assert plan.formats.startswith("8-bit integers")
     with compressed(model, plan):
         assert model(input_ids=tokens).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("objective", "steps"), [("fisher", 0), ("kq-svd", 2), ("layer-output", 2)]
-)
-def test_it_can_be_estimated(objective: str, steps: int) -> None:
-    recipe = CommutingRecipe(objective, tuning_steps=steps)
-    model, tokens = tiny_model("llama").float(), tiny_tokens(6, 16)
-    expected = estimate(model, tokens, ratio=0.5, recipe=recipe)
-    assert (expected.seconds["bases"] > 0) == (objective != "kq-svd")
-    assert (expected.seconds["tuning"] > 0) == (steps > 0)
-    assert expected.cache_bytes == expected.stock_bytes / 2
 
 
 def test_what_cannot_be_is_refused() -> None:
