@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.core.errors import ArgumentError
 from manifoldkv.core.modes import in_own_modes
-from manifoldkv.evaluate.memory import peak_bytes
+from manifoldkv.evaluate.memory import constant_bytes, peak_bytes
 from manifoldkv.models.tokens import positions
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.serve.cache import compressed
@@ -45,7 +45,8 @@ class DecodeSpeed:
     stock_bytes, compressed_bytes : int
         Sizes of the caches at the end.
     constant_bytes : int
-        Size of the plan's bases and predictors, independent of the number of caches.
+        Size of what attention holds beside caches, independent of their number; the plan itself is
+        not counted.
     stock_working_bytes, compressed_working_bytes : int or None
         Working memory of one more step (`peak_bytes`).
     """
@@ -146,7 +147,7 @@ def decode_speed(
         time_ratio=median(x / y for x, y in zip(after, before, strict=True)),
         stock_bytes=stock_bytes,
         compressed_bytes=compressed_bytes,
-        constant_bytes=plan.basis_nbytes(model.dtype),
+        constant_bytes=constant_bytes(model, plan, prompt),
         stock_working_bytes=stock_working,
         compressed_working_bytes=compressed_working,
     )

@@ -43,33 +43,34 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
         If the model is on the meta device.
     """
     elements = []
-    for name, sample in _samples(model):
-        if sample.is_meta:
+    for name, sampled in _samples_of_matrices(model):
+        if sampled.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model with its weights")
-        elements.append(sample.flatten().float().cpu())
+        elements.append(sampled.flatten().float().cpu())
     return torch.stack(elements)
 
 
-def _samples(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _samples_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield names and samples of the matrices, (SIDE, SIDE)."""
     embedding = model.get_input_embeddings().weight
     # The first rows: further ones are appended for added tokens, or cut off.
-    first = torch.arange(SIDE).clamp(max=embedding.shape[0] - 1).to(embedding.device)
-    yield "the input embedding", _columns(embedding)[first]
+    first = torch.arange(SIDE).clamp(max=embedding.shape[0] - 1)
+    yield "the input embedding", _sampled(embedding, first)
     layers = decoder_layers(model)
     for layer in (layers[0], layers[-1]):
         for name, linear in sorted(attention_of(layer).named_children()):
             if isinstance(linear, nn.Linear):
-                columns = _columns(weight_of(layer, f"self_attn.{name}.weight"))
+                yield name, _sampled(weight_of(layer, f"self_attn.{name}.weight"))
             elif is_linear(linear):
                 columns = linear_weight(linear, _spread(linear.weight.shape[1]))
-            else:
-                continue
-            yield name, columns[_spread(columns.shape[0]).to(columns.device)]
+                yield name, columns[_spread(len(columns)).to(columns.device)]
 
 
-def _columns(weight: Tensor) -> Tensor:
-    return weight[:, _spread(weight.shape[1]).to(weight.device)]
+def _sampled(weight: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return elements of a matrix, (SIDE, SIDE): of evenly spaced columns, and rows if omitted."""
+    rows = _spread(weight.shape[0]) if rows is None else rows
+    columns = _spread(weight.shape[1])
+    return weight[rows.to(weight.device)[:, None], columns.to(weight.device)]
 
 
 def _spread(size: int) -> Tensor:

@@ -15,6 +15,7 @@ from manifoldkv.core.errors import RunError
 from manifoldkv.core.files import write_whole
 from manifoldkv.evaluate.continuation import Continuations, beginning, continuations
 from manifoldkv.evaluate.diagnostics import diagnose_plan
+from manifoldkv.evaluate.memory import constant_bytes
 from manifoldkv.evaluate.perplexity import compare, with_error
 from manifoldkv.evaluate.reports.charts import Drawing
 from manifoldkv.evaluate.reports.library import LIBRARY, library, packed_library
@@ -97,6 +98,8 @@ def write_report(
         length=length,
         cache_bytes=plan.nbytes(length, dtype=dtype),
         full_bytes=full * dtype.itemsize,
+        plan_bytes=plan.basis_nbytes(torch.float32),
+        constant_bytes=constant_bytes(model, plan, tokens),
         dtype=str(dtype).removeprefix("torch."),
         folder=str(folder),
         layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),

@@ -35,7 +35,6 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.models.support import uncompiled
-from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock, checked_positions, unpadded
 from manifoldkv.serve.cache.attention import CachedAttention
@@ -47,13 +46,14 @@ from manifoldkv.serve.cache.calls import (
     new_tokens,
 )
 from manifoldkv.serve.cache.forward import ForwardPass
+from manifoldkv.serve.cache.held import NewCache, held_nbytes
 from manifoldkv.serve.cache.hooks import (
     WithoutGradient,
     change_generate,
     register,
 )
 from manifoldkv.serve.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.serve.cache.running import running_attention
+from manifoldkv.serve.cache.running import running_attentions
 
 NAME = "manifoldkv-cache"
 
@@ -68,7 +68,7 @@ def compressed(
     plan: CompressionPlan,
     *,
     prefill: Prefill = "compressed",
-) -> Iterator[Callable[..., CompressedCache]]:
+) -> Iterator[NewCache]:
     """Let a model run on compressed caches inside the block.
 
     ``model.generate(**inputs, past_key_values=new_cache())`` and ``model(input_ids=…,
@@ -97,6 +97,9 @@ def compressed(
         prompt under ``prefill="exact"`` would have left them. The stock cache is unchanged, for
         the next plan. `position_ids`, (1 or B, n), are those the model was called with, if any;
         for padded texts `generate` takes ``(mask.cumsum(1) - 1).masked_fill(mask == 0, 0)``.
+        ``new_cache.constant_nbytes()`` is the size of what attention holds beside tokens: bases,
+        predictors and tables. They are prepared by the first block and its first step, and kept
+        until the plan is deleted or runs in another dtype or on another device.
 
     Raises
     ------
@@ -113,7 +116,7 @@ def compressed(
     run = _checked_run(model, plan, prefill)
     with ExitStack() as stack, intercepted(run.config, NAME):
         run.enter(stack)
-        yield run.new_cache
+        yield run
 
 
 @in_own_modes
@@ -149,15 +152,13 @@ class _Run:
         dtype = self._decoder.dtype
         places = [(dtype, device) for device in self._decoder.devices]
         if places != self._places:
-            composer, exact = Composer(self._plan.layers), self._exact_prefill
-            self._attentions = [
-                running_attention(self._plan, index, *place, composer, exact_prefill=exact)
-                for index, place in enumerate(places)
-            ]
+            self._attentions = running_attentions(
+                self._plan, places, exact_prefill=self._exact_prefill
+            )
             self._places = places
 
     @in_own_modes
-    def new_cache(
+    def __call__(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
     ) -> CompressedCache:
         """Return a cache for the current dtype and devices, filled from a stock cache if any.
@@ -190,6 +191,13 @@ class _Run:
         if stock is not None and positions.shape[1]:
             self._take_over(cache, stock, positions.to(devices[0]))
         return cache
+
+    def constant_nbytes(self) -> int:
+        """Return the bytes that attention holds beside the tokens of caches.
+
+        Tensors of the plan itself are left out, `CompressionPlan.basis_nbytes` in float32.
+        """
+        return held_nbytes(self._attentions)
 
     @torch.no_grad()
     def _take_over(self, cache: CompressedCache, stock: DynamicCache, positions: Tensor) -> None:
@@ -234,7 +242,7 @@ class _Run:
             add = attention.register_forward_pre_hook
             register(stack, add, self._before_attention(index))
         if isinstance(self._model, GenerationMixin):
-            change_generate(stack, self._model, self.new_cache)
+            change_generate(stack, self._model, self)
 
     @in_own_modes
     def _before_model(
@@ -256,7 +264,7 @@ class _Run:
         if given.get("past_key_values") is None:
             if not self._uses_cache(given):
                 check_one_text_a_row(given.get("position_ids"), mask)
-            given["past_key_values"] = self.new_cache()
+            given["past_key_values"] = self()
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._decoder.dtype)
         _, tokens = new_tokens(given)

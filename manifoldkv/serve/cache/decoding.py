@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from manifoldkv.models.interface import AttentionSettings
+from manifoldkv.core.basis import SITES
+from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.predictor import Input, PredictorContext
-from manifoldkv.serve.cache.composed import ComposedSites, offset_of, store_of
+from manifoldkv.serve.cache.composed import ComposedSites, Maps, offset_of, store_of
 from manifoldkv.serve.cache.layers import CompressedLayer
 from manifoldkv.serve.cache.mixed import WidthStore
 from manifoldkv.serve.cache.sites import Seen
 
+Keys = TypeVar("Keys")
+"""Tables of the keys of a layer."""
 
-class DecodingSites(ComposedSites):
+
+class DecodingSites(ComposedSites, Generic[Keys]):
     """`ComposedSites` whose kernels attend for a single new token of every sequence.
 
     Parameters are as in `ComposedSites`.
@@ -29,29 +35,56 @@ class DecodingSites(ComposedSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        self._quantizers: dict[Input, MixedWidths] = {}
-        for below, site in {(0, "key"), *self._key_predicted, *self._value_maps}:
+        factors = {}
+        for below, site in {(0, SITES[0]), *self._key_predicted, *self._columns}:
             quantizer = composer.layers[index - below].of(site).quantizer
             assert isinstance(quantizer, MixedWidths)
-            self._quantizers[below, site] = quantizer
-        self._integer_up = self._of_integers((0, "key"), self._key_up)
-        self._integer_predicted = {
-            one: self._of_integers(one, part) for one, part in self._key_predicted.items()
+            self._add_tables((below, site), quantizer, device)
+            of_stored = (quantizer.step * quantizer.gain)[: quantizer.stored]
+            factors[below, site] = of_stored.to(device)
+        self._factors = factors
+        """Latents over what kernels read, which is stored integers less their centres, or codewords
+        if they are trellis-coded, (r,) by site, float32."""
+        of_values = [factors[one] for one in self._columns]
+        self._mixed_factors = torch.cat([of_values[0].new_ones(1), *of_values])  # (1 + r,)
+        self._key_predicted = {
+            one: part.float() * factors[one] for one, part in self._key_predicted.items()
         }
-        joined = [self._value_mean.float().unsqueeze(1)]
-        joined += [self._of_integers(one, part) for one, part in self._value_maps.items()]
-        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
 
-    def _of_integers(self, one: Input, part: Tensor) -> Tensor:
-        """Return a map of latents (features, r) as one of stored integers, less their centres.
+        self._key_tables: tuple[Rotate, Keys | None] | None = None
 
-        Those of trellis-coded latents are their codewords.
-        """
-        quantizer = self._quantizers[one]
-        stored = quantizer.stored
-        factor = quantizer.step[:stored] * quantizer.gain[:stored]
-        return (part[:, :stored].float() * factor.to(part.device)).contiguous()
+    @abstractmethod
+    def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
+        """Hold the tables of a site's latents."""
+
+    def _scaled_up(self) -> Tensor:
+        """Return the up-projection of what kernels read of keys, (D, r), float32."""
+        return self._key_up.float().mT * self._factors[0, "key"]
+
+    def _prediction(self) -> Maps:
+        # Latents of factor 0 are 0.
+        return {
+            one: torch.where(self._factors[one] == 0, 0, part / self._factors[one])
+            for one, part in self._key_predicted.items()
+        }
+
+    def _tables_under(self, angles: Angles) -> Keys | None:
+        """Return the tables of keys under a rotation; None for one that is not in pairs."""
+        if self._key_tables is None or self._key_tables[0] is not angles.rotate:
+            features, heads = len(self._key_mean), self._grouping.heads
+            rotation = Rotation.of(angles.rotate, features // heads, angles.cos.shape[2])
+            tables = None
+            if rotation is not None:
+                prediction = self._key_expansion
+                if prediction is None and self._key_predicted:
+                    prediction = torch.eye(features, device=self._key_up.device)
+                tables = self._tabulated(rotation, prediction)
+            self._key_tables = angles.rotate, tables
+        return self._key_tables[1]
+
+    @abstractmethod
+    def _tabulated(self, rotation: Rotation, prediction: Tensor | None) -> Keys:
+        """Return the tables of keys with a matrix of their prediction, (D, p)."""
 
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None
