@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.composed import NewTokens
+from manifoldkv.cache.composed import Constant, NewTokens
 from manifoldkv.cache.decoding import DecodingSites, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
+from manifoldkv.cache.storage import Store, split_tiles
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import Input, PredictorContext
+from manifoldkv.coding.predictor import Input
 from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
@@ -42,19 +42,29 @@ class CompiledSites(DecodingSites):
     def __init__(
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self._tables: dict[Input, LatentTables] = {}
         super().__init__(composer, index, dtype, device)
-        self._tables = {
-            one: LatentTables.of_quantizer(quantizer) for one, quantizer in self._quantizers.items()
-        }
         self._key_tables: tuple[Rotate, KeyTables | None] | None = None
-        # In the order of the columns of `_integer_values`.
-        self._sources = list(dict.fromkeys([*self._value_maps, *self._key_predicted]))
+        # In the order of the columns of `_values`.
+        self._sources = list(dict.fromkeys([*self._columns, *self._key_predicted]))
         self._step: StepTables | None = None
 
+    def _held_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        return torch.float32  # that of the kernels, at every step
+
+    def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
+        self._tables[one] = LatentTables.of_quantizer(quantizer)
+
     def _new_tokens(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+        self,
+        planned: SitePlan,
+        up: Tensor,
+        constant: Constant,
+        working: torch.dtype,
+        *,
+        is_input: bool,
     ) -> NewTokens:
-        return _CompiledTokens(planned, dtype, device, is_input=is_input)
+        return _CompiledTokens(planned, up, constant, working, is_input=is_input)
 
     def scores(
         self,
@@ -69,15 +79,15 @@ class CompiledSites(DecodingSites):
             yield from super().scores(layers, queries, angles, seen)
             return
         queries, size = queries.float(), seen.latents
-        if self._integer_predicted:
+        if self._key_predicted:
             size = TOKENS_AT_A_TIME
         for start, stop in split_tiles(0, seen.latents, size):
             tile = replace(seen, offset=seen.offset + start, latents=stop - start)
             predicted = None
-            if self._integer_predicted:
-                rank = len(next(iter(self._integer_predicted.values())))
+            if self._key_predicted:
+                rank = len(next(iter(self._key_predicted.values())))
                 predicted = queries.new_zeros(len(queries), rank, stop - start)
-                for one, part in self._integer_predicted.items():
+                for one, part in self._key_predicted.items():
                     project(_packed(layers, one, tile), self._tables[one], part, predicted)
             of_tile = angles.of_tokens(start, stop)
             cos, sin = of_tile.cos.float(), of_tile.sin.float()
@@ -88,14 +98,12 @@ class CompiledSites(DecodingSites):
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights[..., : seen.latents].float().flatten(1, 2)  # (B, H_q·m, n)
-        mixed = rows.new_zeros(*rows.shape[:2], self._integer_values.shape[1])
+        mixed = rows.new_zeros(*rows.shape[:2], self._values.shape[1])
         mixed[..., 0] = rows.sum(dim=-1)
-        column = 1
-        for one in self._value_maps if seen.latents else ():
-            tables = self._tables[one]
-            mix(rows, _packed(layers, one, seen), tables, mixed, column)
-            column += len(tables.fields)
-        return mixed.unflatten(1, weights.shape[1:3]) @ self._integer_values
+        for one, columns in self._columns.items() if seen.latents else ():
+            mix(rows, _packed(layers, one, seen), self._tables[one], mixed, columns.start)
+        mixed *= self._mixed_factors
+        return mixed.unflatten(1, weights.shape[1:3]) @ self._values
 
     def attends(self, angles: Angles) -> bool:
         """Return whether `attend` takes a rotation, and the number of the layer's sources."""
@@ -152,10 +160,10 @@ class CompiledSites(DecodingSites):
         assert keys is not None
         if self._step is None or self._step.keys is not keys:
             sources = [
-                Source(self._tables[one], self._integer_predicted.get(one), one in self._value_maps)
+                Source(self._tables[one], self._key_predicted.get(one), one in self._columns)
                 for one in self._sources
             ]
-            self._step = StepTables(keys, tuple(sources), self._integer_values)
+            self._step = StepTables(keys, tuple(sources), self._values, self._mixed_factors)
         return self._step
 
     def _tables_of(self, angles: Angles) -> KeyTables | None:
@@ -166,10 +174,11 @@ class CompiledSites(DecodingSites):
             tables = None
             if rotation is not None:
                 latents, expansion = self._tables[0, "key"], self._key_expansion
-                if self._integer_predicted and expansion is None:
+                if self._key_predicted and expansion is None:
                     expansion = torch.eye(features)
                 mean = self._key_mean
-                tables = KeyTables.of(latents, self._integer_up, mean, heads, rotation, expansion)
+                up = self._scaled_up()
+                tables = KeyTables.of(latents, up, mean, heads, rotation, expansion)
             self._key_tables = angles.rotate, tables
         return self._key_tables[1]
 
@@ -177,32 +186,11 @@ class CompiledSites(DecodingSites):
 class _CompiledTokens(NewTokens):
     """New tokens, a few of which are encoded by a kernel."""
 
-    def __init__(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
-    ) -> None:
-        super().__init__(planned, dtype, device, is_input=is_input)
-        held, features = constant_dtype(dtype), planned.features
-        assert isinstance(planned.quantizer, MixedWidths)
-        stored = planned.quantizer.stored
-        down, up = planned.basis.down[0].to(held).float(), planned.basis.up[0].to(held).float()
-        self._down = down[:, :stored].mT.contiguous()  # (r, D)
-        self._up = up[:, :stored].mT.contiguous()  # (r, D)
-        mean = torch.zeros(features) if planned.mean is None else planned.mean.float()
-        self._mean = mean.view(1, 1, -1)
-
-    def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
+    def _append(self, store: Store, x: Tensor, expected: Tensor) -> Tensor:
         if x.shape[0] * x.shape[1] > FEW_TOKENS:
-            return super().store(store, x, context)
+            return super()._append(store, x, expected)
         assert isinstance(store, WidthStore)
-        predicted = self._predicted(context)
-        expected = self._mean if predicted is None else predicted + self._mean
-        latents = store.append_projected(x.float(), expected, self._down)
-        return latents @ self._up + expected if self._is_input else x[:0]
-
-    def _latents(self, x: Tensor, predicted: Tensor | None) -> Tensor:
-        """As of a few tokens, not rounded to the dtype of the model."""
-        expected = self._mean if predicted is None else predicted + self._mean
-        return ((x - expected) @ self._down.mT).unsqueeze(1)
+        return store.append_projected(x, expected, self._down)
 
 
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Packed:

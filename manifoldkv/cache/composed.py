@@ -7,16 +7,17 @@ before rotation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import Site
-from manifoldkv.cache.latents import RunningBasis, scores_of
+from manifoldkv.basis import SITES, Site
+from manifoldkv.cache.latents import scores_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.sites import Seen, Sites, tile_tokens
-from manifoldkv.cache.storage import Store, constant_dtype, split_tiles
+from manifoldkv.cache.storage import Store, constant_dtype, split_tiles, working_dtype
 from manifoldkv.coding.predictor import Input, PredictorContext
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.composition import Composer
@@ -25,6 +26,7 @@ from manifoldkv.plan.site import SitePlan
 
 Maps = dict[Input, Tensor]
 """Map of the latents of every site, (features, latents); sites are counted downwards."""
+Constant = Callable[[Tensor], Tensor]
 
 
 class ComposedSites(Sites):
@@ -45,31 +47,53 @@ class ComposedSites(Sites):
     def __init__(
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        layers = composer.layers
-        plan = layers[index]
+        layers, plan = composer.layers, composer.layers[index]
         self._grouping = plan.key.grouping
-        self._new = [
-            self._new_tokens(planned, dtype, device, is_input=_is_input(layers, index, site))
-            for site, planned in plan.sites
-        ]
-        self._working = self._new[0].basis.working
-        held = constant_dtype(dtype)
+        self._working = working_dtype(dtype, device)
+        rounded, held = constant_dtype(dtype), self._held_dtype(dtype, device)
 
-        def to_device(maps: Maps) -> Maps:
-            return {one: part.to(device, held) for one, part in maps.items()}
+        def constant(x: Tensor) -> Tensor:
+            return x.to(device, rounded).to(held).contiguous()
+
+        def stored(one: Input, part: Tensor) -> Tensor:
+            below, site = one
+            return part[:, : layers[index - below].of(site).latents]
 
         key, value = composer.key_map(index), composer.linear_map(index, "value")
-        self._key_up = key.up.to(device, held)
-        self._key_predicted = to_device(key.predicted)
-        self._key_expansion = None if key.expansion is None else key.expansion.to(device, held)
+        self._key_predicted = {
+            one: constant(stored(one, part)) for one, part in key.predicted.items()
+        }
+        self._key_expansion = None if key.expansion is None else constant(key.expansion)
         self._key_mean = key.mean.to(device, self._working)
-        self._value_maps = to_device(value.maps)
-        self._value_mean = value.mean.to(device, self._working)
+        by_source = {one: stored(one, part) for one, part in value.maps.items()}
+        self._columns = _columns({one: part.shape[1] for one, part in by_source.items()})
+        joined = torch.cat([value.mean.unsqueeze(1), *by_source.values()], dim=1)  # (D, 1 + r)
+        self._values = constant(joined.unflatten(0, (self._grouping.heads, -1)).mT)
+        """Mean and maps of the values by head, (H_kv, 1 + r, d)."""
+        ups = {"key": constant(stored((0, "key"), key.up).mT).unsqueeze(0)}  # (1, r, D)
+        ups["value"] = self._values[:, self._columns[0, "value"]]
+        self._key_up = ups["key"][0]  # (r, D)
+        self._new = [
+            self._new_tokens(
+                planned, ups[site], constant, self._working, is_input=_is_input(layers, index, site)
+            )
+            for site, planned in plan.sites
+        ]
+
+    def _held_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Return the dtype in which constants are held."""
+        return constant_dtype(dtype)
 
     def _new_tokens(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+        self,
+        planned: SitePlan,
+        up: Tensor,
+        constant: Constant,
+        working: torch.dtype,
+        *,
+        is_input: bool,
     ) -> NewTokens:
-        return NewTokens(planned, dtype, device, is_input=is_input)
+        return NewTokens(planned, up, constant, working, is_input=is_input)
 
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
@@ -93,46 +117,52 @@ class ComposedSites(Sites):
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         weights = weights[..., : seen.latents].to(self._working)
-        heads = weights.shape[1]
-        mean = self._value_mean.view(heads, 1, -1)  # (H_kv, 1, d)
-        output = weights.sum(dim=-1, keepdim=True) * mean
-        for one, value_map in self._value_maps.items():
-            mixed = weights.new_zeros(*weights.shape[:3], value_map.shape[1])
-            store = store_of(layers, one)
-            for start, stop in split_tiles(0, seen.latents, tile_tokens(mixed)):
+        mixed = weights.new_zeros(*weights.shape[:3], self._values.shape[1])
+        mixed[..., 0] = weights.sum(dim=-1)
+        for one, columns in self._columns.items():
+            store, part = store_of(layers, one), mixed[..., columns]
+            for start, stop in split_tiles(0, seen.latents, tile_tokens(part)):
                 latents = visible(layers, store, seen, start, stop).to(self._working)
-                mixed += weights[..., start:stop] @ latents
-            by_head = value_map.to(self._working).unflatten(0, (heads, -1))  # (H_kv, d, r)
-            output = output + mixed @ by_head.mT
-        return output
+                part += weights[..., start:stop] @ latents[..., : part.shape[3]]
+        return mixed @ self._values.to(self._working)
 
     def keys(
         self, layers: Sequence[CompressedLayer], seen: Seen, size: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        up = self._key_up.to(self._working)
+        own = {(0, SITES[0]): self._key_up.to(self._working).mT}
+        predicted = {one: x.to(self._working) for one, x in self._prediction().items()}
         for start, stop in split_tiles(0, seen.latents, size):
-            # Tokens last, so that operations on a feature run over neighbours.
-            x = up @ visible(layers, layers[0].key_store, seen, start, stop)[:, 0].mT
-            if self._key_predicted:
-                predicted = self._sum(self._key_predicted, layers, seen, start, stop)
+            x = self._sum(own, layers, seen, start, stop)
+            if predicted:
+                of_others = self._sum(predicted, layers, seen, start, stop)
                 if self._key_expansion is not None:
-                    predicted = self._key_expansion.to(self._working) @ predicted
-                x = x + predicted
+                    of_others = self._key_expansion.to(self._working) @ of_others
+                x = x + of_others
             yield start, stop, self._by_head(x + self._key_mean.unsqueeze(1))
 
     def values(self, layers: Sequence[CompressedLayer], seen: Seen, size: int) -> Iterator[Tensor]:
+        joined = self._values.to(self._working).mT.flatten(0, 1)  # (D, 1 + r)
+        maps = {one: joined[:, columns] for one, columns in self._columns.items()}
         for start, stop in split_tiles(0, seen.latents, size):
-            x = self._sum(self._value_maps, layers, seen, start, stop)
-            yield self._by_head(x + self._value_mean.unsqueeze(1))
+            x = self._sum(maps, layers, seen, start, stop)
+            yield self._by_head(x + joined[:, :1])
+
+    def _prediction(self) -> Maps:
+        """Return the maps of latents of other sites to the prediction of keys, (rank, r) each."""
+        return self._key_predicted
 
     def _sum(
         self, maps: Maps, layers: Sequence[CompressedLayer], seen: Seen, start: int, stop: int
     ) -> Tensor:
-        """Return the sum of maps of latents, (B, features, t)."""
+        """Return the sum of maps of latents, (B, features, t).
+
+        Tokens are last in memory, so that operations on a feature run over neighbours.
+        """
         total: Tensor | None = None
         for one, part in maps.items():
             latents = visible(layers, store_of(layers, one), seen, start, stop)[:, 0].mT
-            by_row = part.to(self._working).expand(len(latents), -1, -1)
+            by_row = part.expand(len(latents), -1, -1)
+            latents = latents[:, : part.shape[1]]
             total = by_row @ latents if total is None else total.baddbmm_(by_row, latents)
         assert total is not None  # there is a map of the site's own latents
         return total
@@ -143,16 +173,40 @@ class ComposedSites(Sites):
 
 
 class NewTokens:
-    """Encoding of new tokens of a site, and their reconstruction if predictors need it."""
+    """Encoding of new tokens of a site, and their reconstruction if predictors need it.
+
+    Parameters
+    ----------
+    planned : SitePlan
+        Of the site, in mixed widths.
+    up : Tensor
+        Up-projection of the r stored latents by head, (H_kv, r, d), or of all heads together,
+        (1, r, D), which the attention of the layer holds.
+    constant : callable
+        Returns a tensor of the plan as it is held.
+    working : torch.dtype
+        Of products.
+    is_input : bool
+        Whether a predictor has the site as an input.
+    """
 
     def __init__(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
+        self,
+        planned: SitePlan,
+        up: Tensor,
+        constant: Constant,
+        working: torch.dtype,
+        *,
+        is_input: bool,
     ) -> None:
-        self.basis = RunningBasis(planned.basis, dtype, device, planned.mean)
-        predictor, held = planned.predictor, constant_dtype(dtype)
+        predictor = planned.predictor
+        self._down = constant(planned.basis.down[0][:, : planned.latents].mT)  # (r, D)
+        self._up = up
+        mean = torch.zeros(planned.features) if planned.mean is None else planned.mean
+        self._mean = mean.to(self._down.device, working).view(1, 1, -1)
         self._inputs = () if predictor is None else predictor.inputs
         factors = [] if predictor is None else [predictor.weights, predictor.expansion]
-        self._factors = [x.to(device, held) for x in factors if x is not None]
+        self._factors = [constant(x) for x in factors if x is not None]
         self._is_input = is_input
 
     def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
@@ -160,20 +214,25 @@ class NewTokens:
 
         It is empty if no predictor has it as an input.
         """
-        x = x.to(self.basis.working)
+        x = x.to(self._mean.dtype)
         predicted = self._predicted(context)
-        latents = self._latents(x, predicted)
+        expected = self._mean if predicted is None else predicted + self._mean
+        latents = self._append(store, x, expected)
         if not self._is_input:
-            store.append(latents)
             return x[:0]
-        latents = store.append_and_read(latents)
-        reconstruction = self.basis.up_project_groups(latents)[:, 0]
-        return reconstruction if predicted is None else reconstruction + predicted
+        found = latents.unsqueeze(1) @ self._up.to(latents.dtype)  # (B, H_kv or 1, m, d or D)
+        return found.transpose(1, 2).flatten(2) + expected
 
-    def _latents(self, x: Tensor, predicted: Tensor | None) -> Tensor:
-        """Return the latents of keys or values less their prediction, (B, 1, m, r)."""
-        residual = x if predicted is None else x - predicted
-        return self.basis.latents_of_groups(residual.unsqueeze(1))
+    def _append(self, store: Store, x: Tensor, expected: Tensor) -> Tensor:
+        """Store what x (B, m, D) is beyond expected, and return the reconstructed latents.
+
+        They are (B, m, r); those before rounding if they are no inputs.
+        """
+        latents = (x - expected) @ self._down.to(x.dtype).mT
+        if not self._is_input:
+            store.append(latents.unsqueeze(1))
+            return latents
+        return store.append_and_read(latents.unsqueeze(1))[:, 0, :, : latents.shape[2]]
 
     def _predicted(self, context: PredictorContext) -> Tensor | None:
         if not self._inputs:
@@ -202,6 +261,12 @@ def visible(
 def offset_of(layers: Sequence[CompressedLayer], store: Store, seen: Seen) -> int:
     """Return the first visible token in a store: all stores hold the same newest tokens."""
     return len(store) - (layers[0].tokens_held - seen.offset)
+
+
+def _columns(latents: dict[Input, int]) -> dict[Input, slice]:
+    """Return the columns of every source's latents after a first one."""
+    stops = list(accumulate(latents.values(), initial=1))
+    return {one: slice(*ends) for one, ends in zip(latents, pairwise(stops), strict=True)}
 
 
 def _is_input(layers: Sequence[LayerPlan], index: int, site: Site) -> bool:

@@ -35,7 +35,7 @@ from manifoldkv.cache.hooks import (
     register,
 )
 from manifoldkv.cache.layers import CompressedCache, CompressedLayer
-from manifoldkv.cache.running import running_attention
+from manifoldkv.cache.running import running_attentions
 from manifoldkv.errors import CacheError, ModelError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.interface import (
@@ -48,7 +48,6 @@ from manifoldkv.models.interface import (
 from manifoldkv.models.replacing import replace_attribute
 from manifoldkv.models.rotary import Angles, rotation_of_keys
 from manifoldkv.models.support import uncompiled
-from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.uncompressed import check_stock, checked_positions, unpadded
 from manifoldkv.windows import cached_tokens
@@ -143,11 +142,9 @@ class _Run:
         dtype = self._decoder.dtype
         places = [(dtype, device) for device in self._decoder.devices]
         if places != self._places:
-            composer, exact = Composer(self._plan.layers), self._exact_prefill
-            self._attentions = [
-                running_attention(self._plan, index, *place, composer, exact_prefill=exact)
-                for index, place in enumerate(places)
-            ]
+            self._attentions = running_attentions(
+                self._plan, places, exact_prefill=self._exact_prefill
+            )
             self._places = places
 
     def new_cache(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manifoldkv.cache.composed import ComposedSites, offset_of, store_of
+from manifoldkv.basis import SITES
+from manifoldkv.cache.composed import ComposedSites, Maps, offset_of, store_of
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
@@ -29,29 +30,36 @@ class DecodingSites(ComposedSites):
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(composer, index, dtype, device)
-        self._quantizers: dict[Input, MixedWidths] = {}
-        for below, site in {(0, "key"), *self._key_predicted, *self._value_maps}:
+        factors = {}
+        for below, site in {(0, SITES[0]), *self._key_predicted, *self._columns}:
             quantizer = composer.layers[index - below].of(site).quantizer
             assert isinstance(quantizer, MixedWidths)
-            self._quantizers[below, site] = quantizer
-        self._integer_up = self._of_integers((0, "key"), self._key_up)
-        self._integer_predicted = {
-            one: self._of_integers(one, part) for one, part in self._key_predicted.items()
+            self._add_tables((below, site), quantizer, device)
+            of_stored = (quantizer.step * quantizer.gain)[: quantizer.stored]
+            factors[below, site] = of_stored.to(device)
+        self._factors = factors
+        """Latents over what kernels read, which is stored integers less their centres, or codewords
+        if they are trellis-coded, (r,) by site, float32."""
+        of_values = [factors[one] for one in self._columns]
+        self._mixed_factors = torch.cat([of_values[0].new_ones(1), *of_values])  # (1 + r,)
+        self._key_predicted = {
+            one: part.float() * factors[one] for one, part in self._key_predicted.items()
         }
-        joined = [self._value_mean.float().unsqueeze(1)]
-        joined += [self._of_integers(one, part) for one, part in self._value_maps.items()]
-        by_head = torch.cat(joined, dim=1).unflatten(0, (self._grouping.heads, -1))
-        self._integer_values = by_head.mT.contiguous()  # (H_kv, 1 + r, d)
 
-    def _of_integers(self, one: Input, part: Tensor) -> Tensor:
-        """Return a map of latents (features, r) as one of stored integers, less their centres.
+    @abstractmethod
+    def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
+        """Hold the tables of a site's latents."""
 
-        Those of trellis-coded latents are their codewords.
-        """
-        quantizer = self._quantizers[one]
-        stored = quantizer.stored
-        factor = quantizer.step[:stored] * quantizer.gain[:stored]
-        return (part[:, :stored].float() * factor.to(part.device)).contiguous()
+    def _scaled_up(self) -> Tensor:
+        """Return the up-projection of what kernels read of keys, (D, r), float32."""
+        return self._key_up.float().mT * self._factors[0, "key"]
+
+    def _prediction(self) -> Maps:
+        # Latents of factor 0 are 0.
+        return {
+            one: torch.where(self._factors[one] == 0, 0, part / self._factors[one])
+            for one, part in self._key_predicted.items()
+        }
 
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None

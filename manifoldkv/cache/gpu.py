@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 from triton import language as tl
 
-from manifoldkv.cache.composed import NewTokens
 from manifoldkv.cache.decoding import DecodingSites, store_and_range
 from manifoldkv.cache.layers import CompressedLayer
 from manifoldkv.cache.sites import Seen
-from manifoldkv.cache.storage import Store, constant_dtype, working_dtype
 from manifoldkv.coding.mixed import MixedWidths
-from manifoldkv.coding.predictor import Input, PredictorContext
+from manifoldkv.coding.predictor import Input
 from manifoldkv.kernels.gpu import mix, project, scores
 from manifoldkv.kernels.gpu_latents import zeros_beside
-from manifoldkv.kernels.gpu_tables import Keys, tabulate_keys, tabulate_latents
+from manifoldkv.kernels.gpu_tables import Keys, Latents, tabulate_keys, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
 from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
-from manifoldkv.plan.site import SitePlan
 
 
 class GPUSites(DecodingSites):
@@ -36,19 +33,13 @@ class GPUSites(DecodingSites):
     def __init__(
         self, composer: Composer, index: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self._latents: dict[Input, Latents] = {}
         super().__init__(composer, index, dtype, device)
-        self._latents = {
-            one: tabulate_latents(LatentTables.of_quantizer(quantizer), device)
-            for one, quantizer in self._quantizers.items()
-        }
-        self._integer_values = self._integer_values.to(constant_dtype(dtype))
         self._keys: tuple[Rotate, Keys | None] | None = None
         self._operands = tl.bfloat16 if dtype.itemsize == 2 else tl.float32
 
-    def _new_tokens(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
-    ) -> NewTokens:
-        return _GPUTokens(planned, dtype, device, is_input=is_input)
+    def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
+        self._latents[one] = tabulate_latents(LatentTables.of_quantizer(quantizer), device)
 
     def scores(
         self,
@@ -65,11 +56,11 @@ class GPUSites(DecodingSites):
 
     def mix(self, layers: Sequence[CompressedLayer], weights: Tensor, seen: Seen) -> Tensor:
         rows = weights.float().flatten(1, 2)  # (B, H_q·m, n)
-        sources = [(_packed(layers, one, seen), self._latents[one]) for one in self._value_maps]
-        by_row = mix(rows, seen.latents, sources, self._operands).to(self._integer_values.dtype)
+        sources = [(_packed(layers, one, seen), self._latents[one]) for one in self._columns]
+        by_row = mix(rows, seen.latents, sources, self._operands) * self._mixed_factors
         # By head, of all sequences: (H_kv, B·R, 1 + r).
-        by_head = by_row.unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
-        mixed = torch.bmm(by_head, self._integer_values)
+        by_head = by_row.to(self._values.dtype).unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
+        mixed = torch.bmm(by_head, self._values)
         return mixed.unflatten(1, (len(weights), -1)).transpose(0, 1)
 
     def attends(self, angles: Angles) -> bool:
@@ -105,7 +96,7 @@ class GPUSites(DecodingSites):
         assert keys is not None
         codes = _packed(layers, (0, "key"), seen)
         predicted = None
-        for one, part in self._integer_predicted.items():
+        for one, part in self._key_predicted.items():
             if predicted is None:
                 predicted = zeros_beside(codes, len(part))
             packed = _packed(layers, one, seen)
@@ -121,46 +112,17 @@ class GPUSites(DecodingSites):
             keys = None
             if rotation is not None:
                 expansion = self._key_expansion
-                if expansion is None and self._integer_predicted:
-                    expansion = torch.eye(features, device=self._integer_up.device)
+                if expansion is None and self._key_predicted:
+                    expansion = torch.eye(features, device=self._key_up.device)
                 keys = tabulate_keys(
                     self._latents[0, "key"],
-                    self._integer_up,
+                    self._scaled_up(),
                     self._key_mean.float(),
                     *(rotation.partner, rotation.sign, rotation.angle),
                     None if expansion is None else expansion.float(),
                 )
             self._keys = angles.rotate, keys
         return self._keys[1]
-
-
-class _GPUTokens(NewTokens):
-    """New tokens in few operations, each of which costs the start of a kernel."""
-
-    def __init__(
-        self, planned: SitePlan, dtype: torch.dtype, device: torch.device, *, is_input: bool
-    ) -> None:
-        super().__init__(planned, dtype, device, is_input=is_input)
-        assert isinstance(planned.quantizer, MixedWidths)
-        stored, working = planned.quantizer.stored, working_dtype(dtype, device)
-        held = constant_dtype(dtype)
-        down, up = (
-            x[0].to(device, held).to(working) for x in (planned.basis.down, planned.basis.up)
-        )
-        self._down, self._up = down[:, :stored].contiguous(), up[:, :stored].mT.contiguous()
-        mean = torch.zeros(planned.features) if planned.mean is None else planned.mean
-        self._mean = mean.to(device, working).view(1, 1, -1)
-
-    def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:
-        x = x.to(self._down.dtype)
-        predicted = self._predicted(context)
-        expected = self._mean if predicted is None else predicted + self._mean
-        latents = ((x - expected) @ self._down).unsqueeze(1)
-        if not self._is_input:
-            store.append(latents)
-            return x[:0]
-        found = store.append_and_read(latents)[:, 0, :, : len(self._up)]
-        return expected + found @ self._up
 
 
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Tensor:

@@ -33,7 +33,6 @@ class RunningBasis:
         mean: Tensor | None = None,
     ) -> None:
         self.grouping: HeadGrouping = basis.grouping
-        self._basis = basis
         self._stored = dtype
         self.working = working_dtype(dtype, device)
         held = constant_dtype(dtype)

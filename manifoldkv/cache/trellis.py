@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,9 +24,13 @@ class TrellisStore(WidthStore):
         super().__init__(quantizer, dtype, device)
         self._quantizer, self._device = quantizer, device
         self._bits = quantizer.own_bits
-        self._fields = state_fields(self._bits).to(device)
         self._codebooks = codebooks().to(device)
         self._scales = functional.pad(short_scales(), (0, 1), value=torch.nan).to(device)
+
+    @cached_property
+    def _fields(self) -> Tensor:
+        """`state_fields` of the stored latents, for reconstructions by torch."""
+        return state_fields(self._bits).to(self._device)
 
     def append(self, latents: Tensor) -> None:
         self._append(latents[:, 0])

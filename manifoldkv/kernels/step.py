@@ -47,11 +47,14 @@ class StepTables:
     maps : Tensor
         Mean of the values, and map of the latents of all mixed sources, by head,
         (H_kv, 1 + r, d), float32.
+    factors : Tensor
+        1, and the latents of all mixed sources over what is read of them, (1 + r,), float32.
     """
 
     keys: KeyTables
     sources: tuple[Source, ...]
     maps: Tensor
+    factors: Tensor
 
     @cached_property
     def uses(self) -> tuple[Array, ...]:
@@ -175,6 +178,7 @@ def attend(
     in_parts(len(tiles), add, int(tiles[:, 3].sum()))
     out = torch.empty_like(queries)
     mixed, largest = (np.stack(x) for x in zip(*parts, strict=True))
+    mixed *= tables.factors.numpy()
     kernels().finish(
         mixed, largest, of_queries, *(x.numpy() for x in sinks), tables.maps.numpy(), out.numpy()
     )

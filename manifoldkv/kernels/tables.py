@@ -11,6 +11,7 @@ import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.planes import BitPlanes
@@ -45,11 +46,16 @@ class LatentTables:
 
     @classmethod
     def of_quantizer(cls, quantizer: MixedWidths) -> LatentTables:
-        """Return the tables of the stored latents of a site."""
-        if isinstance(quantizer, TrellisCoded):
-            return cls.of_trellis(quantizer.own_bits)
-        bits = quantizer.bits[: quantizer.stored]
-        return cls.of(BitPlanes(bits.tolist(), bits.device), bits)
+        """Return the tables of the stored latents of a site, made once for every quantizer."""
+        tables = _OF_QUANTIZERS.get(quantizer)
+        if tables is None:
+            if isinstance(quantizer, TrellisCoded):
+                tables = cls.of_trellis(quantizer.own_bits)
+            else:
+                bits = quantizer.bits[: quantizer.stored]
+                tables = cls.of(BitPlanes(bits.tolist(), bits.device), bits)
+            _OF_QUANTIZERS[quantizer] = tables
+        return tables
 
     @classmethod
     def of(cls, planes: BitPlanes, bits: Tensor) -> LatentTables:
@@ -84,6 +90,10 @@ class LatentTables:
     def projection_multiplications(self, rows: int) -> int:
         """Return the multiplications per token of `project` with a matrix of some rows."""
         return (rows + 1) * len(self.fields)
+
+
+_OF_QUANTIZERS = WeakIdKeyDictionary()
+"""`LatentTables` by quantizer, as long as it exists."""
 
 
 @dataclass(frozen=True, eq=False)

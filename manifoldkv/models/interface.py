@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -153,7 +154,12 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def rotation_of(layer: nn.Module) -> Rotate:
     """Return the rotation of queries or keys in a decoder layer."""
-    apply = modeling_module(layer).apply_rotary_pos_emb
+    return _rotation_by(modeling_module(layer).apply_rotary_pos_emb)
+
+
+@cache
+def _rotation_by(apply: Callable[..., tuple[Tensor, Tensor]]) -> Rotate:
+    """Return the same rotation for the same function of queries and keys."""
     return lambda x, cos, sin: apply(x, x[:, :0], cos, sin)[0]
 
 

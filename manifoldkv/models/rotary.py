@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 
 import torch
@@ -61,13 +62,18 @@ def rotation_of_keys(layer: nn.Module, rotary_dim: int) -> Rotate:
     head_dim = attention_of(layer).head_dim
     if rotary_dim != head_dim or head_dim % 2:
         return rotate
+    return rotate_halves if _rotates_halves(rotate, head_dim) else rotate
+
+
+@cache
+def _rotates_halves(rotate: Rotate, head_dim: int) -> bool:
+    """Return whether a rotation and `rotate_halves` agree on random keys."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(1, 2, 3, head_dim, generator=generator, dtype=torch.float64)
     angle = torch.rand(1, 3, head_dim // 2, generator=generator, dtype=torch.float64)
     angle = angle.repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
-    agrees = torch.allclose(rotate(x, cos, sin), rotate_halves(x, cos, sin))
-    return rotate_halves if agrees else rotate
+    return torch.allclose(rotate(x, cos, sin), rotate_halves(x, cos, sin))
 
 
 def rotary_embedding_of(decoder: nn.Module) -> nn.Module:

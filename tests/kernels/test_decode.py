@@ -236,7 +236,8 @@ def test_attention_is_that_to_rebuilt_keys_and_values(
     maps = normal(HEADS, 1 + sum(map(len, sites)), HEAD_DIM)
     ones = torch.ones(batch, 1, tokens)
     mixed = torch.cat([ones, *(site.latents for site in drawn)], dim=1)  # (B, 1 + r, n)
-    values = mixed.mT.unsqueeze(1) @ maps
+    factors = torch.cat([torch.ones(1), normal(maps.shape[1] - 1)])
+    values = (mixed.mT * factors).unsqueeze(1) @ maps
     queries, sink = normal(batch, HEADS, rows, HEAD_DIM), normal(batch, HEADS, sinks, HEAD_DIM)
     by_head, values = torch.cat([by_head, sink], dim=2), torch.cat([values, -sink], dim=2)
     expected = (queries @ by_head.mT).softmax(dim=-1) @ values
@@ -246,7 +247,7 @@ def test_attention_is_that_to_rebuilt_keys_and_values(
     ]
     of_keys = KeyTables.of(own.tables, up, mean, HEADS, found, predictor)
     packed = [site.packed for site in drawn]
-    tables = StepTables(of_keys, tuple(sources), maps)
+    tables = StepTables(of_keys, tuple(sources), maps, factors)
     output = attend(queries, packed[0], packed, tables, cos, sin, (sink, -sink))
     # Scores of some tens have errors that their exponentials enlarge.
     torch.testing.assert_close(output, expected, rtol=0, atol=2e-5 * float(values.abs().max()))
@@ -258,7 +259,8 @@ def test_attention_to_what_is_not_finite_is_not_finite() -> None:
     found = Rotation.of(rotate_halves, HEAD_DIM, HEAD_DIM)
     assert found is not None
     keys = KeyTables.of(site.tables, drawn_up("dense", 2), normal(16), HEADS, found)
-    tables = StepTables(keys, (Source(site.tables, None, is_mixed=True),), normal(HEADS, 3, 8))
+    sources = (Source(site.tables, None, is_mixed=True),)
+    tables = StepTables(keys, sources, normal(HEADS, 3, 8), torch.ones(3))
     queries, none = normal(1, HEADS, 2, HEAD_DIM), normal(1, HEADS, 0, HEAD_DIM)
     angles = drawn_angles(1, 9, HEAD_DIM)
     output = attend(queries, site.packed, [site.packed], tables, *angles, (none, none))
@@ -403,7 +405,8 @@ def test_kernels_multiply_no_more_than_tables_say(
         Source(site.tables, normal(predicted, latents), is_mixed=False),
         Source(site.tables, None, is_mixed=True),
     )
-    step = StepTables(keys, sources, normal(HEADS, 1 + 2 * latents, HEAD_DIM))
+    columns = 1 + 2 * latents
+    step = StepTables(keys, sources, normal(HEADS, columns, HEAD_DIM), torch.ones(columns))
     uses = [counted(*x.shape) if x.dtype == np.float32 else x for x in step.uses]
     found = count(
         interpreted.attend,
