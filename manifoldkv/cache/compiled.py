@@ -20,7 +20,6 @@ from manifoldkv.kernels.decode import mix, project, scores
 from manifoldkv.kernels.step import Source, StepTables, attend, most_sources
 from manifoldkv.kernels.tables import KeyTables, LatentTables
 from manifoldkv.kernels.views import Array, Packed
-from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
@@ -32,7 +31,7 @@ TOKENS_AT_A_TIME = 2048
 """Tokens whose predictions are held at a time."""
 
 
-class CompiledSites(DecodingSites):
+class CompiledSites(DecodingSites[KeyTables]):
     """`ComposedSites` whose scores and mixtures are those of compiled kernels, on a CPU.
 
     Rotations other than in pairs of features, and many queries at once, are left to torch.
@@ -44,7 +43,6 @@ class CompiledSites(DecodingSites):
     ) -> None:
         self._tables: dict[Input, LatentTables] = {}
         super().__init__(composer, index, dtype, device)
-        self._key_tables: tuple[Rotate, KeyTables | None] | None = None
         # In the order of the columns of `_values`.
         self._sources = list(dict.fromkeys([*self._columns, *self._key_predicted]))
         self._step: StepTables | None = None
@@ -74,7 +72,7 @@ class CompiledSites(DecodingSites):
         seen: Seen,
     ) -> Iterator[Tensor]:
         assert angles is not None  # keys are stored before rotation
-        tables = self._tables_of(angles)
+        tables = self._tables_under(angles)
         if tables is None or not seen.latents:
             yield from super().scores(layers, queries, angles, seen)
             return
@@ -107,7 +105,7 @@ class CompiledSites(DecodingSites):
 
     def attends(self, angles: Angles) -> bool:
         """Return whether `attend` takes a rotation, and the number of the layer's sources."""
-        return len(self._sources) <= most_sources() and self._tables_of(angles) is not None
+        return len(self._sources) <= most_sources() and self._tables_under(angles) is not None
 
     def attended(
         self,
@@ -156,7 +154,7 @@ class CompiledSites(DecodingSites):
 
     def _step_tables(self, angles: Angles) -> StepTables:
         """Return the tables of `attend`."""
-        keys = self._tables_of(angles)
+        keys = self._tables_under(angles)
         assert keys is not None
         if self._step is None or self._step.keys is not keys:
             sources = [
@@ -166,21 +164,9 @@ class CompiledSites(DecodingSites):
             self._step = StepTables(keys, tuple(sources), self._values, self._mixed_factors)
         return self._step
 
-    def _tables_of(self, angles: Angles) -> KeyTables | None:
-        """Return the tables of keys under a rotation; None for one that is not in pairs."""
-        if self._key_tables is None or self._key_tables[0] is not angles.rotate:
-            features, heads = len(self._key_mean), self._grouping.heads
-            rotation = Rotation.of(angles.rotate, features // heads, angles.cos.shape[2])
-            tables = None
-            if rotation is not None:
-                latents, expansion = self._tables[0, "key"], self._key_expansion
-                if self._key_predicted and expansion is None:
-                    expansion = torch.eye(features)
-                mean = self._key_mean
-                up = self._scaled_up()
-                tables = KeyTables.of(latents, up, mean, heads, rotation, expansion)
-            self._key_tables = angles.rotate, tables
-        return self._key_tables[1]
+    def _tabulated(self, rotation: Rotation, prediction: Tensor | None) -> KeyTables:
+        latents, up, heads = self._tables[0, "key"], self._scaled_up(), self._grouping.heads
+        return KeyTables.of(latents, up, self._key_mean, heads, rotation, prediction)
 
 
 class _CompiledTokens(NewTokens):

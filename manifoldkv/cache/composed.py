@@ -63,7 +63,6 @@ class ComposedSites(Sites):
         self._key_predicted = {
             one: constant(stored(one, part)) for one, part in key.predicted.items()
         }
-        self._key_expansion = None if key.expansion is None else constant(key.expansion)
         self._key_mean = key.mean.to(device, self._working)
         by_source = {one: stored(one, part) for one, part in value.maps.items()}
         self._columns = _columns({one: part.shape[1] for one, part in by_source.items()})
@@ -79,6 +78,8 @@ class ComposedSites(Sites):
             )
             for site, planned in plan.sites
         ]
+        expansion = self._new[0].expansion
+        self._key_expansion = None if expansion is None else expansion.mT  # (D, rank)
 
     def _held_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Return the dtype in which constants are held."""
@@ -129,7 +130,7 @@ class ComposedSites(Sites):
     def keys(
         self, layers: Sequence[CompressedLayer], seen: Seen, size: int
     ) -> Iterator[tuple[int, int, Tensor]]:
-        own = {(0, SITES[0]): self._key_up.to(self._working).mT}
+        own: Maps = {(0, SITES[0]): self._key_up.to(self._working).mT}
         predicted = {one: x.to(self._working) for one, x in self._prediction().items()}
         for start, stop in split_tiles(0, seen.latents, size):
             x = self._sum(own, layers, seen, start, stop)
@@ -207,6 +208,8 @@ class NewTokens:
         self._inputs = () if predictor is None else predictor.inputs
         factors = [] if predictor is None else [predictor.weights, predictor.expansion]
         self._factors = [constant(x) for x in factors if x is not None]
+        self.expansion = self._factors[1] if len(self._factors) > 1 else None
+        """Second factor of a predictor of low rank, (rank, D)."""
         self._is_input = is_input
 
     def store(self, store: Store, x: Tensor, context: PredictorContext) -> Tensor:

@@ -28,6 +28,7 @@ from manifoldkv.cache.calls import (
     new_tokens,
 )
 from manifoldkv.cache.forward import ForwardPass
+from manifoldkv.cache.held import NewCache, held_nbytes
 from manifoldkv.cache.hooks import (
     WithoutGradient,
     give_generate_a_cache,
@@ -65,7 +66,7 @@ def compressed(
     plan: CompressionPlan,
     *,
     prefill: Prefill = "compressed",
-) -> Iterator[Callable[..., CompressedCache]]:
+) -> Iterator[NewCache]:
     """Let a model run on compressed caches inside the block.
 
     ``model.generate(**inputs, past_key_values=new_cache())`` and ``model(input_ids=…,
@@ -94,6 +95,9 @@ def compressed(
         prompt under ``prefill="exact"`` would have left them. The stock cache is unchanged, for
         the next plan. `position_ids`, (1 or B, n), are those the model was called with, if any;
         for padded texts `generate` takes ``(mask.cumsum(1) - 1).masked_fill(mask == 0, 0)``.
+        ``new_cache.constant_nbytes()`` is the size of what attention holds beside tokens: bases,
+        predictors and tables. They are prepared by the first block and its first step, and kept
+        until the plan is deleted or runs in another dtype or on another device.
 
     Raises
     ------
@@ -118,7 +122,7 @@ def compressed(
     run = _Run(decoder, plan, prefill)
     with ExitStack() as stack, intercepted(config, NAME):
         run.enter(stack)
-        yield run.new_cache
+        yield run
 
 
 class _Run:
@@ -147,7 +151,7 @@ class _Run:
             )
             self._places = places
 
-    def new_cache(
+    def __call__(
         self, stock: DynamicCache | None = None, position_ids: Tensor | None = None
     ) -> CompressedCache:
         """Return a cache for the current dtype and devices, filled from a stock cache if any.
@@ -180,6 +184,13 @@ class _Run:
         if stock is not None and positions.shape[1]:
             self._take_over(cache, stock, positions.to(devices[0]))
         return cache
+
+    def constant_nbytes(self) -> int:
+        """Return the bytes that attention holds beside the tokens of caches.
+
+        Tensors of the plan itself are left out, `CompressionPlan.basis_nbytes` in float32.
+        """
+        return held_nbytes(self._attentions)
 
     @torch.no_grad()
     def _take_over(self, cache: CompressedCache, stock: DynamicCache, positions: Tensor) -> None:
@@ -223,7 +234,7 @@ class _Run:
         for index, attention in enumerate(self._decoder.attentions):
             add = attention.register_forward_pre_hook
             register(stack, add, self._before_attention(index))
-        give_generate_a_cache(stack, self._model, self.new_cache)
+        give_generate_a_cache(stack, self._model, self)
         replace_attribute(
             stack, self._model, "init_continuous_batching", refuse_continuous_batching
         )
@@ -247,7 +258,7 @@ class _Run:
         if given.get("past_key_values") is None:
             if not self._uses_cache(given):
                 check_one_text_a_row(given.get("position_ids"), mask)
-            given["past_key_values"] = self.new_cache()
+            given["past_key_values"] = self()
         cache = given["past_key_values"]
         check_cache(cache, self._plan, self._decoder.dtype)
         given["attention_mask"] = boolean_masks(mask, new_tokens(given), cache, self._decoder.kinds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +16,16 @@ from manifoldkv.cache.mixed import WidthStore
 from manifoldkv.cache.sites import Seen
 from manifoldkv.coding.mixed import MixedWidths
 from manifoldkv.coding.predictor import Input, PredictorContext
-from manifoldkv.models.interface import AttentionSettings
+from manifoldkv.models.interface import AttentionSettings, Rotate
 from manifoldkv.models.rotary import Angles
+from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
 
+Keys = TypeVar("Keys")
+"""Tables of the keys of a layer."""
 
-class DecodingSites(ComposedSites):
+
+class DecodingSites(ComposedSites, Generic[Keys]):
     """`ComposedSites` whose kernels attend for a single new token of every sequence.
 
     Parameters are as in `ComposedSites`.
@@ -46,6 +51,8 @@ class DecodingSites(ComposedSites):
             one: part.float() * factors[one] for one, part in self._key_predicted.items()
         }
 
+        self._key_tables: tuple[Rotate, Keys | None] | None = None
+
     @abstractmethod
     def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
         """Hold the tables of a site's latents."""
@@ -60,6 +67,24 @@ class DecodingSites(ComposedSites):
             one: torch.where(self._factors[one] == 0, 0, part / self._factors[one])
             for one, part in self._key_predicted.items()
         }
+
+    def _tables_under(self, angles: Angles) -> Keys | None:
+        """Return the tables of keys under a rotation; None for one that is not in pairs."""
+        if self._key_tables is None or self._key_tables[0] is not angles.rotate:
+            features, heads = len(self._key_mean), self._grouping.heads
+            rotation = Rotation.of(angles.rotate, features // heads, angles.cos.shape[2])
+            tables = None
+            if rotation is not None:
+                prediction = self._key_expansion
+                if prediction is None and self._key_predicted:
+                    prediction = torch.eye(features, device=self._key_up.device)
+                tables = self._tabulated(rotation, prediction)
+            self._key_tables = angles.rotate, tables
+        return self._key_tables[1]
+
+    @abstractmethod
+    def _tabulated(self, rotation: Rotation, prediction: Tensor | None) -> Keys:
+        """Return the tables of keys with a matrix of their prediction, (D, p)."""
 
     def decodes(self, layer: CompressedLayer, settings: AttentionSettings, angles: Angles) -> bool:
         plain = settings.softcap is None and settings.sinks is None

@@ -17,13 +17,12 @@ from manifoldkv.kernels.gpu import mix, project, scores
 from manifoldkv.kernels.gpu_latents import zeros_beside
 from manifoldkv.kernels.gpu_tables import Keys, Latents, tabulate_keys, tabulate_latents
 from manifoldkv.kernels.tables import LatentTables
-from manifoldkv.models.interface import Rotate
 from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
 
 
-class GPUSites(DecodingSites):
+class GPUSites(DecodingSites[Keys]):
     """`ComposedSites` whose scores and mixtures are those of Triton kernels.
 
     Products are of bfloat16 with models in 16 bits, sums of float32. Rotations other than in pairs
@@ -35,7 +34,6 @@ class GPUSites(DecodingSites):
     ) -> None:
         self._latents: dict[Input, Latents] = {}
         super().__init__(composer, index, dtype, device)
-        self._keys: tuple[Rotate, Keys | None] | None = None
         self._operands = tl.bfloat16 if dtype.itemsize == 2 else tl.float32
 
     def _add_tables(self, one: Input, quantizer: MixedWidths, device: torch.device) -> None:
@@ -49,7 +47,7 @@ class GPUSites(DecodingSites):
         seen: Seen,
     ) -> Iterator[Tensor]:
         assert angles is not None  # keys are stored before rotation
-        if self._keys_under(angles) is None or not seen.latents:
+        if self._tables_under(angles) is None or not seen.latents:
             yield from super().scores(layers, queries, angles, seen)
         else:
             yield self._scores(layers, queries, angles, seen)
@@ -59,12 +57,17 @@ class GPUSites(DecodingSites):
         sources = [(_packed(layers, one, seen), self._latents[one]) for one in self._columns]
         by_row = mix(rows, seen.latents, sources, self._operands) * self._mixed_factors
         # By head, of all sequences: (H_kv, B·R, 1 + r).
-        by_head = by_row.to(self._values.dtype).unflatten(1, weights.shape[1:3]).transpose(0, 1).flatten(1, 2)
+        by_head = (
+            by_row.to(self._values.dtype)
+            .unflatten(1, weights.shape[1:3])
+            .transpose(0, 1)
+            .flatten(1, 2)
+        )
         mixed = torch.bmm(by_head, self._values)
         return mixed.unflatten(1, (len(weights), -1)).transpose(0, 1)
 
     def attends(self, angles: Angles) -> bool:
-        return self._keys_under(angles) is not None
+        return self._tables_under(angles) is not None
 
     def attended(
         self,
@@ -92,7 +95,7 @@ class GPUSites(DecodingSites):
         scaling: float = 1.0,
     ) -> Tensor:
         """Return the scores of all visible latents, (B, H_kv, R, n), float32."""
-        keys = self._keys_under(angles)
+        keys = self._tables_under(angles)
         assert keys is not None
         codes = _packed(layers, (0, "key"), seen)
         predicted = None
@@ -104,25 +107,14 @@ class GPUSites(DecodingSites):
         given = codes, keys, angles.cos, angles.sin, predicted
         return scores(queries, *given, scaling=scaling, dtype=self._operands)
 
-    def _keys_under(self, angles: Angles) -> Keys | None:
-        """Return the tables of keys under a rotation; None for one that is not in pairs."""
-        if self._keys is None or self._keys[0] is not angles.rotate:
-            features, heads = len(self._key_mean), self._grouping.heads
-            rotation = Rotation.of(angles.rotate, features // heads, angles.cos.shape[2])
-            keys = None
-            if rotation is not None:
-                expansion = self._key_expansion
-                if expansion is None and self._key_predicted:
-                    expansion = torch.eye(features, device=self._key_up.device)
-                keys = tabulate_keys(
-                    self._latents[0, "key"],
-                    self._scaled_up(),
-                    self._key_mean.float(),
-                    *(rotation.partner, rotation.sign, rotation.angle),
-                    None if expansion is None else expansion.float(),
-                )
-            self._keys = angles.rotate, keys
-        return self._keys[1]
+    def _tabulated(self, rotation: Rotation, prediction: Tensor | None) -> Keys:
+        return tabulate_keys(
+            self._latents[0, "key"],
+            self._scaled_up(),
+            self._key_mean.float(),
+            *(rotation.partner, rotation.sign, rotation.angle),
+            None if prediction is None else prediction.float(),
+        )
 
 
 def _packed(layers: Sequence[CompressedLayer], one: Input, seen: Seen) -> Tensor:

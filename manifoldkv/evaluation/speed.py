@@ -44,7 +44,8 @@ class DecodeSpeed:
     stock_bytes, compressed_bytes : int
         Sizes of the caches at the end.
     constant_bytes : int
-        Size of the plan's bases and predictors, independent of the number of caches.
+        Size of what attention holds beside caches, independent of their number; the plan itself is
+        not counted.
     stock_working_bytes, compressed_working_bytes : int or None
         Working memory of one more step (`peak_bytes`).
     """
@@ -135,8 +136,9 @@ def decode_speed(
     stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     compressed_bytes = compressed_cache.nbytes()
     stock_working = _working_bytes(model, cache, batch)
-    with compressed(model, plan):
+    with compressed(model, plan) as new_cache:
         compressed_working = _working_bytes(model, compressed_cache, batch)
+        constant_bytes = new_cache.constant_nbytes()
     return DecodeSpeed(
         tokens,
         stock_seconds=median(before),
@@ -144,7 +146,7 @@ def decode_speed(
         time_ratio=median(x / y for x, y in zip(after, before, strict=True)),
         stock_bytes=stock_bytes,
         compressed_bytes=compressed_bytes,
-        constant_bytes=plan.basis_nbytes(model.dtype),
+        constant_bytes=constant_bytes,
         stock_working_bytes=stock_working,
         compressed_working_bytes=compressed_working,
     )

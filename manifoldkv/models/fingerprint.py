@@ -29,26 +29,30 @@ def fingerprint(model: PreTrainedModel) -> Tensor:
         If the model is on the meta device.
     """
     elements = []
-    for name, columns in _columns_of_matrices(model):
-        if columns.is_meta:
+    for name, sampled in _samples_of_matrices(model):
+        if sampled.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model with its weights")
-        rows = _spread(columns.shape[0]).to(columns.device)
-        elements.append(columns[rows].flatten().float().cpu())
+        elements.append(sampled.flatten().float().cpu())
     return torch.stack(elements)
 
 
-def _columns_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and sampled columns of the matrices, (out, SIDE)."""
-    embedding = model.get_input_embeddings().weight
-    yield "the input embedding", embedding[:, _spread(embedding.shape[1]).to(embedding.device)]
+def _samples_of_matrices(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and samples of the matrices, (SIDE, SIDE)."""
+    yield "the input embedding", _sampled(model.get_input_embeddings().weight)
     layers = decoder_layers(model)
     for layer in (layers[0], layers[-1]):
         for name, linear in sorted(attention_of(layer).named_children()):
             if isinstance(linear, nn.Linear):
-                weight = weight_of(layer, f"self_attn.{name}.weight")
-                yield name, weight[:, _spread(weight.shape[1]).to(weight.device)]
+                yield name, _sampled(weight_of(layer, f"self_attn.{name}.weight"))
             elif is_linear(linear):
-                yield name, linear_weight(linear, _spread(linear.weight.shape[1]))
+                columns = linear_weight(linear, _spread(linear.weight.shape[1]))
+                yield name, columns[_spread(len(columns)).to(columns.device)]
+
+
+def _sampled(weight: Tensor) -> Tensor:
+    """Return evenly spaced elements of a matrix, (SIDE, SIDE)."""
+    rows, columns = (_spread(size).to(weight.device) for size in weight.shape)
+    return weight[rows[:, None], columns]
 
 
 def _spread(size: int) -> Tensor:

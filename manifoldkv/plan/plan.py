@@ -253,9 +253,11 @@ class CompressionPlan(OnHub):
         return latents if self.attended else latents + TOKEN_ID_BYTES
 
     def basis_nbytes(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return the constant bytes of all that is not tokens, while a model runs in `dtype`.
+        """Return the bytes of the plan's tensors, with bases and predictors in `dtype`.
 
-        Bases and predictors are in this dtype, other constants in their own.
+        In float32 they are those of the plan in memory. What attention holds besides, while a model
+        runs, depends on the dtype of the model and on the kernels: ``new_cache.constant_nbytes()``
+        in a `compressed` block.
         """
         total = 0
         for planned in self._sites:
