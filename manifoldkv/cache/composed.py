@@ -64,10 +64,11 @@ class ComposedSites(Sites):
             one: constant(stored(one, part)) for one, part in key.predicted.items()
         }
         self._key_mean = key.mean.to(device, self._working)
-        by_source = {one: stored(one, part) for one, part in value.maps.items()}
+        by_source = {one: constant(stored(one, part)) for one, part in value.maps.items()}
         self._columns = _columns({one: part.shape[1] for one, part in by_source.items()})
-        joined = torch.cat([value.mean.unsqueeze(1), *by_source.values()], dim=1)  # (D, 1 + r)
-        self._values = constant(joined.unflatten(0, (self._grouping.heads, -1)).mT)
+        mean = value.mean.to(device, held).unsqueeze(1)
+        joined = torch.cat([mean, *by_source.values()], dim=1)  # (D, 1 + r)
+        self._values = joined.unflatten(0, (self._grouping.heads, -1)).mT.contiguous()
         """Mean and maps of the values by head, (H_kv, 1 + r, d)."""
         ups = {"key": constant(stored((0, "key"), key.up).mT).unsqueeze(0)}  # (1, r, D)
         ups["value"] = self._values[:, self._columns[0, "value"]]
@@ -184,7 +185,7 @@ class NewTokens:
         Up-projection of the r stored latents by head, (H_kv, r, d), or of all heads together,
         (1, r, D), which the attention of the layer holds.
     constant : callable
-        Returns a tensor of the plan as it is held.
+        Returns a tensor in the dtype in which it is held.
     working : torch.dtype
         Of products.
     is_input : bool

@@ -15,7 +15,7 @@ Range = tuple[str, int, int]
 
 
 class NewCache(Protocol):
-    """What a `compressed` block makes caches with."""
+    """Function of a `compressed` block that makes caches."""
 
     def __call__(self, stock: object = None, position_ids: Tensor | None = None) -> CompressedCache:
         """Return a cache, empty or filled from a stock cache."""

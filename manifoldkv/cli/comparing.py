@@ -14,6 +14,7 @@ from manifoldkv.cli.app import Compare
 from manifoldkv.cli.generating import new_tokens_after
 from manifoldkv.cli.inputs import Inputs, open_inputs
 from manifoldkv.evaluation.continuation import Continuations, beginning, continuations
+from manifoldkv.evaluation.memory import constant_bytes
 from manifoldkv.evaluation.perplexity import Comparison, Perplexity, perplexity, with_error
 from manifoldkv.plan.plan import CompressionPlan
 
@@ -73,6 +74,7 @@ def _measured(
         "cache_bytes": plan.nbytes(length, dtype=dtype),
         "cache_dtype": str(dtype).removeprefix("torch."),
         "basis_bytes": plan.basis_nbytes(),
+        "constant_bytes": constant_bytes(model, plan, tokens),
         "perplexity": comparison.compressed.perplexity,
         "added_nll": comparison.added_nll,
         "standard_error": comparison.standard_error,
@@ -84,7 +86,7 @@ def _table(facts: dict[str, Any]) -> list[str]:
         "": ["uncompressed"],
         f"ratio at {facts['length']} tokens": ["1"],
         "  bytes": [""],
-        "bytes of bases, once": [""],
+        "bytes of constants, once": [""],
         "perplexity": [f"{facts['uncompressed_perplexity']:.3f}"],
         "added nats per token": [""],
     }
@@ -93,7 +95,7 @@ def _table(facts: dict[str, Any]) -> list[str]:
             plan["plan"][1 - COLUMN :],
             f"{plan['ratio']:.4g}",
             f"{size(plan['cache_bytes'])} ({plan['cache_dtype']})",
-            size(plan["basis_bytes"]),
+            size(plan["constant_bytes"]),
             f"{plan['perplexity']:.3f}",
             with_error(plan["added_nll"], plan["standard_error"]),
         ]

@@ -71,7 +71,7 @@ def _lines(plan: CompressionPlan) -> list[str]:
         f"work    {plan.work:.3g} times the multiplications of stock attention in a decode step",
         *predicted,
         f"heads   keys {keys}, values {first.value.grouping.name}; bases take "
-        f"{size(plan.basis_nbytes())} once",
+        f"{size(plan.basis_nbytes())} in bfloat16",
         "layer   key rank  value rank  (of head_dim)"
         + ("   key bits  value bits" if plan.variable_width else ""),
         *(_layer_line(index, plan) for index in range(len(plan.layers))),

@@ -104,7 +104,8 @@ def bench(options: Bench) -> Answer:
         f"  compressed  {1e3 * speed.compressed_seconds:8.2f} ms  {size(speed.compressed_bytes)}",
         f"  compressed / stock: {speed.time_ratio:.2f} of the time, "
         f"{speed.compressed_bytes / speed.stock_bytes:.3f} of the bytes",
-        f"  bases and predictions, held once: {size(speed.constant_bytes)}",
+        f"  bases, predictions and tables, held once: {size(speed.constant_bytes)}, and the plan: "
+        f"{size(plan.basis_nbytes(torch.float32))}",
     ]
     stock, small = speed.stock_working_bytes, speed.compressed_working_bytes
     if stock is not None and small is not None:  # Linux measures it

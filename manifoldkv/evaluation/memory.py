@@ -1,4 +1,4 @@
-"""Working memory of a step: its peak beyond the memory in use before it."""
+"""Memory of constants, and of a step: its peak beyond the memory in use before it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,39 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manifoldkv.cache import compressed
+from manifoldkv.plan.plan import CompressionPlan
 
 MMAP_THRESHOLD = -3
 """Number of the parameter for glibc's mallopt."""
 SMALLEST_MAPPING = 1 << 16
 LARGEST_THRESHOLD = 32 << 20
 """Limit up to which glibc raises the threshold as a process runs."""
+
+
+@torch.no_grad()
+def constant_bytes(model: PreTrainedModel, plan: CompressionPlan, tokens: Tensor) -> int:
+    """Return the bytes that attention holds beside caches once a few tokens were decoded.
+
+    The tensors of the plan itself are not counted.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model the plan was made for.
+    plan : CompressionPlan
+        From `compress`.
+    tokens : Tensor
+        Token ids of the model, (sequences, length).
+    """
+    with compressed(model, plan) as new_cache:
+        cache = new_cache()
+        for token in tokens[:1, : plan.sinks + 2].to(model.device).split(1, dim=1):
+            model(input_ids=token, past_key_values=cache)
+        return new_cache.constant_nbytes()
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from manifoldkv.cache import compressed
 from manifoldkv.errors import ArgumentError
-from manifoldkv.evaluation.memory import peak_bytes
+from manifoldkv.evaluation.memory import constant_bytes, peak_bytes
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.text.tokens import positions
 
@@ -136,9 +136,8 @@ def decode_speed(
     stock_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     compressed_bytes = compressed_cache.nbytes()
     stock_working = _working_bytes(model, cache, batch)
-    with compressed(model, plan) as new_cache:
+    with compressed(model, plan):
         compressed_working = _working_bytes(model, compressed_cache, batch)
-        constant_bytes = new_cache.constant_nbytes()
     return DecodeSpeed(
         tokens,
         stock_seconds=median(before),
@@ -146,7 +145,7 @@ def decode_speed(
         time_ratio=median(x / y for x, y in zip(after, before, strict=True)),
         stock_bytes=stock_bytes,
         compressed_bytes=compressed_bytes,
-        constant_bytes=constant_bytes,
+        constant_bytes=constant_bytes(model, plan, prompt),
         stock_working_bytes=stock_working,
         compressed_working_bytes=compressed_working,
     )

@@ -14,6 +14,7 @@ from manifoldkv.basis import SITES
 from manifoldkv.diagnostics import diagnose_plan
 from manifoldkv.errors import RunError
 from manifoldkv.evaluation.continuation import Continuations, beginning, continuations
+from manifoldkv.evaluation.memory import constant_bytes
 from manifoldkv.evaluation.perplexity import compare, with_error
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.plan.plan import CompressionPlan
@@ -97,6 +98,8 @@ def write_report(
         length=length,
         cache_bytes=plan.nbytes(length, dtype=dtype),
         full_bytes=full * dtype.itemsize,
+        plan_bytes=plan.basis_nbytes(torch.float32),
+        constant_bytes=constant_bytes(model, plan, tokens),
         dtype=str(dtype).removeprefix("torch."),
         folder=str(folder),
         layer_sequences=min(LAYER_SEQUENCES, tokens.shape[0]),
