@@ -9,7 +9,7 @@ both prices are found by bisection (Everett 1963, Generalized Lagrange multiplie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from manifoldkv.coding.costs import gaussian_costs
 from manifoldkv.coding.transform import TransformConfig
-from manifoldkv.core.basis import SITES, Site
-from manifoldkv.plan.predictor import Input
+from manifoldkv.plan.predictor import sources_of
 
 LEAST_PRICE, LARGEST_PRICE = 1e-15, 1e6
 """Range of both prices, in nats."""
@@ -45,8 +44,10 @@ class Candidate:
         Further multiplications of a stored latent at its own tensor.
     fixed : float
         Multiplications per cached token that do not depend on the stored latents.
-    mixed : tuple of (Input, float)
-        Tensors of which each stored latent is multiplied further, and how often.
+    of_source : float
+        Multiplications by each tensor that a prediction depends on (`sources_of`).
+    mixed : float
+        Multiplications of each stored latent of these tensors.
     """
 
     config: TransformConfig
@@ -54,7 +55,21 @@ class Candidate:
     rows: Tensor
     mixing: float
     fixed: float
-    mixed: tuple[tuple[Input, float], ...] = ()
+    of_source: float = 0.0
+    mixed: float = 0.0
+
+    def further(self, sources: frozenset[int], stored: Sequence[float]) -> float:
+        """Return the multiplications per cached token beyond those of the tensor's own latents.
+
+        Parameters
+        ----------
+        sources : frozenset of int
+            Tensors that the prediction depends on.
+        stored : sequence of float
+            Number of stored latents of all tensors before.
+        """
+        of_latents = self.mixed * sum(stored[one] for one in sources)
+        return self.fixed + self.of_source * len(sources) + of_latents
 
 
 @dataclass(frozen=True)
@@ -63,29 +78,44 @@ class StepCompute:
 
     Parameters
     ----------
-    fixed : list of float
-        Per cached token, those that do not depend on the stored latents, by tensor.
-    uses : list of float
-        Of every stored latent by predictions and mixtures, at its own tensor and at others.
+    candidates : sequence of Candidate
+        One of every tensor.
     cached : list of int
         Cached tokens, by tensor.
     limit : float
         Largest number of multiplications.
     """
 
-    fixed: list[float]
-    uses: list[float]
+    candidates: Sequence[Candidate]
     cached: list[int]
     limit: float
 
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate], cached: list[int], limit: float) -> StepCompute:
-        """Return the multiplications of some candidates, one of every tensor."""
-        uses = [one.mixing for one in candidates]
-        for index, one in enumerate(candidates):
-            for (below, of), times in one.mixed:
-                uses[_index_of(index, below, of)] += times
-        return cls([one.fixed for one in candidates], uses, cached, limit)
+    def of_configs(self, configs: Sequence[TransformConfig]) -> StepCompute:
+        """Return the compute of the same candidates with other inputs, by tensor."""
+        pairs = zip(self.candidates, configs, strict=True)
+        return replace(self, candidates=[replace(one, config=config) for one, config in pairs])
+
+    @property
+    def uses(self) -> list[float]:
+        """Return the multiplications of every stored latent by predictions and mixtures, by tensor.
+
+        Those at its own tensor and at all others.
+        """
+        uses = [one.mixing for one in self.candidates]
+        for one, sources in zip(self.candidates, self._sources, strict=True):
+            for source in sources:
+                uses[source] += one.mixed
+        return uses
+
+    @cached_property
+    def _sources(self) -> list[frozenset[int]]:
+        """Return the tensors that the prediction of each tensor depends on."""
+        sources: list[frozenset[int]] = []
+        with_own: list[frozenset[int]] = []
+        for tensor, one in enumerate(self.candidates):
+            sources.append(sources_of(tensor, one.config.inputs, with_own))
+            with_own.append(sources[-1] | {tensor})
+        return sources
 
     def total(self, stored: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
         """Return the multiplications of all cached tokens.
@@ -98,9 +128,11 @@ class StepCompute:
             Features that each latent is mapped to, by tensor, (D,); 0 for values.
         """
         total = 0.0
-        for index, (kept, mapped) in enumerate(zip(stored, rows, strict=True)):
-            per_latent = (mapped + self.uses[index]) * kept
-            total += self.cached[index] * (self.fixed[index] + float(per_latent.sum()))
+        counts = [float(kept.sum()) for kept in stored]
+        of_tensors = zip(self.candidates, stored, rows, strict=True)
+        for tensor, (one, kept, mapped) in enumerate(of_tensors):
+            of_own = float(((mapped + one.mixing) * kept).sum())
+            total += self.cached[tensor] * (one.further(self._sources[tensor], counts) + of_own)
         return total
 
 
@@ -175,7 +207,8 @@ class Candidates:
 
     def _at(self, bit_price: float, compute_price: float) -> tuple[Selection, float]:
         """Return the candidates at two prices, and their bits."""
-        stored = [0.0] * len(self.tensors)
+        stored: list[float] = []
+        sources: list[frozenset[int]] = []
         indices: list[int] = []
         nats = compute = bits = 0.0
         of_widths = torch.tensor(list(self.distortion), dtype=torch.float64)
@@ -184,18 +217,14 @@ class Candidates:
             prices = costs + bit_price * t * of_widths
             prices[:, :, 1:] += compute_price * t * per_latent.unsqueeze(2)
             least, widths = prices.min(dim=2)  # (candidates, D)
-            # Multiplications beyond those of the tensor's own latents.
-            further = [
-                one.fixed
-                + sum(
-                    times * stored[_index_of(tensor, below, of)] for (below, of), times in one.mixed
-                )
-                for one in candidates
-            ]
+            possible = {one.config.inputs for one in candidates}
+            depends = {inputs: sources_of(tensor, inputs, sources) for inputs in possible}
+            further = [one.further(depends[one.config.inputs], stored) for one in candidates]
             priced = least.sum(dim=1) + compute_price * t * least.new_tensor(further)
             index = int(priced.argmin())
             kept = widths[index] > 0
-            stored[tensor] = float(kept.sum())
+            stored.append(float(kept.sum()))
+            sources.append(depends[candidates[index].config.inputs] | {tensor})
             indices.append(index)
             nats += float(costs[index].gather(1, widths[index].unsqueeze(1)).sum())
             bits += float(of_widths[widths[index]].sum()) * t
@@ -226,11 +255,6 @@ def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float
         else:
             low = middle
     return best
-
-
-def _index_of(tensor: int, below: int, of: Site) -> int:
-    """Return the index of an input of a tensor, keys and values of all layers counted."""
-    return tensor - tensor % 2 - 2 * below + SITES.index(of)
 
 
 def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple[Tensor, ...]:

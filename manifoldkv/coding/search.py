@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.coding.candidates import Candidate, Candidates, blocks_of
-from manifoldkv.coding.regression import leading_directions, ridge
+from manifoldkv.coding.regression import centred_inputs, leading_directions, ridge
 from manifoldkv.coding.transform import TransformConfig, sampled, spectrum
 from manifoldkv.core.basis import SITES, Site
 from manifoldkv.core.description import ModelDescription
@@ -155,8 +155,7 @@ class _Joint:
     ) -> _Joint:
         """Return the moments of keys and values, and of the inputs that a context holds."""
         names = list(all_inputs("value", below))
-        inputs = torch.cat(context.of(names), dim=1)
-        inputs = inputs - inputs.mean(dim=0)
+        inputs = centred_inputs(torch.cat(context.of(names), dim=1))
         tokens = len(inputs)
         centred = {site: x - x.mean(dim=0) for site, x in zip(SITES, exact, strict=True)}
         return cls(
@@ -291,11 +290,11 @@ class _LayerCandidates:
         for blocks in self._shape.bands:
             for rank, second in seconds:
                 variances, rows = spectrum(metric, second, blocks)
-                design = TransformConfig(inputs, blocks, rank)
+                config = TransformConfig(inputs, blocks, rank)
                 outputs = len(metric) if rank is None else rank
                 fixed = self._shape.of_keys + (len(metric) * outputs if inputs else 0)
-                mixed = tuple((one, SCALE + outputs) for one in inputs)
-                found.append(Candidate(design, variances, rows, SCALE, fixed, mixed))
+                mixed = SCALE + outputs
+                found.append(Candidate(config, variances, rows, SCALE, fixed, mixed=mixed))
         return found
 
     def _values(self, inputs: tuple[Input, ...]) -> list[Candidate]:
@@ -310,8 +309,9 @@ class _LayerCandidates:
                     variances,
                     torch.zeros_like(variances),
                     heads,
-                    heads * (1 + len(inputs)),  # scales, multiplied by weights
-                    tuple((one, heads) for one in inputs),
+                    heads,  # scales, multiplied by weights
+                    of_source=heads,  # of its scales
+                    mixed=heads,
                 )
             )
         return found

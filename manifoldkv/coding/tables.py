@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manifoldkv.coding.costs import best_gains
 from manifoldkv.core.errors import ArgumentError
-from manifoldkv.plan.formats.entropy import FARTHEST, FREQUENT, EntropyCoded
+from manifoldkv.plan.formats.entropy import FARTHEST, FREQUENT, LEAST_REACH, EntropyCoded
 from manifoldkv.plan.formats.uniform import TINY
 
 TABLE_SUM = 1 << 20
@@ -95,7 +95,7 @@ def entropy_coded(scaled: Tensor) -> EntropyCoded:
     is impossible, and no table is fitted to the gaps between few samples.
     """
     rounded = scaled.round()
-    reach = (2 * rounded.abs().amax(dim=0) + 2).clamp(max=FARTHEST).long()
+    reach = (2 * rounded.abs().amax(dim=0) + LEAST_REACH).clamp(max=FARTHEST).long()
     size = rounded.abs().mean(dim=0).double()
     # All tables side by side: symbol s of latent c is at starts[c] + reach[c] + s.
     lengths = 2 * reach + 1

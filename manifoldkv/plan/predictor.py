@@ -198,6 +198,43 @@ def layers_below(layers: Sequence[Hashable], index: int) -> int:
     return count
 
 
+def index_of(tensor: int, one: Input) -> int:
+    """Return the index of an input of a tensor, keys and values of all layers counted."""
+    below, of_input = one
+    return tensor - tensor % 2 - 2 * below + SITES.index(of_input)
+
+
+def sources_of(
+    tensor: int, inputs: Sequence[Input], sources: Sequence[frozenset[int]]
+) -> frozenset[int]:
+    """Return the tensors whose latents a prediction depends on: its inputs, and their sources.
+
+    Parameters
+    ----------
+    tensor : int
+        Index of the predicted tensor, keys and values of all layers counted.
+    inputs : sequence of Input
+        Tensors that it is predicted from.
+    sources : sequence of frozenset of int
+        Indices of the tensors that each one before depends on: itself, and the sources of its
+        prediction.
+    """
+    return frozenset().union(*(sources[index_of(tensor, one)] for one in inputs))
+
+
+def stored_inputs(
+    inputs: Sequence[tuple[Input, ...]], empty: Sequence[bool]
+) -> list[tuple[Input, ...]]:
+    """Return the inputs of all tensors without those of which nothing is stored.
+
+    Their reconstructions are constants, or predictions from other inputs.
+    """
+    return [
+        tuple(one for one in of_tensor if not empty[index_of(tensor, one)])
+        for tensor, of_tensor in enumerate(inputs)
+    ]
+
+
 def all_inputs(site: Site, depth: int) -> tuple[Input, ...]:
     """Return all sites of a layer and of `depth` layers below that come before a site."""
     same_layer: tuple[Input, ...] = ((0, "key"),) if site == "value" else ()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf, isfinite
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from manifoldkv.recipes.coded import (
     CodedRecipe,
     coded_plan,
     reconstruct_by,
+    without_empty_inputs,
 )
 from manifoldkv.statistics.statistics import Statistics
 
@@ -185,14 +187,21 @@ class BitRecipe(CodedRecipe):
         bits = None
         if selected.predicts:
             bits = task.allocated(task.transforms(selected, selected.bits), selected.step)
-        transforms = task.transforms(selected, bits)
-        if bits is None:
-            bits = task.allocated(transforms, selected.step)
-        planned = [
-            task.planned(tensor, transform, bits, selected.configs[tensor])
-            for tensor, transform in enumerate(transforms)
-        ]
-        return coded_plan(self, statistics, config, planned)
+        while True:
+            transforms = task.transforms(selected, bits)
+            if bits is None:
+                bits = task.allocated(transforms, selected.step)
+            planned = [
+                task.planned(tensor, transform, bits, selected.configs[tensor])
+                for tensor, transform in enumerate(transforms)
+            ]
+            configs = without_empty_inputs(selected.configs, planned)
+            if all(map(is_, configs, selected.configs)):
+                return coded_plan(self, statistics, config, planned)
+            LOG.info("fitting again: some predictions are from tensors that got no bits")
+            step = None if selected.step is None else selected.step.of_configs(configs)
+            selected = Selected(configs, bits, step)
+            bits = task.allocated(task.transforms(selected, bits), step)
 
     def frontier(self, statistics: Statistics, config: CompressionConfig) -> dict[str, float]:
         task, model = BitFit.of(self, statistics, config), statistics.model
@@ -201,7 +210,7 @@ class BitRecipe(CodedRecipe):
         least, losses = least_compute(model), {}
         for compute in (one for one in FRONTIER if one >= least):
             limit = replace(self, work=compute).multiplications(model, task.context)
-            # The last candidates are of one group, whose compute is not counted in full.
+            # The last candidates are of one group, which is tried without a limit only.
             possible = found[:-1] if isfinite(compute) else found
             nats = min(each.best(8 * task.nbytes, limit).nats for each in possible)
             losses[f"{compute:g}" if isfinite(compute) else "unlimited"] = nats
@@ -319,7 +328,7 @@ class BitFit:
         chosen = [of_tensor[index] for of_tensor, index in of_tensors]
         step = None
         if isfinite(self.limit):
-            step = StepCompute.of(chosen, found[best].cached, self.limit)
+            step = StepCompute(chosen, found[best].cached, self.limit)
         costs = [gaussian_costs(one.variances, self.distortion).numpy() for one in chosen]
         return Selected([one.config for one in chosen], self._widths(costs), step)
 
@@ -370,10 +379,12 @@ class BitFit:
             for tensor, one in enumerate(transforms)
         ]
 
+        uses = step.uses
+
         def at(price: float) -> Bits:
             priced = [
-                with_compute(cost, price * tokens * (mapped + uses))
-                for cost, tokens, mapped, uses in zip(costs, cached, rows, step.uses, strict=True)
+                with_compute(cost, price * tokens * (mapped + times))
+                for cost, tokens, mapped, times in zip(costs, cached, rows, uses, strict=True)
             ]
             return self._widths(priced)
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from manifoldkv.coding.predictive import Reconstruct
-from manifoldkv.coding.transform import WeightedKLT
+from manifoldkv.coding.transform import TransformConfig, WeightedKLT
 from manifoldkv.core.basis import SITES
 from manifoldkv.core.errors import ArgumentError, PlanError
 from manifoldkv.core.progress import follow
 from manifoldkv.learn.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.plan.predictor import PredictorContext, stored_inputs
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, Text, new_plan
@@ -145,6 +145,21 @@ def reconstruct_by(planned: Callable[[int, WeightedKLT], SitePlan]) -> Reconstru
         return planned(tensor, transform).reconstruct(x, context)
 
     return reconstruct
+
+
+def without_empty_inputs(
+    configs: Sequence[TransformConfig], planned: Sequence[SitePlan]
+) -> list[TransformConfig]:
+    """Return configurations without the inputs of which a plan stores nothing.
+
+    Their reconstructions are constants, or predictions from other inputs.
+    """
+    empty = [one.quantizer.is_empty for one in planned]
+    inputs = stored_inputs([config.inputs for config in configs], empty)
+    return [
+        replace(config, inputs=of_tensor) if of_tensor != config.inputs else config
+        for config, of_tensor in zip(configs, inputs, strict=True)
+    ]
 
 
 def coded_plan(

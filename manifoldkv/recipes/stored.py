@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.predictor import PredictorContext, all_inputs, layers_below
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.recipes.coded import CodedRecipe, coded_plan
+from manifoldkv.recipes.coded import CodedRecipe, coded_plan, without_empty_inputs
 from manifoldkv.statistics.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -115,19 +116,25 @@ class StoredRecipe(CodedRecipe):
             of_tensor = statistics.layers[layer].of(SITES[site])
             return weighted_klt(of_tensor, metrics[tensor], x, inputs, samples=len(x), folds=FOLDS)
 
-        step, transforms = 0.0, []
-        rounds = 1 if self.below is None else ROUNDS
-        for count in range(1, rounds + 1):
-            LOG.info("fitting %d layers, round %d of %d", model.layers, count, rounds)
-            layers = fit_layers(statistics, configs, fit, reconstruct_at(step) if step else None)
-            transforms = [_thinned(one) for layer in layers for one in layer.transforms]
-            step = find_step([one.latents for one in transforms], bits)
-        planned = []
-        for transform, of_tensor in zip(transforms, configs, strict=True):
-            basis, quantizer = quantized(transform, step, model.grouping)
-            mean = detached(transform.mean.float())
-            planned.append(SitePlan(basis, quantizer, mean, predictor_of(transform, of_tensor)))
-        return coded_plan(self, statistics, config, planned)
+        step, rounds = 0.0, 1 if self.below is None else ROUNDS
+        while True:
+            transforms: list[WeightedKLT] = []
+            for count in range(1, rounds + 1):
+                LOG.info("fitting %d layers, round %d of %d", model.layers, count, rounds)
+                reconstruct = reconstruct_at(step) if step else None
+                layers = fit_layers(statistics, configs, fit, reconstruct)
+                transforms = [_thinned(one) for layer in layers for one in layer.transforms]
+                step = find_step([one.latents for one in transforms], bits)
+            planned = []
+            for transform, of_tensor in zip(transforms, configs, strict=True):
+                basis, quantizer = quantized(transform, step, model.grouping)
+                mean = detached(transform.mean.float())
+                planned.append(SitePlan(basis, quantizer, mean, predictor_of(transform, of_tensor)))
+            kept = without_empty_inputs(configs, planned)
+            if all(map(is_, kept, configs)):
+                return coded_plan(self, statistics, config, planned)
+            LOG.info("fitting again: some predictions are from tensors whose latents are all 0")
+            configs, rounds = kept, 2
 
     def _configs(self, model: ModelDescription) -> list[TransformConfig]:
         """Return the configurations of all tensors."""

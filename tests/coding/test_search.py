@@ -1,9 +1,14 @@
 """Joint moments, and the candidates that are made of them."""
 
+from functools import cache
 from math import inf
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from manifoldkv.coding.candidates import Candidate, Candidates, StepCompute
 from manifoldkv.coding.regression import Regression, reduced_rank
 from manifoldkv.coding.search import (
     GROUP_LENGTHS,
@@ -13,13 +18,19 @@ from manifoldkv.coding.search import (
     candidates,
     exact_tensors,
 )
-from manifoldkv.core.basis import SITES
+from manifoldkv.core.basis import SITES, Basis, HeadGrouping
 from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
-from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.layer import LayerPlan
+from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
+from manifoldkv.plan.site import SitePlan
+from manifoldkv.plan.work import multiplications
 from manifoldkv.statistics.collect import collect
 from tests.families import tiny_model, tiny_tokens
+from tests.plans import shape_of
 
 TOKENS, FITTED, FEATURES = 400, 600, 6
+CONTEXT = 32
 
 
 def test_residuals_are_those_of_a_regression() -> None:
@@ -66,20 +77,54 @@ def test_few_tokens_predict_nothing() -> None:
     assert joint.residuals("value", ((0, "key"),), fisher, [None]) == []
 
 
-def test_one_group_of_all_layers_loses_no_more_than_shorter_ones() -> None:
-    """Without a limit of compute it has every candidate of theirs."""
+@cache
+def all_candidates() -> list[Candidates]:
+    """Without groups, with `GROUP_LENGTHS` and with one group; keys in one block."""
     statistics = collect(tiny_model("llama"), tiny_tokens(12, 32))
     metrics = [layer.of(site).fisher for layer in statistics.layers for site in SITES]
-    found = candidates(
-        statistics,
-        metrics,
-        [exact_tensors(statistics, index) for index in range(3)],
-        SearchSpace((None,), 5, (*GROUP_LENGTHS, *ONE_GROUP)),
-        GAUSSIAN_DISTORTION,
-        32,
-    )
-    bits = 8 * 0.3 * 3 * 2 * 16 * 2 * 32
-    _, *groups, one_group = (each.best(bits, inf).nats for each in found)
+    exact = [exact_tensors(statistics, index) for index in range(3)]
+    space = SearchSpace((None,), 5, (*GROUP_LENGTHS, *ONE_GROUP))
+    return candidates(statistics, metrics, exact, space, GAUSSIAN_DISTORTION, CONTEXT)
+
+
+def site_plan(one: Candidate, stored: int) -> SitePlan:
+    """A plan of any numbers, of the structure of a candidate."""
+    features = len(one.variances)
+    bits = (torch.arange(features) < stored).to(torch.uint8)
+    ones = torch.ones(features)
+    basis = Basis(*[torch.ones(1, features, features)] * 2, HeadGrouping("all", 2))
+    predictor, inputs, rank = None, one.config.inputs, one.config.rank
+    if inputs:
+        weights = torch.ones(len(inputs) * features, rank or features)
+        expansion = None if rank is None else torch.ones(rank, features)
+        predictor = LinearPredictor(inputs, weights, expansion)
+    return SitePlan(basis, MixedWidths(bits, ones, ones, ones), torch.zeros(features), predictor)
+
+
+@given(data=st.data(), groups=st.sampled_from(range(2 + len(GROUP_LENGTHS))))
+def test_the_compute_of_candidates_is_that_of_their_plan(data: st.DataObject, groups: int) -> None:
+    """Inputs of inputs are multiplied too."""
+    found = all_candidates()[groups]
+    chosen = [data.draw(st.sampled_from(of_tensor)) for of_tensor in found.tensors]
+    stored = [data.draw(st.integers(1, len(one.variances))) for one in chosen]
+    planned = [site_plan(*pair) for pair in zip(chosen, stored, strict=True)]
+    layers = [LayerPlan(*pair) for pair in zip(planned[::2], planned[1::2], strict=True)]
+    shape = shape_of(tiny_model("llama"))
+    expected = sum(multiplications(layers, index, shape, "pre") for index in range(len(layers)))
+    step = StepCompute(chosen, found.cached, inf)
+    kept = [torch.arange(len(one.variances)) < n for one, n in zip(chosen, stored, strict=True)]
+    rows = [one.rows for one in chosen]
+    assert step.total(kept, rows) == expected * CONTEXT
+    for tensor, of_tensor in enumerate(rows):
+        fewer = [x if index != tensor else x & (x.cumsum(0) > 1) for index, x in enumerate(kept)]
+        saved = step.total(kept, rows) - step.total(fewer, rows)
+        assert saved == pytest.approx(CONTEXT * (float(of_tensor[0]) + step.uses[tensor]))
+
+
+def test_one_group_of_all_layers_loses_no_more_than_shorter_ones() -> None:
+    """Without a limit of compute it has every candidate of theirs."""
+    bits = 8 * 0.3 * 3 * 2 * 16 * 2 * CONTEXT
+    _, *groups, one_group = (each.best(bits, inf).nats for each in all_candidates())
     assert len(groups) == len(GROUP_LENGTHS)
     assert one_group <= min(groups) * 1.001
     assert one_group < groups[0]  # of two layers
