@@ -19,8 +19,8 @@ from manifoldkv.coding.search import (
     exact_tensors,
 )
 from manifoldkv.core.basis import SITES, Basis, HeadGrouping
-from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
 from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
 from manifoldkv.plan.site import SitePlan
