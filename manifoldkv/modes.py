@@ -14,7 +14,7 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
+AUTOCAST_DEVICES = "cpu", "cuda", "mps", "xpu"
 CPU = torch.device("cpu")
 
 

@@ -105,7 +105,7 @@ def plan_of(recipe: str) -> CompressionPlan:
 
 
 @mixed
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"bits"}))  # slow, as `best` but for work
 def test_plans(recipe: str, modes: tuple[str, ...]) -> None:
     with set_modes(modes):
         plan = compress(model(), tokens(), recipe=short(recipe), context=200)
@@ -316,10 +316,12 @@ def test_the_default_dtype_is_set_back_by_the_last_thread() -> None:
 
 @pytest.mark.parametrize("recipe", ["bits", "low-rank", "paper", "fast"])
 def test_models_made_in_inference_mode(recipe: str) -> None:
+    """Bits in the other modes too."""
     with torch.inference_mode():
         made, seen = copy.deepcopy(model()), tokens().clone()
     assert all(parameter.is_inference() for parameter in made.parameters())
-    plan = compress(made, seen, recipe=short(recipe), context=200)
+    with set_modes(MIXTURES[1] if recipe == "bits" else ()):
+        plan = compress(made, seen, recipe=short(recipe), context=200)
     assert plan.digest() == plan_of(recipe).digest()
     assert all(parameter.is_inference() for parameter in made.parameters())
 
@@ -348,13 +350,11 @@ def test_operations_on_caches(modes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rotary", ["pre", "post"])
 def test_families_under_autocast(family: str, rotary: str) -> None:
-    one, ids = tiny_model(family, torch.float32), tiny_tokens(2, 37)
+    one, found = tiny_model(family, torch.float32), []
     plan = random_plan(one, rotary=rotary, key_rank=7, value_rank=7, sinks=2)
-    found, whole = [], []
     for names in ((), ("autocast",)):
-        with torch.no_grad(), set_modes(names):
-            whole.append([one(input_ids=ids).logits])
-            with compressed(one, plan) as new_cache:
-                cache, parts = new_cache(), ids.split([36, 1], dim=1)
-                found.append([one(input_ids=x, past_key_values=cache).logits for x in parts])
-    assert relative_error(*found) < 3 * relative_error(*whole)  # experts change by rounding too
+        with torch.no_grad(), set_modes(names), compressed(one, plan) as new_cache:
+            cache, parts = new_cache(), tiny_tokens(2, 37).split([36, 1], dim=1)
+            found.append(torch.cat([one(x, past_key_values=cache).logits for x in parts], dim=1))
+    error = (found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)
+    assert float(error.median()) < 0.03  # of tokens, some of which get other experts

@@ -103,8 +103,8 @@ def check_weights_held(model: PreTrainedModel) -> None:
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if hooked and any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
-            f"{type(model).__name__} is offloaded by accelerate, whose hooks hold its weights: load "
-            "it into memory, or with load_model(…, offload=True), which reads them layer by layer"
+            f"{type(model).__name__} is offloaded by accelerate, whose hooks hold its weights: "
+            "load it without, or with load_model(…, offload=True), which reads them layer by layer"
         )
 
 

@@ -34,9 +34,9 @@ def differentiable(model: nn.Module) -> Iterator[None]:
     Its weights and buffers are replaced by others that share their memory.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    held: dict[str, Any]
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        for part in ("_parameters", "_buffers"):
+            held: dict[str, Any] = getattr(module, part)
             of_inference = {n: x for n, x in held.items() if x is not None and x.is_inference()}
             for name, x in of_inference.items():
                 replaced.append((held, name, x))
