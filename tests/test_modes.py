@@ -269,6 +269,10 @@ def test_plans_are_changed_saved_and_read(modes: tuple[str, ...], tmp_path: Path
         assert read.transferred_to(Decoder.of(model())).digest() == plan.digest()
     assert shorter.digest() == plan.truncated(0.45).digest()
     assert full.digest() == full_rank_plan(model()).digest()
+    assert (
+        tune(model(), read, tokens(), steps=1).digest()
+        == tune(model(), plan, tokens(), steps=1).digest()
+    )
     assert (read.work, read.basis_nbytes()) == (plan.work, plan.basis_nbytes())
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from manifoldkv.basis import Rotary
 from manifoldkv.coding.quantizer import LARGEST_INTEGER
 from manifoldkv.errors import ManifoldKVError, PlanError, RunError
+from manifoldkv.modes import in_own_modes
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
@@ -120,6 +121,7 @@ def _write_both(folder: Path, payload: bytes, description: bytes) -> None:
     raise RunError(f"cannot write plan to {folder}: others are written there at the same time")
 
 
+@in_own_modes
 def read(folder: str | Path) -> PlanContents:
     """Read the files of a plan. Nothing in them is executed.
 
