@@ -13,7 +13,7 @@ from manifoldkv.serve.cache import CompressedCache
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import random_plan
 
-MODEL = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama"
+MODEL = Path(__file__).parents[3] / "studies" / "reference_models" / "reference-llama"
 
 
 @pytest.fixture(scope="module")

@@ -247,7 +247,7 @@ def test_dropout_of_adapters_is_on_or_off_as_before() -> None:
     assert torch.equal(linear_weight(linear), linear_weight(linear))
     assert {name: part.training for name, part in model.named_modules()} == modes
     with pytest.raises(ModelError, match=r"lora_dropout\.default drops elements"):
-        compress(model, tiny_tokens())
+        compress(model, tiny_tokens(), recipe="eigen-attention")
 
 
 def test_what_holds_no_model_of_transformers_is_refused() -> None:

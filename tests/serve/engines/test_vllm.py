@@ -22,7 +22,7 @@ from tests.stored import some_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-EMBEDDED = Path(__file__).parents[2] / "studies" / "reference_models" / "reference-llama"
+EMBEDDED = Path(__file__).parents[3] / "studies" / "reference_models" / "reference-llama"
 NEW = 6
 SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 2048}
 PREFIX = some_tokens(1, 600)[0].tolist()

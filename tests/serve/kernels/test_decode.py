@@ -326,15 +326,15 @@ def counted(*shape: int) -> np.ndarray[Any, Any]:
 def test_kernels_are_compiled_again_after_a_change_of_their_parts() -> None:
     """Numba's cache knows the file that defines a kernel alone."""
     found = sha256(Path(cpu_tiles.__file__).read_bytes()).hexdigest()[:16]
-    assert found == cpu.CHECKSUM_OF_TILES, "write this checksum into kernels/cpu.py"
+    assert found == cpu.CHECKSUM_OF_TILES, "write this checksum into products.py"
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernels as plain Python."""
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    for name in ("cpu_tiles", "cpu"):
-        spec = find_spec(f"manifoldkv.serve.kernels.{name}")
+    for name in ("tiles", "products"):
+        spec = find_spec(f"manifoldkv.serve.kernels.numba.{name}")
         assert spec is not None
         assert spec.loader is not None
         module = module_from_spec(spec)

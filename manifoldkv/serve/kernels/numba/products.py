@@ -1,7 +1,7 @@
 """Numba kernels of a decode step: attention, scores, mixtures and products of packed latents.
 
 Importing the module compiles the kernels, or loads them from Numba's cache. They are compiled again
-when this file changes, and so after a change of `cpu_tiles`, whose checksum is below.
+when this file changes, and so after a change of `tiles`, whose checksum is below.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from manifoldkv.serve.kernels.numba.tiles import (
 )
 from manifoldkv.serve.kernels.views import Array, View
 
-CHECKSUM_OF_TILES = "664bf77cea631f0c"
+CHECKSUM_OF_TILES = "dfcd6b0ba8a3ad80"
 
 _FLOATS, _TABLE = float32[::1], int64[:, ::1]
 _VIEW = Tuple((float32[::1], int64, int64))
