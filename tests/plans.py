@@ -13,6 +13,7 @@ from transformers.masking_utils import eager_mask
 
 from manifoldkv import BitRecipe, CompressionPlan, Quantization, compress
 from manifoldkv.coding.candidates import blocks_of
+from manifoldkv.coding.fitting import Selected
 from manifoldkv.coding.transform import TransformConfig
 from manifoldkv.core.basis import Basis, HeadGrouping
 from manifoldkv.models.decoder import Decoder
@@ -25,7 +26,6 @@ from manifoldkv.plan.predictor import Input, all_inputs, layers_below
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.plan.work import AttentionShape
-from manifoldkv.recipes.bits import BitFit, Selected
 from manifoldkv.recipes.coded import coded_plan
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.statistics.statistics import Statistics
@@ -150,7 +150,7 @@ class DesignedRecipe(BitRecipe):
 
     def fit(self, statistics: Statistics, config: CompressionConfig) -> CompressionPlan:
         """Fit predictors to samples, then to reconstructions of the bits that follow."""
-        model, task = statistics.model, BitFit.of(self, statistics, config)
+        model, task = statistics.model, self._fit(statistics, config)
         blocks = blocks_of(model.frequencies, model.kv_heads, DESIGNS[self.kind])
         configs: list[TransformConfig] = []
         most = 1 if self.kind == "relay chain" else INPUTS_BELOW

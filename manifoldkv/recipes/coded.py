@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from manifoldkv.coding.predictive import Reconstruct
-from manifoldkv.coding.transform import TransformConfig, WeightedKLT
+from manifoldkv.coding.transform import TransformConfig
 from manifoldkv.core.basis import SITES
 from manifoldkv.core.errors import ArgumentError, PlanError
 from manifoldkv.core.progress import follow
 from manifoldkv.learn.objectives import OBJECTIVES, Objective
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
-from manifoldkv.plan.predictor import PredictorContext, stored_inputs
+from manifoldkv.plan.predictor import stored_inputs
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.recipes.run import Run, Text, new_plan
@@ -134,17 +133,6 @@ def warn_if_short(tokens: Tensor, features: int) -> None:
             distinct,
             features,
         )
-
-
-def reconstruct_by(planned: Callable[[int, WeightedKLT], SitePlan]) -> Reconstruct:
-    """Return the reconstruction of tensors by their plans, as a cache reads them."""
-
-    def reconstruct(
-        tensor: int, transform: WeightedKLT, x: Tensor, context: PredictorContext
-    ) -> Tensor:
-        return planned(tensor, transform).reconstruct(x, context)
-
-    return reconstruct
 
 
 def without_empty_inputs(
