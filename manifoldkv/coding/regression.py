@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ RIDGE = 1e-2
 """Ridge of a Fisher matrix, relative to the mean of its diagonal: few tokens leave it singular."""
 PREDICTION_RIDGE = 3e-3
 """Ridge of a linear prediction, relative to the power of each input."""
+LEAST_DEVIATION = 2.0**-9
+"""Deviation of an input of a prediction, relative to its root mean square, mean included, up to
+which it carries nothing: the rounding error of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Regression:
         """Cut the tokens into neighbouring folds of about one size."""
         x_mean, input_mean = x.mean(dim=0), inputs.mean(dim=0)
         xs = (x - x_mean).tensor_split(folds)
-        parts = (inputs - input_mean).tensor_split(folds)
+        parts = centred_inputs(inputs).tensor_split(folds)
         return cls(
             xs,
             parts,
@@ -84,6 +88,17 @@ class Regression:
             expected = x_mean - input_mean @ weights + inputs.double() @ weights
             residuals.append(x - expected.to(x))
         return torch.cat(residuals)
+
+
+def centred_inputs(inputs: Tensor) -> Tensor:
+    """Return inputs (tokens, inputs) without their means, 0 where they hardly vary.
+
+    The weights of a constant would be fitted to rounding errors. So would those of an input that
+    varies by less than its rounding error in 16 bits: they are large, and multiply this error.
+    """
+    centred = inputs - inputs.mean(dim=0)
+    deviations, sizes = (x.square().mean(dim=0).sqrt() for x in (centred, inputs))
+    return centred * (deviations > LEAST_DEVIATION * sizes)
 
 
 def smallest_power(gram: Tensor) -> float:
@@ -138,7 +153,9 @@ def leading_directions(predicted: Tensor, fisher: Tensor, rank: int) -> tuple[Te
     fisher, rank
         As in `reduced_rank`.
     """
-    root, inverse = square_roots(fisher)
+    # Both factors are about as large whatever the unit; a power of two does not round.
+    exponent = frexp(max(float(fisher.diagonal().mean()), TINY))[1]
+    root, inverse = square_roots(fisher * 4.0 ** -(exponent // 2))
     directions = torch.linalg.eigh(root @ predicted @ root).eigenvectors.flip(-1)[:, :rank]
     return root @ directions, directions.mT @ inverse
 
