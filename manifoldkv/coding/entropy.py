@@ -15,6 +15,8 @@ from manifoldkv.errors import PlanError
 
 FARTHEST = 1 << 12
 """Largest symbol of a table."""
+LEAST_REACH = 2
+"""Largest symbol of the table of a latent that is always rounded to 0."""
 FREQUENT = 1 << 24
 """Largest frequency of a table."""
 
@@ -98,6 +100,10 @@ class EntropyCoded(Quantizer):
     @property
     def format(self) -> str:
         return "entropy-coded integers"
+
+    @property
+    def is_empty(self) -> bool:
+        return bool((self.reach <= LEAST_REACH).all())
 
     def reconstruct(self, latents: Tensor) -> Tensor:
         return straight_through(latents, latents.round()) * self.gain.to(latents)

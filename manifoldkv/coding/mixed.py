@@ -87,6 +87,10 @@ class MixedWidths(Quantizer):
     def latents(self, features: int) -> int:
         return self.stored
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.stored
+
     def reconstruct(self, latents: Tensor) -> Tensor:
         stored = self.stored
         x = latents[..., :stored]

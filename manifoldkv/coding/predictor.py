@@ -198,6 +198,43 @@ def layers_below(layers: Sequence[Hashable], index: int) -> int:
     return count
 
 
+def index_of(site: int, one: Input) -> int:
+    """Return the index of an input of a site, keys and values of all layers counted."""
+    below, of_input = one
+    return site - site % 2 - 2 * below + SITES.index(of_input)
+
+
+def sources_of(
+    site: int, inputs: Sequence[Input], sources: Sequence[frozenset[int]]
+) -> frozenset[int]:
+    """Return the sites whose latents a prediction depends on: its inputs, and what predicts these.
+
+    Parameters
+    ----------
+    site : int
+        Index of the predicted site, keys and values of all layers counted.
+    inputs : sequence of Input
+        Sites that it is predicted from.
+    sources : sequence of frozenset of int
+        Indices of the sites that each site before depends on: itself, and the sources of its
+        prediction.
+    """
+    return frozenset().union(*(sources[index_of(site, one)] for one in inputs))
+
+
+def stored_inputs(
+    inputs: Sequence[tuple[Input, ...]], empty: Sequence[bool]
+) -> list[tuple[Input, ...]]:
+    """Return the inputs of all sites without those that nothing is stored of.
+
+    Their reconstructions are constants, or predictions from other inputs.
+    """
+    return [
+        tuple(one for one in of_site if not empty[index_of(site, one)])
+        for site, of_site in enumerate(inputs)
+    ]
+
+
 def all_inputs(site: Site, depth: int) -> tuple[Input, ...]:
     """Return all sites of a layer and of `depth` layers below that come before a site."""
     same_layer: tuple[Input, ...] = ((0, "key"),) if site == "value" else ()

@@ -70,6 +70,11 @@ class Quantizer(ABC):
         """Return how many of a head group's latents are stored."""
         return features
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the latents of all tokens that it was fitted to are reconstructed as 0."""
+        return False
+
     @abstractmethod
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         """Return the bytes of `tokens` tokens of one head group.

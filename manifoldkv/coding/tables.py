@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from manifoldkv.coding.costs import best_gains
-from manifoldkv.coding.entropy import FARTHEST, FREQUENT, EntropyCoded
+from manifoldkv.coding.entropy import FARTHEST, FREQUENT, LEAST_REACH, EntropyCoded
 from manifoldkv.coding.uniform import TINY
 from manifoldkv.errors import ArgumentError
 
@@ -95,7 +95,7 @@ def entropy_coded(scaled: Tensor) -> EntropyCoded:
     is impossible, and no table is fitted to the gaps between few samples.
     """
     rounded = scaled.round()
-    reach = (2 * rounded.abs().amax(dim=0) + 2).clamp(max=FARTHEST).long()
+    reach = (2 * rounded.abs().amax(dim=0) + LEAST_REACH).clamp(max=FARTHEST).long()
     size = rounded.abs().mean(dim=0).double()
     # All tables side by side: symbol s of latent c is at starts[c] + reach[c] + s.
     lengths = 2 * reach + 1

@@ -236,7 +236,7 @@ class BitRecipe(CodedRecipe[Bits]):
         designs = [one.design for one in sites]
         step = None
         if isfinite(limit):
-            step = StepWork.of(sites, menu.cached, limit)
+            step = StepWork(sites, menu.cached, limit)
         if not any(one.inputs for one in designs):
             return Designs(designs, 1, None, step)
         costs = [gaussian_costs(one.variances, self._distortion).numpy() for one in sites]
@@ -254,7 +254,7 @@ class BitRecipe(CodedRecipe[Bits]):
         frontier = {}
         for work in (one for one in (*FRONTIER, inf) if one >= least):
             limit = _limit(decoder, coded, work)
-            # The last menu is of one chain, whose work is not counted in full (`ONE_CHAIN`).
+            # The last menu is of one chain, which `design` tries without a limit only.
             possible = menus[: 1 + len(CHAINS)] if isfinite(work) else menus
             nats = min(menu.best(8 * coded.budget, limit).nats for menu in possible)
             frontier[f"{work:g}" if isfinite(work) else "unlimited"] = nats
@@ -293,6 +293,7 @@ class BitRecipe(CodedRecipe[Bits]):
         step = designs.step
         if step is None:
             return self._widths(costs, run, cached)
+        uses = step.uses
         rows = [
             site.rows if index % 2 == 0 else torch.zeros_like(site.rows)
             for index, site in enumerate(sites)
@@ -300,17 +301,15 @@ class BitRecipe(CodedRecipe[Bits]):
 
         def at(price: float) -> Bits:
             priced = [
-                with_work(cost, price * tokens * (mapped + uses))
-                for cost, tokens, mapped, uses in zip(costs, cached, rows, step.uses, strict=True)
+                with_work(cost, price * tokens * (mapped + times))
+                for cost, tokens, mapped, times in zip(costs, cached, rows, uses, strict=True)
             ]
-            return self._widths(priced, run, cached)
+            widths = self._widths(priced, run, cached)
+            # Of a pack that is widened, latents without variance stay without bits in every round.
+            return [one * site.varying.numpy() for one, site in zip(widths, sites, strict=True)]
 
         def fits(bits: Bits) -> bool:
-            stored = [
-                torch.from_numpy(one > 0) * site.varying
-                for one, site in zip(bits, sites, strict=True)
-            ]
-            return step.total(stored, rows) <= step.limit
+            return step.total([torch.from_numpy(one > 0) for one in bits], rows) <= step.limit
 
         return lowest(at, fits, WORK_TOLERANCE)
 

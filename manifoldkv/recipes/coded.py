@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from manifoldkv.activations.capture import capture
 from manifoldkv.activations.moments import LayerMoments, SiteMoments
 from manifoldkv.basis import Basis, HeadGrouping, detached
-from manifoldkv.coding.predictor import LinearPredictor, PredictorContext
+from manifoldkv.coding.predictor import Input, LinearPredictor, PredictorContext, stored_inputs
 from manifoldkv.coding.quantizer import Quantizer
 from manifoldkv.coding.transform import SiteDesign, WeightedKLT, by_token, weighted_klt
 from manifoldkv.errors import ArgumentError, PlanError
@@ -69,6 +69,17 @@ class Designs(Generic[Allocation]):
     def depth(self) -> int | None:
         """Return how many layers below are inputs at most; None if nothing is predicted."""
         return max((below for site in self.sites for below, _ in site.inputs), default=None)
+
+    @property
+    def inputs(self) -> list[tuple[Input, ...]]:
+        """Return the inputs of all sites."""
+        return [site.inputs for site in self.sites]
+
+    def with_inputs(self, inputs: list[tuple[Input, ...]]) -> Designs[Allocation]:
+        """Return the designs with other inputs, to be fitted and allocated once more."""
+        sites = [replace(site, inputs=one) for site, one in zip(self.sites, inputs, strict=True)]
+        step = None if self.step is None else self.step.of_designs(sites)
+        return Designs(sites, 2, self.allocation, step)
 
 
 @dataclass(frozen=True)
@@ -260,18 +271,14 @@ class CodedRecipe(Recipe, Generic[Allocation]):
     ) -> CompressionPlan:
         """Return the plan of a run with Fisher moments of its sequences."""
         designs = self.design(decoder, coded, moments)
-        allocation = designs.allocation
-        for remaining in reversed(range(designs.rounds)):
-            done = designs.rounds - remaining
-            LOG.info("fitting %d layers, round %d of %d", len(moments), done, designs.rounds)
-            sites = self._sites(decoder, coded, moments, designs, allocation)
-            if allocation is None or remaining or self.refits_last_round:
-                allocation = self.allocate(sites, coded, designs)
-        assert allocation is not None
-        planned = [
-            self._planned(site, allocation, index, coded.grouping, designs.sites[index])
-            for index, site in enumerate(sites)
-        ]
+        while True:
+            planned, allocation = self._fitted_sites(decoder, coded, moments, designs)
+            empty = [site.quantizer.is_empty for site in planned]
+            inputs = stored_inputs(designs.inputs, empty)
+            if inputs == designs.inputs:
+                break
+            LOG.info("fitting again: some predictions are from sites that got no bits")
+            designs = replace(designs.with_inputs(inputs), allocation=allocation)
         layers = [
             LayerPlan(key, value, window)
             for key, value, window in zip(planned[::2], planned[1::2], coded.windows, strict=True)
@@ -292,6 +299,28 @@ class CodedRecipe(Recipe, Generic[Allocation]):
         )
         coded.warn_if_short(decoder.features)
         return coded
+
+    def _fitted_sites(
+        self,
+        decoder: Decoder,
+        run: CodedRun,
+        moments: list[LayerMoments],
+        designs: Designs[Allocation],
+    ) -> tuple[list[SitePlan], Allocation]:
+        """Return the plans of all sites after all rounds, and their allocation."""
+        allocation = designs.allocation
+        for remaining in reversed(range(designs.rounds)):
+            done = designs.rounds - remaining
+            LOG.info("fitting %d layers, round %d of %d", len(moments), done, designs.rounds)
+            sites = self._sites(decoder, run, moments, designs, allocation)
+            if allocation is None or remaining or self.refits_last_round:
+                allocation = self.allocate(sites, run, designs)
+        assert allocation is not None
+        planned = [
+            self._planned(site, allocation, index, run.grouping, designs.sites[index])
+            for index, site in enumerate(sites)
+        ]
+        return planned, allocation
 
     def _sites(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from manifoldkv.activations.moments import LayerMoments
 from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.predictor import Input, PredictorContext, all_inputs, layers_below
-from manifoldkv.coding.regression import leading_directions, ridge
+from manifoldkv.coding.regression import centred_inputs, leading_directions, ridge
 from manifoldkv.coding.transform import SiteDesign, sampled, spectrum
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.recipes.coded_run import CodedRun
@@ -27,8 +27,7 @@ CHAINS = (2, 3, 4, 6)
 """Lengths of chains within a limit of work. A chain is a run of layers; all sites of its layers
 below predict a site. It ends where another begins, so that a decode step depends on few layers."""
 ONE_CHAIN = (inf,)
-"""Length of the chain without a limit of work: all layers. Its choices count the latents of their
-inputs alone, not those of further layers that these depend on."""
+"""Length of the chain without a limit of work: all layers."""
 INPUTS_BELOW = 5
 """Largest number of layers below that a site of a chain is predicted from. In a longer chain its
 reconstruction depends on further layers through these."""
@@ -157,8 +156,7 @@ class _Joint:
     ) -> _Joint:
         """Return the moments of keys and values, and of the inputs that a context holds."""
         names = list(all_inputs("value", below))
-        inputs = torch.cat(context.of(names), dim=1)
-        inputs = inputs - inputs.mean(dim=0)
+        inputs = centred_inputs(torch.cat(context.of(names), dim=1))
         tokens = len(inputs)
         centred = {site: x - x.mean(dim=0) for site, x in zip(SITES, exact, strict=True)}
         return cls(
@@ -294,8 +292,8 @@ class _Choices:
                 design = SiteDesign(inputs, blocks, rank)
                 outputs = len(fisher) if rank is None else rank
                 fixed = self._shape.of_keys + (len(fisher) * outputs if inputs else 0)
-                mixed = tuple((one, SCALE + outputs) for one in inputs)
-                choices.append(Choice(design, variances, rows, SCALE, fixed, mixed))
+                mixed = SCALE + outputs
+                choices.append(Choice(design, variances, rows, SCALE, fixed, mixed=mixed))
         return choices
 
     def _values(self, inputs: tuple[Input, ...]) -> list[Choice]:
@@ -310,8 +308,9 @@ class _Choices:
                     variances,
                     torch.zeros_like(variances),
                     heads,
-                    heads * (1 + len(inputs)),  # scales, multiplied by weights
-                    tuple((one, heads) for one in inputs),
+                    heads,  # scales, multiplied by weights
+                    of_source=heads,  # of its scales
+                    mixed=heads,
                 )
             )
         return choices

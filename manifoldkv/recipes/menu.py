@@ -9,16 +9,15 @@ found by bisection (Everett 1963, Generalized Lagrange multiplier method).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from manifoldkv.basis import SITES, Site
 from manifoldkv.coding.costs import gaussian_costs
-from manifoldkv.coding.predictor import Input
+from manifoldkv.coding.predictor import sources_of
 from manifoldkv.coding.transform import SiteDesign
 
 LEAST_PRICE, LARGEST_PRICE = 1e-15, 1e6
@@ -45,8 +44,10 @@ class Choice:
         Further multiplications of a stored latent at its own site.
     fixed : float
         Multiplications per cached token that do not depend on the stored latents.
-    mixed : tuple of (Input, float)
-        Sites of which each stored latent is multiplied further, and how often.
+    of_source : float
+        Multiplications by each site that a prediction depends on (`sources_of`).
+    mixed : float
+        Multiplications of each stored latent of these sites.
     """
 
     design: SiteDesign
@@ -54,7 +55,21 @@ class Choice:
     rows: Tensor
     mixing: float
     fixed: float
-    mixed: tuple[tuple[Input, float], ...] = ()
+    of_source: float = 0.0
+    mixed: float = 0.0
+
+    def further(self, sources: frozenset[int], stored: Sequence[float]) -> float:
+        """Return the multiplications per cached token beyond those of the site's own latents.
+
+        Parameters
+        ----------
+        sources : frozenset of int
+            Sites that the prediction depends on.
+        stored : sequence of float
+            Number of stored latents of all sites before.
+        """
+        of_latents = self.mixed * sum(stored[one] for one in sources)
+        return self.fixed + self.of_source * len(sources) + of_latents
 
 
 @dataclass(frozen=True)
@@ -63,29 +78,44 @@ class StepWork:
 
     Parameters
     ----------
-    fixed : list of float
-        Per cached token, those that do not depend on the stored latents, by site.
-    uses : list of float
-        Of every stored latent by predictions and mixtures, at its own site and at others, by site.
+    choices : sequence of Choice
+        Choice of every site.
     cached : list of int
         Cached tokens, by site.
     limit : float
         Largest number of multiplications.
     """
 
-    fixed: list[float]
-    uses: list[float]
+    choices: Sequence[Choice]
     cached: list[int]
     limit: float
 
-    @classmethod
-    def of(cls, choices: Sequence[Choice], cached: list[int], limit: float) -> StepWork:
-        """Return the multiplications of some choices, one by site."""
-        uses = [one.mixing for one in choices]
-        for site, one in enumerate(choices):
-            for (below, of), times in one.mixed:
-                uses[_index_of(site, below, of)] += times
-        return cls([one.fixed for one in choices], uses, cached, limit)
+    def of_designs(self, designs: Sequence[SiteDesign]) -> StepWork:
+        """Return the work of the same choices with other inputs, by site."""
+        pairs = zip(self.choices, designs, strict=True)
+        return replace(self, choices=[replace(one, design=design) for one, design in pairs])
+
+    @property
+    def uses(self) -> list[float]:
+        """Return the multiplications of every stored latent by predictions and mixtures, by site.
+
+        Those at its own site and at all others.
+        """
+        uses = [one.mixing for one in self.choices]
+        for one, sources in zip(self.choices, self._sources, strict=True):
+            for source in sources:
+                uses[source] += one.mixed
+        return uses
+
+    @cached_property
+    def _sources(self) -> list[frozenset[int]]:
+        """Return the sites that the prediction of each site depends on."""
+        sources: list[frozenset[int]] = []
+        with_own: list[frozenset[int]] = []
+        for site, one in enumerate(self.choices):
+            sources.append(sources_of(site, one.design.inputs, with_own))
+            with_own.append(sources[-1] | {site})
+        return sources
 
     def total(self, stored: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
         """Return the multiplications of all cached tokens.
@@ -98,9 +128,10 @@ class StepWork:
             Features that each latent is mapped to, by site, (D,); 0 for values.
         """
         total = 0.0
-        for site, (kept, mapped) in enumerate(zip(stored, rows, strict=True)):
-            per_latent = (mapped + self.uses[site]) * kept
-            total += self.cached[site] * (self.fixed[site] + float(per_latent.sum()))
+        counts = [float(kept.sum()) for kept in stored]
+        for site, (one, kept, mapped) in enumerate(zip(self.choices, stored, rows, strict=True)):
+            of_own = float(((mapped + one.mixing) * kept).sum())
+            total += self.cached[site] * (one.further(self._sources[site], counts) + of_own)
         return total
 
 
@@ -173,7 +204,8 @@ class Menu:
 
     def _at(self, bit_price: float, work_price: float) -> tuple[Chosen, float]:
         """Return the choices at two prices, and their bits."""
-        stored = [0.0] * len(self.sites)
+        stored: list[float] = []
+        sources: list[frozenset[int]] = []
         indices: list[int] = []
         nats = work = bits = 0.0
         of_widths = torch.tensor(list(self.distortion), dtype=torch.float64)
@@ -182,18 +214,14 @@ class Menu:
             prices = costs + bit_price * t * of_widths
             prices[:, :, 1:] += work_price * t * per_latent.unsqueeze(2)
             least, widths = prices.min(dim=2)  # (choices, D)
-            # Multiplications beyond those of the site's own latents.
-            further = [
-                one.fixed
-                + sum(
-                    times * stored[_index_of(site, below, of)] for (below, of), times in one.mixed
-                )
-                for one in choices
-            ]
+            possible = {one.design.inputs for one in choices}
+            depends = {inputs: sources_of(site, inputs, sources) for inputs in possible}
+            further = [one.further(depends[one.design.inputs], stored) for one in choices]
             priced = least.sum(dim=1) + work_price * t * least.new_tensor(further)
             index = int(priced.argmin())
             kept = widths[index] > 0
-            stored[site] = float(kept.sum())
+            stored.append(float(kept.sum()))
+            sources.append(depends[choices[index].design.inputs] | {site})
             indices.append(index)
             nats += float(costs[index].gather(1, widths[index].unsqueeze(1)).sum())
             bits += float(of_widths[widths[index]].sum()) * t
@@ -224,11 +252,6 @@ def lowest(at: Callable[[float], T], fits: Callable[[T], bool], tolerance: float
         else:
             low = middle
     return best
-
-
-def _index_of(site: int, below: int, of: Site) -> int:
-    """Return the index of an input of a site, keys and values of all layers counted."""
-    return site - site % 2 - 2 * below + SITES.index(of)
 
 
 def blocks_of(frequencies: Sequence[int], heads: int, band: int | None) -> tuple[Tensor, ...]:

@@ -32,6 +32,8 @@ from manifoldkv.evaluation import Comparison, perplexity
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.objectives import OBJECTIVES
 from manifoldkv.recipes.bits import BANDS
+from manifoldkv.recipes.coded import CodedRecipe
+from manifoldkv.recipes.stored import StoredRecipe
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan
 
@@ -91,6 +93,40 @@ def test_the_budget_is_never_exceeded(
     assert plan.work <= recipe.work * (1 + 1e-12)
     predictors = [s.predictor for layer in plan.layers for _, s in layer.sites]
     assert all(one is None or one.expansion is None or one.rank < 16 for one in predictors)
+
+
+ONE_TOKEN = torch.ones(8, 32, dtype=torch.int64)
+"""One token repeated."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "ratio", "recipe", "tokens"),
+    [
+        (2, 4, 1 / 8, BitRecipe(work=3.0, bands=(None,)), tiny_tokens(8, 32)),
+        (3, 2, 1 / 4, BitRecipe(bands=(None,)), tiny_tokens(8, 32)),
+        (2, 4, 1 / 2, BitRecipe(work=8.0), tiny_tokens(8, 32)),
+        (2, 4, 1 / 4, BitRecipe(bands=(None,), trellis=False), ONE_TOKEN),
+        (2, 4, 1 / 4, StoredRecipe(), tiny_tokens(8, 32)),
+        (2, 4, 1 / 32, StoredRecipe(sinks=0), tiny_tokens(8, 32)),
+    ],
+)
+def test_predictions_are_from_what_is_stored(
+    layers: int, heads: int, ratio: float, recipe: CodedRecipe, tokens: Tensor
+) -> None:
+    """A site without bits predicts nothing: errors of rounding would be multiplied."""
+    shape = {"num_hidden_layers": layers, "num_key_value_heads": heads, "head_dim": 16}
+    model = tiny_model("llama", torch.float32, **shape)
+    plan = compress(model, tokens, recipe=recipe, ratio=ratio, context=512)
+    for index, layer in enumerate(plan.layers):
+        for _, site in layer.sites:
+            inputs = () if site.predictor is None else site.predictor.inputs
+            assert not any(plan.layers[index - b].of(s).quantizer.is_empty for b, s in inputs)
+            assert site.predictor is None or site.predictor.weights.abs().max() < 100
+    if isinstance(recipe, BitRecipe):
+        assert plan.work <= recipe.work
+        in_float32 = divergence(model, tokens, plan)
+        in_bfloat16 = divergence(model.to(torch.bfloat16), tokens, plan)
+        assert in_bfloat16 == pytest.approx(in_float32, rel=0.1, abs=1e-3)
 
 
 class Measured(NamedTuple):

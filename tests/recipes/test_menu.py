@@ -25,7 +25,7 @@ def choice(variances: list[float], rows: int, fixed: float, inputs: tuple[Input,
         torch.full((LATENTS,), rows),
         1.0,
         fixed,
-        tuple((one, 2.0) for one in inputs),
+        mixed=2.0,
     )
 
 
@@ -58,9 +58,8 @@ def brute_force(menu: Menu) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         stored = widths > 0
         work = keys.fixed + values.fixed + (stored[:LATENTS] * (keys.rows[0].item() + 1)).sum(0)
         work = work + stored[LATENTS:].sum(0)
-        for (_, of), times in values.mixed:
-            assert of == "key"
-            work = work + times * stored[:LATENTS].sum(0)
+        assert values.design.inputs in ((), ((0, "key"),))
+        work = work + len(values.design.inputs) * values.mixed * stored[:LATENTS].sum(0)
         found.append((nats, widths.sum(0) * CACHED, work * CACHED))
     nats, bits, work = (np.concatenate(part) for part in zip(*found, strict=True))
     return nats, bits, work
@@ -79,7 +78,7 @@ def taken(menu: Menu, chosen: Chosen) -> tuple[float, float]:
         stored.append(widths > 0)
         bits += int(widths.sum()) * CACHED
     choices = [site[index] for site, index in zip(menu.sites, chosen.indices, strict=True)]
-    step = StepWork.of(choices, menu.cached, 0.0)
+    step = StepWork(choices, menu.cached, 0.0)
     return bits, step.total(stored, [one.rows for one in choices])
 
 
