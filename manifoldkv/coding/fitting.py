@@ -198,14 +198,12 @@ class BitFit:
                 with_compute(cost, price * tokens * (mapped + times))
                 for cost, tokens, mapped, times in zip(costs, cached, rows, uses, strict=True)
             ]
-            return self._widths(priced)
+            widths = self._widths(priced)
+            # Of a pack that is widened, latents without variance stay without bits in every round.
+            return [x * one.varying.numpy() for x, one in zip(widths, transforms, strict=True)]
 
         def fits(bits: Bits) -> bool:
-            stored = [
-                torch.from_numpy(one > 0) * transform.varying
-                for one, transform in zip(bits, transforms, strict=True)
-            ]
-            return step.total(stored, rows) <= step.limit
+            return step.total([torch.from_numpy(one > 0) for one in bits], rows) <= step.limit
 
         return lowest(at, fits, COMPUTE_TOLERANCE)
 
