@@ -70,9 +70,8 @@ class ComposedSites(Sites):
         joined = torch.cat([mean, *by_source.values()], dim=1)  # (D, 1 + r)
         self._values = joined.unflatten(0, (self._grouping.heads, -1)).mT.contiguous()
         """Mean and maps of the values by head, (H_kv, 1 + r, d)."""
-        ups = {"key": constant(stored((0, "key"), key.up).mT).unsqueeze(0)}  # (1, r, D)
-        ups["value"] = self._values[:, self._columns[0, "value"]]
-        self._key_up = ups["key"][0]  # (r, D)
+        self._key_up = constant(stored((0, "key"), key.up).mT)  # (r, D)
+        ups = {"key": self._key_up, "value": self._values[:, self._columns[0, "value"]]}
         self._new = [
             self._new_tokens(
                 planned, ups[site], constant, self._working, is_input=_is_input(layers, index, site)
@@ -182,8 +181,8 @@ class NewTokens:
     planned : SitePlan
         Of the site, in mixed widths.
     up : Tensor
-        Up-projection of the r stored latents by head, (H_kv, r, d), or of all heads together,
-        (1, r, D), which the attention of the layer holds.
+        Up-projection of the r stored latents, (r, D), or by head, (H_kv, r, d), which the attention
+        of the layer holds.
     constant : callable
         Returns a tensor in the dtype in which it is held.
     working : torch.dtype
@@ -224,8 +223,10 @@ class NewTokens:
         latents = self._append(store, x, expected)
         if not self._is_input:
             return x[:0]
-        found = latents.unsqueeze(1) @ self._up.to(latents.dtype)  # (B, H_kv or 1, m, d or D)
-        return found.transpose(1, 2).flatten(2) + expected
+        up = self._up.to(latents.dtype)
+        if up.ndim == 2:
+            return latents @ up + expected
+        return (latents.unsqueeze(1) @ up).transpose(1, 2).flatten(2) + expected
 
     def _append(self, store: Store, x: Tensor, expected: Tensor) -> Tensor:
         """Store what x (B, m, D) is beyond expected, and return the reconstructed latents.
