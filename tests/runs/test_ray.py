@@ -64,6 +64,17 @@ def test_the_plan_is_that_of_one_process(executor: RayExecutor, tmp_path: Path) 
     assert saved(plan_by("local", folder=tmp_path / "work"), tmp_path / "read") == expected
 
 
+@pytest.mark.parametrize("recipe", ["bits", "stored"])
+def test_statistics_are_those_of_one_process(executor: RayExecutor, recipe: str) -> None:
+    """Of the default recipe too: three tasks of eight sequences or fewer, and one held out."""
+    model, tokens = tiny_model("llama"), tiny_tokens(23, 24)
+    plans = [
+        compress(model, tokens, recipe=recipe, ratio=0.5, context=400, executor=by)
+        for by in ("local", executor)
+    ]
+    assert plans[0].digest() == plans[1].digest()
+
+
 @pytest.mark.parametrize("rule", ["sequential", "threshold", "optimal"])
 def test_the_ranks_are_those_of_one_process(executor: RayExecutor, rule: str) -> None:
     recipe = RankRecipe("kq-svd", "closed-form", "all", "all", rule)
