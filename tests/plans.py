@@ -19,13 +19,13 @@ from manifoldkv.core.basis import Basis, HeadGrouping
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import config_hash, fingerprint
 from manifoldkv.models.support import attention_of, decoder_layers, modeling_module, sliding_windows
+from manifoldkv.plan.compute import AttentionShape
 from manifoldkv.plan.formats.quantizer import Quantizer
 from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.predictor import Input, all_inputs, layers_below
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.coded import coded_plan
 from manifoldkv.recipes.config import CompressionConfig
 from manifoldkv.statistics.statistics import Statistics

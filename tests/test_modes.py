@@ -110,7 +110,7 @@ def test_plans(recipe: str, modes: tuple[str, ...]) -> None:
     with set_modes(modes):
         plan = compress(model(), tokens(), recipe=short(recipe), context=200)
         assert plan.digest() == plan_of(recipe).digest()
-    assert plan.work == plan_of(recipe).work
+    assert plan.compute == plan_of(recipe).compute
     assert not any(
         x.is_inference() for pair in plan.bases.values() for b in pair for x in (b.down, b.up)
     )
@@ -273,7 +273,7 @@ def test_plans_are_changed_saved_and_read(modes: tuple[str, ...], tmp_path: Path
         tune(model(), read, tokens(), steps=1).digest()
         == tune(model(), plan, tokens(), steps=1).digest()
     )
-    assert (read.work, read.basis_nbytes()) == (plan.work, plan.basis_nbytes())
+    assert (read.work, read.basis_nbytes()) == (plan.compute, plan.basis_nbytes())
 
 
 @in_own_modes

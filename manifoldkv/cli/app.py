@@ -97,7 +97,7 @@ class Compress(ModelOptions):
             help="Length of the text that the ratio holds for: 4000, or 32k, which is 32768.",
         ),
     ] = None
-    work: Annotated[
+    compute: Annotated[
         float | None,
         typer.Option(
             metavar="NUMBER",
@@ -161,7 +161,7 @@ class Compress(ModelOptions):
         bool,
         typer.Option(
             "--dry-run",
-            help="Only print the bytes of the cache and an estimate of the loss by --work.",
+            help="Only print the bytes of the cache and an estimate of the loss by --compute.",
         ),
     ] = False
 

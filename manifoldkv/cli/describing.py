@@ -26,7 +26,7 @@ def describe(plan: CompressionPlan) -> Answer:
     facts = {
         "ratio": plan.ratio,
         "bytes_per_token": plan.bytes_per_token(),
-        "work": plan.work,
+        "compute": plan.compute,
         "basis_bytes": plan.basis_nbytes(),
         "rotary": plan.rotary,
         "sinks": plan.sinks,
@@ -69,7 +69,8 @@ def _lines(plan: CompressionPlan) -> list[str]:
         f"cache   ratio {plan.ratio:.4g} at {provenance.context} tokens, "
         f"{plan.bytes_per_token():g} bytes per further token in bfloat16",
         f"        {uncompressed}keys {plan.rotary}-rotation, latents {plan.formats}",
-        f"work    {plan.work:.3g} times the multiplications of stock attention in a decode step",
+        f"compute {plan.compute:.3g} times the multiplications of uncompressed attention "
+        "in a decode step",
         *predicted,
         f"heads   keys {first.key.grouping.name}, values {first.value.grouping.name}; bases take "
         f"{size(plan.basis_nbytes())} in bfloat16",

@@ -82,7 +82,9 @@ def _opened(
     config = configured(options.recipe, options.settings or ())
     ratio = config.ratio if options.ratio is None else options.ratio
     config = replace(config, ratio=ratio, context=context)
-    config = replace(config, work=options.work, nats=options.nats, objective=options.objective)
+    config = replace(
+        config, compute=options.compute, nats=options.nats, objective=options.objective
+    )
     config = replace(config, sequences=options.sequences, length=options.length)
     text = options.text
     if text is None:
@@ -107,7 +109,6 @@ def _check_overwrites(out: Path, checkpoints: Path | None, force: bool) -> None:
 def _own_text(model: PreTrainedModel, options: Compress) -> Tensor:
     """Return the calibration text that a model samples, resumed from checkpoints if it is there."""
     count = options.sequences or OWN_SEQUENCES
-    LOG.info("writing %d texts to calibrate on", count)
     return own_text(model, count, options.length, folder=options.checkpoints)
 
 
@@ -139,5 +140,5 @@ def _estimated(
 def _frontier_lines(losses: dict[str, float]) -> list[str]:
     if not losses:
         return []
-    rows = [f"{work:>9}  {nats:8.4f}" for work, nats in losses.items()]
-    return ["   --work  nats per token, at least", *rows]
+    rows = [f"{compute:>9}  {nats:8.4f}" for compute, nats in losses.items()]
+    return ["--compute  nats per token, at least", *rows]

@@ -21,11 +21,11 @@ from manifoldkv.core.basis import Rotary
 from manifoldkv.core.errors import ManifoldKVError, PlanError, RunError
 from manifoldkv.core.files import write_together
 from manifoldkv.core.modes import in_own_modes
+from manifoldkv.plan.compute import AttentionShape
 from manifoldkv.plan.formats.quantizer import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import AttentionShape
 
 FORMAT = 10
 TENSORS = "plan.safetensors"

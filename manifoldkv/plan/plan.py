@@ -17,6 +17,7 @@ from manifoldkv.core.errors import PlanError
 from manifoldkv.plan import files
 from manifoldkv.plan.card import card_of
 from manifoldkv.plan.composition import sources
+from manifoldkv.plan.compute import AttentionShape, check_shape, relative_compute
 from manifoldkv.plan.files import PlanContents
 from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
 from manifoldkv.plan.formats.mixed import MixedWidths
@@ -27,7 +28,6 @@ from manifoldkv.plan.predictor import PredictorContext, layers_below
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan, check_elements
 from manifoldkv.plan.truncation import truncated_layers
-from manifoldkv.plan.work import AttentionShape, check_shape, relative_work
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,7 +95,7 @@ class CompressionPlan(OnHub):
             f"{provenance.context} tokens,\n"
             f"  {len(self.layers)} layers, {ranks} of {self.layers[0].key.head_dim},\n"
             f"  keys {self.rotary}-rotation, first {self.sinks} tokens uncompressed,\n"
-            f"  latents: {self.formats}, {self.work:.3g} times the multiplications of stock "
+            f"  latents: {self.formats}, {self.compute:.3g} times the multiplications of stock "
             "attention,\n"
             f"  {provenance.origin})"
         )
@@ -174,14 +174,14 @@ class CompressionPlan(OnHub):
         return self.ratio_at(self.provenance.context)
 
     @cached_property
-    def work(self) -> float:
+    def compute(self) -> float:
         """Return the multiplications of a decode step over those of stock attention.
 
         Of every cached token of a text of the provenance's context, in all layers: scales, maps of
         latents to keys, predictions, rotation, scores and mixtures. A plan of recipe stored counts
         as one that a model ran on.
         """
-        return relative_work(self.layers, self.shape, self.rotary, self.provenance.context)
+        return relative_compute(self.layers, self.shape, self.rotary, self.provenance.context)
 
     @property
     def variable_width(self) -> bool:

@@ -62,8 +62,8 @@ class BitRecipe(CodedRecipe):
     of the layers below, whose latents attention weights mix as cheaply as its own; in cross-layer
     groups, keys are predicted too (`SearchSpace`). `Candidates` selects among all of these what
     loses least within the compute, the multiplications of a decode step over those of uncompressed
-    attention (`CompressionPlan.work`). Within a limit, groups are short; without one a single group
-    has all layers, and every tensor is predicted from up to five layers below.
+    attention (`CompressionPlan.compute`). Within a limit, groups are short; without one a single
+    group has all layers, and every tensor is predicted from up to five layers below.
 
     The last eighth of the calibration sequences, if there are eight or more, is held out: its
     errors and its Fisher information give ``predicted_nats`` of the plan's provenance. On other
@@ -74,8 +74,8 @@ class BitRecipe(CodedRecipe):
     ----------
     sinks, objective
         As in `CodedRecipe`.
-    work : float
-        Largest `CompressionPlan.work`; infinite for no limit.
+    compute : float
+        Largest `CompressionPlan.compute`; infinite for no limit.
     bands : tuple of (int or None)
         Possible widths of a band in frequencies; None for all frequencies together.
     depth : int or None
@@ -88,45 +88,46 @@ class BitRecipe(CodedRecipe):
     Raises
     ------
     ArgumentError
-        If `sinks` or `depth` is negative, a band is not positive, or `work` is not a positive
+        If `sinks` or `depth` is negative, a band is not positive, or `compute` is not a positive
         number; or if the objective is unknown or has no metric.
     """
 
     meets_nats = True
 
-    work: float = DEFAULT_COMPUTE
+    compute: float = DEFAULT_COMPUTE
     bands: tuple[int | None, ...] = BANDS
     depth: int | None = DEPTH
     trellis: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.work > 0:  # nor NaN
-            raise ArgumentError(f"work must be a positive number, got {self.work}")
+        if not self.compute > 0:  # nor NaN
+            raise ArgumentError(f"compute must be a positive number, got {self.compute}")
         if self.depth is not None and self.depth < 0:
             raise ArgumentError(f"depth must be >= 0, got {self.depth}")
         if not self.bands or any(band is not None and band < 1 for band in self.bands):
             raise ArgumentError(f"bands must be positive numbers of frequencies, got {self.bands}")
 
     def describe(self) -> dict[str, Any]:
-        work = "unlimited" if self.work == inf else self.work
-        structure = {"work": work, "bands": list(self.bands), "depth": self.depth}
+        compute = "unlimited" if self.compute == inf else self.compute
+        structure = {"compute": compute, "bands": list(self.bands), "depth": self.depth}
         ranks = {"name": "bits", "trellis": self.trellis}
         return super().describe() | {"ranks": ranks} | structure
 
     def check(self, model: ModelDescription, config: CompressionConfig, context: int) -> None:
         self.budget(model, config.ratio, context)
         least = least_compute(model)
-        if self.work < least:
+        if self.compute < least:
             least = ceil(100 * least) / 100  # a number to take over
             raise ArgumentError(
-                f"work must be >= {least:g}, got {self.work:g}: a decode step on the cheapest "
-                f"plan for this model multiplies {least:g} times as often as uncompressed attention"
+                f"compute must be >= {least:g}, got {self.compute:g}: a decode step on the "
+                f"cheapest plan for this model multiplies {least:g} times as often as uncompressed "
+                "attention"
             )
 
     def fit(self, statistics: Statistics, config: CompressionConfig) -> CompressionPlan:
         task = self._fit(statistics, config)
-        LOG.info("selecting transforms within %g times the multiplications of attention", self.work)
+        LOG.info("selecting transforms within %g times the multiplications", self.compute)
         layers = range(statistics.model.layers)
         selected = task.selected(exact_tensors(statistics, index) for index in layers)
         if selected.predicts:
@@ -171,7 +172,7 @@ class BitRecipe(CodedRecipe):
         found = task.candidates(exact, (FRONTIER_GROUP, *ONE_GROUP))
         least, losses = least_compute(model), {}
         for compute in (one for one in FRONTIER if one >= least):
-            limit = replace(self, work=compute).multiplications(model, task.context)
+            limit = replace(self, compute=compute).multiplications(model, task.context)
             # The last candidates are of one group, which is tried without a limit only.
             possible = found[:-1] if isfinite(compute) else found
             nats = min(each.best(8 * task.nbytes, limit).nats for each in possible)
@@ -181,7 +182,7 @@ class BitRecipe(CodedRecipe):
     def multiplications(self, model: ModelDescription, context: int) -> float:
         """Return the limit of the multiplications of all cached tokens of a text."""
         cached = sum(cached_tokens(context, window) for window in model.windows)
-        return self.work * 2 * model.query_heads * model.head_dim * cached
+        return self.compute * 2 * model.query_heads * model.head_dim * cached
 
     def least_ratio(self, model: ModelDescription, context: int) -> float:
         """Return the ratio of a plan without latents."""

@@ -172,6 +172,7 @@ def coded_plan(
     if held_out is None:
         LOG.info("fewer than 8 calibration sequences: none is held out to estimate the loss on")
         return plan
+    LOG.info("estimating the loss on %d held-out sequences", held_out.sequences)
     nats = estimated_loss(plan, held_out)
     counted = held_out.sequences * held_out.length
     provenance = replace(plan.provenance, predicted_nats=nats, predicted_tokens=counted)

@@ -76,7 +76,7 @@ def compress(
         If the ratio is above 1, or too small for the ranks to choose from; if a rank rule is
         given to a recipe other than a `RankRecipe`, or packs of latents do not fit the features of
         a layer.
-        If `work` is less than the cheapest plan takes, or no plan loses as little as `nats`; if
+        If `compute` is less than the cheapest plan takes, or no plan loses as little as `nats`; if
         either is given to a recipe other than a `BitRecipe`.
         If a recipe, objective or solver does not exist, or the two do not go together.
         If the seed is not an integer of 64 bits.

@@ -33,10 +33,10 @@ class CompressionConfig:
     ranks : RankRule or str, optional
         Rank rule of a `RankRecipe`, the recipe's if omitted; a name stands for a registered one
         with default fields (``"uniform"``, ``"sequential"``, ``"threshold"``, ``"optimal"``).
-    work : float, optional
-        Largest number of multiplications of a decode step, in times of stock attention's
-        (`CompressionPlan.work`), of a `BitRecipe`; the recipe's if omitted, infinite for the least
-        loss.
+    compute : float, optional
+        Largest number of multiplications of a decode step, in times of uncompressed attention's
+        (`CompressionPlan.compute`), of a `BitRecipe`; the recipe's if omitted, infinite for the
+        least loss.
     nats : float, optional
         Largest loss in nats per token, in place of a ratio: the smallest cache of a `BitRecipe`
         whose loss on calibration sequences that nothing was fitted to stays below. The provenance
@@ -69,7 +69,7 @@ class CompressionConfig:
     recipe: Recipe | str = DEFAULT_RECIPE
     objective: Objective | str | None = None
     ranks: RankRule | str | None = None
-    work: float | None = None
+    compute: float | None = None
     nats: float | None = None
     rotary: Rotary = "pre"
     quantization: Quantization | None = None

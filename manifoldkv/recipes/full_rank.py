@@ -10,12 +10,12 @@ from manifoldkv.core.modes import in_own_modes
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import config_hash
 from manifoldkv.models.tokens import positions
+from manifoldkv.plan.compute import AttentionShape
 from manifoldkv.plan.formats.quantizer import LARGEST_INTEGER
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.source import versions
 from manifoldkv.statistics.capture import capture
 

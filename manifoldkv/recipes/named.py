@@ -17,7 +17,7 @@ from manifoldkv.recipes.stored import StoredRecipe
 GROUP = "manifoldkv.recipes"
 RECIPES: dict[str, Recipe] = {
     "bits": BitRecipe(),
-    "best": BitRecipe(work=inf),
+    "best": BitRecipe(compute=inf),
     "low-rank": RankRecipe(
         KQSVD(),
         ClosedForm(),

@@ -6,6 +6,7 @@ Data-free quantization aware training for large language models, arXiv 2305.1788
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ from manifoldkv.models.weights import check_finite
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.text.tokens import LENGTH, check_size
 
+LOG = logging.getLogger(__name__)
 OWN_SEQUENCES = 16
 BATCH_SIZE = 16
 """Number of sequences sampled together."""
@@ -80,6 +82,7 @@ def own_text(
 
 
 def _text(model: PreTrainedModel, sequences: int, length: int, seed: int) -> Tensor:
+    LOG.info("writing %d texts to calibrate on", sequences)
     generator = torch.Generator(model.device).manual_seed(seed)
     counts = [len(batch) for batch in torch.arange(sequences).split(BATCH_SIZE)]
     with tqdm(total=length * len(counts), desc="own text", disable=None, leave=False) as bar:

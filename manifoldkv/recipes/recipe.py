@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
     from manifoldkv.recipes.run import Run
 
-FIELDS = ("objective", "ranks", "work")
+FIELDS = ("objective", "ranks", "compute")
 """Settings of a run that are fields of the recipes that have them."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,11 @@ from manifoldkv.core.errors import ArgumentError
 from manifoldkv.models.decoder import Decoder
 from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.weights import check_finite
+from manifoldkv.plan.compute import AttentionShape
 from manifoldkv.plan.files import check_context
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.provenance import Provenance
-from manifoldkv.plan.work import AttentionShape
 from manifoldkv.recipes.recipe import Recipe
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
 from manifoldkv.runs.executors import Executor
@@ -30,6 +31,7 @@ from manifoldkv.statistics.statistics import Statistics
 if TYPE_CHECKING:
     from manifoldkv.recipes.config import CompressionConfig
 
+LOG = logging.getLogger(__name__)
 HELD_OUT = 8
 """One of this many sequences is held out, to estimate the loss on."""
 
@@ -94,6 +96,7 @@ class Run:
                 executor=self.executor,
             )
 
+        LOG.info("collecting statistics of %d sequences", len(self.tokens))
         folder = None if self.folder is None else Path(self.folder)
         statistics = of(self.fitted, folder)
         if not len(self.held_out):

@@ -13,13 +13,13 @@ from manifoldkv import CompressionPlan
 from manifoldkv.coding.candidates import blocks_of
 from manifoldkv.core.basis import Basis, HeadGrouping
 from manifoldkv.models.fingerprint import config_hash, fingerprint
+from manifoldkv.plan.compute import AttentionShape
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.trellis import TrellisCoded
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.predictor import LinearPredictor
 from manifoldkv.plan.provenance import Provenance
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import AttentionShape
 from manifoldkv.runs.source import versions
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -347,7 +347,7 @@ def _of_compressed(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the parts of a step on a compressed cache, and facts of the cache."""
     nbytes = plan.nbytes(plan.provenance.context)
-    return parts_of(seconds), {"way": "", "work": plan.work, "nbytes": nbytes}
+    return parts_of(seconds), {"way": "", "work": plan.compute, "nbytes": nbytes}
 
 
 def _of_stock(

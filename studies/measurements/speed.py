@@ -185,7 +185,7 @@ def measured(given: argparse.Namespace, out: Path, checkpoints: Checkpoints) -> 
                     measurement=kind.kind,
                     batch=kind.batch,
                     ratio=plan.ratio_at(kind.tokens),
-                    work=plan.work,
+                    work=plan.compute,
                 )
             )
     results = pd.concat(rows, ignore_index=True)

@@ -27,14 +27,14 @@ class BitMethod(AttendedMethod):
 class Best(BitMethod):
     """The recipe best: the least loss within the ratio, whatever the work."""
 
-    recipe = BitRecipe(work=inf)
+    recipe = BitRecipe(compute=inf)
 
 
 @register_method("best-rounded")
 class BestRounded(BitMethod):
     """Best with uniform quantisers in place of the trellis code."""
 
-    recipe = BitRecipe(work=inf, trellis=False)
+    recipe = BitRecipe(compute=inf, trellis=False)
 
 
 @register_method("bits")
@@ -48,7 +48,7 @@ class Bits(BitMethod):
 class DenseBits(BitMethod):
     """Bits with one transform of all frequencies and nothing predicted."""
 
-    recipe = BitRecipe(work=inf, bands=(None,), depth=None)
+    recipe = BitRecipe(compute=inf, bands=(None,), depth=None)
 
 
 @register_method("own-keys")
@@ -69,25 +69,25 @@ class OneLayerBelow(BitMethod):
 class Work4(BitMethod):
     """Bits within 4 times the multiplications of stock attention."""
 
-    recipe = BitRecipe(work=4)
+    recipe = BitRecipe(compute=4)
 
 
 @register_method("work-8")
 class Work8(BitMethod):
     """Bits within 8 times the multiplications of stock attention."""
 
-    recipe = BitRecipe(work=8)
+    recipe = BitRecipe(compute=8)
 
 
 @register_method("work-16")
 class Work16(BitMethod):
     """Bits within 16 times the multiplications of stock attention."""
 
-    recipe = BitRecipe(work=16)
+    recipe = BitRecipe(compute=16)
 
 
 @register_method("work-32")
 class Work32(BitMethod):
     """Bits within 32 times the multiplications of stock attention."""
 
-    recipe = BitRecipe(work=32)
+    recipe = BitRecipe(compute=32)

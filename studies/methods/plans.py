@@ -65,7 +65,7 @@ class PlanMethod(Method):
         return self.plan.nbytes(tokens)
 
     def facts(self) -> dict[str, float]:
-        return {"basis_bytes": self.plan.basis_nbytes(), "attention_work": self.plan.work}
+        return {"basis_bytes": self.plan.basis_nbytes(), "attention_work": self.plan.compute}
 
 
 class AttendedMethod(PlanMethod):

@@ -32,10 +32,11 @@ def test_the_plan_is_saved(made: tuple[Path, Done]) -> None:
 
 def test_bits_from_one_budget(best: tuple[Path, Done]) -> None:
     folder, done = best
-    phases = ["loading", "reading", "choosing", "fitting", "fitting", "predicting"]
+    phases = ["loading", "reading", "collecting", "selecting", "fitting", "fitting"]
+    phases += ["estimating"]
     assert done.phases == phases
     plan = CompressionPlan.load(folder)
-    assert f"work    {plan.work:.3g} times the multiplications of stock" in done.out
+    assert f"compute {plan.compute:.3g} times the multiplications of uncompressed" in done.out
     nats = plan.provenance.predicted_nats
     assert f"loss    {nats:.4f} nats per token predicted, on" in done.out
     rows = done.out.partition("layer   key rank")[2].splitlines()[1:]
@@ -79,7 +80,7 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
     ask = ("compress", MODEL, "--out", tmp_path / "plan", "--dry-run", *FEW)
     estimated = facts(*ask, "--recipe", "low-rank")
     assert estimated["cache_bytes"] == estimated["stock_bytes"] / 2 == 6 * 2 * 2 * 32 * 4 / 2
-    assert estimated["frontier"] == {}  # ranks have no budget of work
+    assert estimated["frontier"] == {}  # ranks have no limit of compute
     in_sixteen_bits = facts(*ask)
     assert in_sixteen_bits["cache_bytes"] == in_sixteen_bits["stock_bytes"] / 4
     out = lines(*ask, "--text", "own")
@@ -88,14 +89,14 @@ def test_a_dry_run_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "plan").exists()
 
 
-def test_a_plan_within_a_budget_of_work(best: tuple[Path, Done], tmp_path: Path) -> None:
-    done = run(*FIFTH, "--work", 2.5, "--out", tmp_path)
+def test_a_plan_within_a_limit_of_compute(best: tuple[Path, Done], tmp_path: Path) -> None:
+    done = run(*FIFTH, "--compute", 2.5, "--out", tmp_path)
     assert done.code == 0, done.err
-    assert "choosing transforms within 2.5 times the work of stock attention" in done.err
+    assert "selecting transforms within 2.5 times the multiplications" in done.err
     plan = CompressionPlan.load(tmp_path)
-    assert f"work    {plan.work:.3g} times" in done.out
-    assert facts("inspect", tmp_path)["work"] == plan.work
-    assert plan.work <= 2.5 < CompressionPlan.load(best[0]).work
+    assert f"compute {plan.compute:.3g} times" in done.out
+    assert facts("inspect", tmp_path)["compute"] == plan.compute
+    assert plan.compute <= 2.5 < CompressionPlan.load(best[0]).compute
     assert plan.ratio <= 0.2
 
 
@@ -135,15 +136,17 @@ def test_a_loss_needs_sequences_that_nothing_is_fitted_to(tmp_path: Path) -> Non
 
 def test_too_little_work_names_the_least(tmp_path: Path) -> None:
     """The least is a number that the command accepts."""
-    ask = (*FIFTH, "--out", tmp_path / "plan", "--work")
+    ask = (*FIFTH, "--out", tmp_path / "plan", "--compute")
     done = run(*ask, 0.5)
     assert done.code == 2
-    (least,) = re.findall(r"^manifoldkv: work must be >= (\S+), got 0.5: ", done.err, re.MULTILINE)
+    (least,) = re.findall(
+        r"^manifoldkv: compute must be >= (\S+), got 0.5: ", done.err, re.MULTILINE
+    )
     lines(*ask, least)
-    assert CompressionPlan.load(tmp_path / "plan").work <= float(least)
+    assert CompressionPlan.load(tmp_path / "plan").compute <= float(least)
 
 
-def test_a_dry_run_shows_the_loss_by_work(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_loss_by_compute(tmp_path: Path) -> None:
     ask = (*FIFTH, "--dry-run", "--out", tmp_path / "plan")
     frontier = facts(*ask)["frontier"]
     *limits, last = frontier
@@ -151,19 +154,19 @@ def test_a_dry_run_shows_the_loss_by_work(tmp_path: Path) -> None:
     assert len(limits) >= 3
     assert last == "unlimited"
     assert sorted(frontier.values(), reverse=True) == [*frontier.values()]
-    title, *rows = lines(*ask).partition("   --work")[2].splitlines()[: len(frontier) + 1]
+    title, *rows = lines(*ask).partition("--compute")[2].splitlines()[: len(frontier) + 1]
     assert title == "  nats per token, at least"
     assert [row.split() for row in rows] == [[k, f"{v:.4f}"] for k, v in frontier.items()]
-    assert "--work" not in lines(*QUICK, "--dry-run")  # ranks have no budget of work
+    assert "--compute" not in lines(*QUICK, "--dry-run")  # ranks have no limit of compute
     assert not (tmp_path / "plan").exists()
 
 
 def test_fields_of_several_parts_are_set(tmp_path: Path) -> None:
-    given = ("bands=8", "depth=none", "work=9", "trellis=false")
+    given = ("bands=8", "depth=none", "compute=9", "trellis=false")
     settings = [part for one in given for part in ("--set", one)]
     lines(*FIFTH, *settings, "--out", tmp_path)
     recipe = CompressionPlan.load(tmp_path).provenance.recipe
-    assert (recipe["bands"], recipe["depth"], recipe["work"]) == ([8], None, 9)
+    assert (recipe["bands"], recipe["depth"], recipe["compute"]) == ([8], None, 9)
     assert recipe["ranks"]["trellis"] is False
 
 
@@ -185,7 +188,7 @@ def test_a_model_without_a_text_is_calibrated_on_what_it_writes(
 
 @pytest.mark.parametrize(
     "more",
-    [("--ratio", 1e-4), ("--length", 100_000), ("--work", 0.5), ("--nats", 1, "--sequences", 7)],
+    [("--ratio", 1e-4), ("--length", 100_000), ("--compute", 0.5), ("--nats", 1, "--sequences", 7)],
     ids=["ratio", "length", "work", "nats"],
 )
 def test_a_model_writes_nothing_for_a_run_that_is_refused(

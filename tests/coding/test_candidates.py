@@ -56,13 +56,13 @@ def brute_force(candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndar
         widths = np.indices([WIDTHS] * 2 * LATENTS).reshape(2 * LATENTS, -1)  # (latents, all)
         nats = sum(costs[i // LATENTS][i % LATENTS, w] for i, w in enumerate(widths))
         stored = widths > 0
-        work = keys.fixed + values.fixed + (stored[:LATENTS] * (keys.rows[0].item() + 1)).sum(0)
-        work = work + stored[LATENTS:].sum(0)
+        compute = keys.fixed + values.fixed + (stored[:LATENTS] * (keys.rows[0].item() + 1)).sum(0)
+        compute = compute + stored[LATENTS:].sum(0)
         assert values.config.inputs in ((), ((0, "key"),))
-        work = work + len(values.config.inputs) * values.mixed * stored[:LATENTS].sum(0)
-        found.append((nats, widths.sum(0) * CACHED, work * CACHED))
-    nats, bits, work = (np.concatenate(part) for part in zip(*found, strict=True))
-    return nats, bits, work
+        compute = compute + len(values.config.inputs) * values.mixed * stored[:LATENTS].sum(0)
+        found.append((nats, widths.sum(0) * CACHED, compute * CACHED))
+    nats, bits, compute = (np.concatenate(part) for part in zip(*found, strict=True))
+    return nats, bits, compute
 
 
 def taken(candidates: Candidates, chosen: Selection) -> tuple[float, float]:
@@ -85,9 +85,9 @@ def taken(candidates: Candidates, chosen: Selection) -> tuple[float, float]:
 SHARES = st.floats(0.05, 1.2)
 
 
-@given(linked=st.booleans(), data=st.data(), bits=SHARES, work=SHARES)
+@given(linked=st.booleans(), data=st.data(), bits=SHARES, compute=SHARES)
 def test_choices_are_within_both_budgets_and_no_others_are_better(
-    linked: bool, data: st.DataObject, bits: float, work: float
+    linked: bool, data: st.DataObject, bits: float, compute: float
 ) -> None:
     """Everett's theorem: nothing that takes as much or less of both costs less.
 
@@ -95,28 +95,30 @@ def test_choices_are_within_both_budgets_and_no_others_are_better(
     multiply them, so that linked ones are only within the budgets.
     """
     candidates = data.draw(some_candidates(linked=linked))
-    most_bits, most_work = taken(candidates, free(candidates))
-    most_bits, most_work = bits * most_bits, 2 * CACHED + work * most_work
-    chosen = candidates.best(most_bits, most_work)
-    used_bits, used_work = taken(candidates, chosen)
+    most_bits, most_compute = taken(candidates, free(candidates))
+    most_bits, most_compute = bits * most_bits, 2 * CACHED + compute * most_compute
+    chosen = candidates.best(most_bits, most_compute)
+    used_bits, used_compute = taken(candidates, chosen)
     assert used_bits <= most_bits
-    assert used_work <= most_work
-    assert chosen.compute == pytest.approx(used_work)
-    nats, all_bits, all_work = brute_force(candidates)
-    assert chosen.nats >= nats[(all_bits <= most_bits) & (all_work <= most_work)].min() - 1e-9
+    assert used_compute <= most_compute
+    assert chosen.compute == pytest.approx(used_compute)
+    nats, all_bits, all_compute = brute_force(candidates)
+    assert chosen.nats >= nats[(all_bits <= most_bits) & (all_compute <= most_compute)].min() - 1e-9
     if not linked:
-        as_much = (all_bits <= used_bits) & (all_work <= used_work + 1e-9)
+        as_much = (all_bits <= used_bits) & (all_compute <= used_compute + 1e-9)
         assert chosen.nats <= nats[as_much].min() + 1e-9
 
 
 @settings(max_examples=10)
 @given(
-    candidates=some_candidates(layers=2, linked=False), bits=SHARES, work=st.tuples(SHARES, SHARES)
+    candidates=some_candidates(layers=2, linked=False),
+    bits=SHARES,
+    compute=st.tuples(SHARES, SHARES),
 )
-def test_more_work_never_loses_more(
-    candidates: Candidates, bits: float, work: tuple[float, float]
+def test_more_compute_never_loses_more(
+    candidates: Candidates, bits: float, compute: tuple[float, float]
 ) -> None:
-    most_bits, most_work = taken(candidates, free(candidates))
-    limits = [2 * CACHED + share * most_work for share in sorted(work)]
+    most_bits, most_compute = taken(candidates, free(candidates))
+    limits = [2 * CACHED + share * most_compute for share in sorted(compute)]
     less, more = (candidates.best(bits * most_bits, limit) for limit in limits)
     assert more.nats <= less.nats + 1e-9

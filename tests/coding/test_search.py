@@ -19,12 +19,12 @@ from manifoldkv.coding.search import (
     exact_tensors,
 )
 from manifoldkv.core.basis import SITES, Basis, HeadGrouping
+from manifoldkv.plan.compute import multiplications
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.trellis import GAUSSIAN_DISTORTION
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
 from manifoldkv.plan.site import SitePlan
-from manifoldkv.plan.work import multiplications
 from manifoldkv.statistics.collect import collect
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import shape_of

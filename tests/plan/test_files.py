@@ -46,7 +46,7 @@ class TestSaveAndLoad:
         assert loaded.provenance == plan.provenance
         assert loaded.config_hash == plan.config_hash
         assert loaded.nbytes(50) == plan.nbytes(50)
-        assert (loaded.shape, loaded.work) == (plan.shape, plan.work)
+        assert (loaded.shape, loaded.compute) == (plan.shape, plan.compute)
         for found, expected in zip(loaded.layers, plan.layers, strict=True):
             assert found == expected
             assert hash(found) == hash(expected)

@@ -63,7 +63,7 @@ def test_a_cache_is_as_large_as_its_plan_says_and_no_larger_than_asked(family: s
     ratio=st.floats(0.2, 1),
     sinks=st.integers(0, 3),
     trellis=st.booleans(),
-    work=st.one_of(st.just(inf), st.floats(0, 4)),
+    compute=st.one_of(st.just(inf), st.floats(0, 4)),
     depth=st.sampled_from([None, 0, 2]),
     context=st.sampled_from([24, 200]),
 )
@@ -72,14 +72,14 @@ def test_the_budget_is_never_exceeded(
     ratio: float,
     sinks: int,
     trellis: bool,
-    work: float,
+    compute: float,
     depth: int | None,
     context: int,
 ) -> None:
     """That of bytes, and that of multiplications, which is drawn above the least one."""
     model, tokens = tiny_model("llama"), tiny_tokens(8, 24)
     recipe = BitRecipe(sinks, inf, depth=depth, trellis=trellis)
-    recipe = replace(recipe, work=least_compute(Decoder.of(model).description()) + work)
+    recipe = replace(recipe, compute=least_compute(Decoder.of(model).description()) + compute)
     options = {"recipe": recipe, "ratio": ratio, "context": context}
     layers = [None] * model.config.num_hidden_layers
     full = stock_bytes(model, context, layers)
@@ -90,7 +90,7 @@ def test_the_budget_is_never_exceeded(
         return
     plan = compress(model, tokens, **options)
     assert plan.nbytes(context) <= ratio * full + 1e-6
-    assert plan.work <= recipe.work * (1 + 1e-12)
+    assert plan.compute <= recipe.compute * (1 + 1e-12)
     predictors = [s.predictor for layer in plan.layers for _, s in layer.sites]
     assert all(one is None or one.expansion is None or one.rank < 16 for one in predictors)
 
@@ -102,9 +102,9 @@ ONE_TOKEN = torch.ones(8, 32, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("layers", "heads", "ratio", "recipe", "tokens"),
     [
-        (2, 4, 1 / 8, BitRecipe(work=3.0, bands=(None,)), tiny_tokens(8, 32)),
+        (2, 4, 1 / 8, BitRecipe(compute=3.0, bands=(None,)), tiny_tokens(8, 32)),
         (3, 2, 1 / 4, BitRecipe(bands=(None,)), tiny_tokens(8, 32)),
-        (2, 4, 1 / 2, BitRecipe(work=8.0), tiny_tokens(8, 32)),
+        (2, 4, 1 / 2, BitRecipe(compute=8.0), tiny_tokens(8, 32)),
         (2, 4, 1 / 4, BitRecipe(bands=(None,), trellis=False), ONE_TOKEN),
         (2, 4, 1 / 4, StoredRecipe(), tiny_tokens(8, 32)),
         (2, 4, 1 / 32, StoredRecipe(sinks=0), tiny_tokens(8, 32)),
@@ -123,7 +123,7 @@ def test_predictions_are_from_what_is_stored(
             assert not any(plan.layers[index - b].of(s).quantizer.is_empty for b, s in inputs)
             assert site.predictor is None or site.predictor.weights.abs().max() < 100
     if isinstance(recipe, BitRecipe):
-        assert plan.work <= recipe.work
+        assert plan.compute <= recipe.compute
         in_float32 = divergence(model, tokens, plan)
         in_bfloat16 = divergence(model.to(torch.bfloat16), tokens, plan)
         assert in_bfloat16 == pytest.approx(in_float32, rel=0.1, abs=1e-3)
@@ -160,10 +160,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Measured
     ) -> Measured:
         tokens = calibration[:sequences]
         bands = (None,) if depth is None else BANDS
-        recipe = BitRecipe(work=work, bands=bands, depth=depth)
+        recipe = BitRecipe(compute=work, bands=bands, depth=depth)
         plan = compress(model, tokens, ratio=ratio, recipe=recipe, folder=folder)
         assert plan.ratio <= ratio
-        assert plan.work <= work
+        assert plan.compute <= work
         assert depth is not None or plan.predictor_depth is None
         lost = Comparison(stock, perplexity(model, held_out, plan)).added_nll
         return Measured(plan.provenance.predicted_nats, lost, divergence(model, tokens, plan))

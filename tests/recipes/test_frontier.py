@@ -50,7 +50,7 @@ def test_what_compress_refuses_is_refused() -> None:
         ({"ratio": 1.5}, "not in"),
         ({"ratio": 0.01}, "too small"),
         ({"recipe": "nothing"}, "unknown recipe"),
-        ({"work": 0.5}, "work must be >="),
+        ({"compute": 0.5}, "compute must be >="),
     ):
         with pytest.raises(ArgumentError, match=message):
             frontier(model, tokens, **settings)

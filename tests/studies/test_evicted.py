@@ -30,7 +30,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def plan(model: PreTrainedModel) -> CompressionPlan:
     """With predictors across layers."""
-    recipe = BitRecipe(work=float("inf"), sinks=2)
+    recipe = BitRecipe(compute=float("inf"), sinks=2)
     plan = compress(model, tiny_tokens(8, TOKENS), ratio=0.4, recipe=recipe, context=TOKENS)
     assert plan.predictor_depth
     return plan

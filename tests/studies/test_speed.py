@@ -170,7 +170,7 @@ def test_the_plan_of_one_layer_has_the_shapes_of_a_model(
     rebuilt = latents * (1 + 16 * band)  # scales, and both features of a band in every head
     rotated, scored = 2 * 128 * 8, 32 * 128
     mixed = 32 * (latents + 1) * (1 + predicts)
-    assert plan.work == (rebuilt + rotated + scored + mixed) / (2 * scored)
+    assert plan.compute == (rebuilt + rotated + scored + mixed) / (2 * scored)
 
 
 def test_losses_against_work_are_drawn_where_work_was_limited() -> None:

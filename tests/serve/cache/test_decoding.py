@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manifoldkv import CompressionPlan, compressed
 from manifoldkv.core.basis import Site
 from manifoldkv.plan.composition import sources
-from manifoldkv.plan.work import multiplications, stock_multiplications
+from manifoldkv.plan.compute import multiplications, stock_multiplications
 from manifoldkv.serve.cache import compiled, mixed, running
 from manifoldkv.serve.cache import sites as cache_sites
 from manifoldkv.serve.cache.attention import CachedAttention
@@ -132,7 +132,7 @@ def test_the_work_of_a_plan_is_what_torch_multiplies(
         assert per_token == expected + (beyond_kernels(plan, index) if plan.variable_width else 0)
         total += expected
         stock += stock_multiplications(layer, plan.shape)
-    assert plan.work == pytest.approx(total / stock)
+    assert plan.compute == pytest.approx(total / stock)
 
 
 @pytest.mark.parametrize("by_kernels", [False, True])

@@ -10,7 +10,7 @@ import torch
 from manifoldkv import BitRecipe, compress
 from manifoldkv.core.errors import ArgumentError, PlanError
 from manifoldkv.models.decoder import Decoder
-from manifoldkv.plan.work import AttentionShape, block_entries
+from manifoldkv.plan.compute import AttentionShape, block_entries
 from manifoldkv.recipes.bits import least_compute
 from manifoldkv.recipes.config import CompressionConfig
 from tests.families import tiny_model, tiny_tokens
@@ -40,39 +40,39 @@ def test_the_work_of_bands_by_hand() -> None:
             below = {"dense": (), "own keys": (0,), "keys below": range(index + 1)}[kind]
             mixed = [plan.layers[index - one].key for one in below]
             total += sum(4 * (1 + site.latents) for site in [layer.value, *mixed])
-        assert plan.work == pytest.approx(total / (3 * 2 * 4 * 8))
+        assert plan.compute == pytest.approx(total / (3 * 2 * 4 * 8))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3-partial", "gpt-oss"])
-def test_less_than_the_least_work_is_refused_and_the_least_is_not(family: str) -> None:
+def test_less_than_the_least_compute_is_refused_and_the_least_is_not(family: str) -> None:
     model, tokens = tiny_model(family), tiny_tokens(4, 24)
     recipe = BitRecipe(sinks=0)
-    with pytest.raises(ArgumentError, match=r"^work must be >= \d") as caught:
-        compress(model, tokens, recipe=recipe, work=0.1, ratio=1.0)
+    with pytest.raises(ArgumentError, match=r"^compute must be >= \d") as caught:
+        compress(model, tokens, recipe=recipe, compute=0.1, ratio=1.0)
     said = re.fullmatch(
-        r"work must be >= ([\d.]+), got 0\.1: a decode step on the cheapest plan for this model "
+        r"compute must be >= ([\d.]+), got 0\.1: a decode step on the cheapest plan for this model "
         r"multiplies \1 times as often as uncompressed attention",
         str(caught.value),
     )
     assert said is not None
     assert float(said[1]) == pytest.approx(least_compute(Decoder.of(model).description()), abs=0.01)
-    plan = compress(model, tokens, recipe=recipe, work=float(said[1]), ratio=1.0)
-    assert plan.work <= float(said[1])
-    free = compress(model, tokens, recipe=recipe, work=inf, ratio=1.0)
-    assert free.work > plan.work
+    plan = compress(model, tokens, recipe=recipe, compute=float(said[1]), ratio=1.0)
+    assert plan.compute <= float(said[1])
+    free = compress(model, tokens, recipe=recipe, compute=inf, ratio=1.0)
+    assert free.compute > plan.compute
 
 
 @pytest.mark.parametrize("work", [nan, 0.0, -1.0, -inf])
-def test_work_is_a_positive_number(work: float) -> None:
-    for make in (lambda: BitRecipe(work=work), lambda: CompressionConfig(work=work)):
-        with pytest.raises(ArgumentError, match=f"work must be a positive number, got {work}"):
+def test_compute_is_a_positive_number(work: float) -> None:
+    for make in (lambda: BitRecipe(compute=work), lambda: CompressionConfig(compute=work)):
+        with pytest.raises(ArgumentError, match=f"compute must be a positive number, got {work}"):
             make()
 
 
 def test_other_recipes_have_no_budget_of_work() -> None:
     for recipe in ("low-rank", "stored"):
-        with pytest.raises(ArgumentError, match=r"has no work: leave work=2\.0 out"):
-            CompressionConfig(recipe=recipe, work=2.0)
+        with pytest.raises(ArgumentError, match=r"has no compute: leave compute=2\.0 out"):
+            CompressionConfig(recipe=recipe, compute=2.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Work of a plan: multiplications of a decode step for every cached token."""
+"""Compute of a plan: multiplications of a decode step for every cached token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stock_multiplications(layer: LayerPlan, shape: AttentionShape) -> int:
 
 
 @in_own_modes
-def relative_work(
+def relative_compute(
     layers: Sequence[LayerPlan], shape: AttentionShape, rotary: Rotary, tokens: int
 ) -> float:
     """Return the multiplications of a decode step after a text over those of stock attention.
