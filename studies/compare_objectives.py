@@ -81,8 +81,10 @@ FULL: dict[str, Any] = {
 ONLY_FULL = ("oblique", "flag", "oblique-flag")
 """Solvers that the default run leaves out."""
 RESULTS, CODED, EFFICIENCY = "results.csv", "coded.csv", "efficiency.csv"
-NO_SETTINGS = ("out", "force", "redraw", "full", "layers", "threads", "verbose", "imported")
-NO_SETTINGS += ("objectives", "solvers")
+NO_SETTINGS = (
+    *("out", "force", "redraw", "full", "layers", "threads", "verbose", "imported"),
+    *("objectives", "solvers"),
+)
 """Options that no row of a pair depends on."""
 
 
@@ -201,7 +203,9 @@ def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
         sites = [site for site in SITES if site in wanted]
         if objective.needs_statistics and given.rotary == "post" and "key" in sites:
             sites.remove("key")
-            skipped.append(f"{name}, keys: its metric is of keys before rotation, not --rotary post")
+            skipped.append(
+                f"{name}, keys: its metric is of keys before rotation, not --rotary post"
+            )
         for solver_name in given.solvers:
             solver, pair = solver_named(solver_name, given), Pair(name, solver_name, {})
             for site in sites:
@@ -290,7 +294,7 @@ def measure(
             collect_statistics(inputs)
         inputs.layers = sorted({task.layer for task in missing if task.layer is not None})
         for task, frame in run(inputs, missing, given.threads):
-            stored(task).frame(task.name, lambda frame=frame: frame)
+            stored(task).frame(task.name, frame.copy)
             bar.set_description(task.name)
             bar.update()
     read = [stored(task).frame(task.name, pd.DataFrame) for task in tasks]

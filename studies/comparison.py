@@ -170,7 +170,7 @@ class Inputs:
         if objective.needs_statistics:
             metric = objective.metric(self.statistics, layer, site)
         solver, ranks = solver_named(pair.solver, self.given), self._ranks(layer)
-        solved = {}
+        solved: dict[int, tuple[Basis, float]] = {}
         for together in [ranks] if solver.joint else [[rank] for rank in ranks]:
             began = time.perf_counter()
             problem = objective.problem(calibration, site, grouping, self.given.rotary, metric)

@@ -24,9 +24,9 @@ ERRORS = tuple(ERROR_LABELS)
 CAPS = ("epochs", "steps", "sequences", "sequence_length")
 """Columns of results.csv, the same in every row, which captions are written from."""
 LONG_RUN = (
-    "The long run, --full, adds two more seeds (the spread over them), twice the tokens, all epochs "
-    "and steps of the solvers, oblique and nested bases, keys and values by themselves, and error "
-    "against solving time, in about an hour and a half."
+    "The long run, --full, adds two more seeds (the spread over them), twice the tokens, all "
+    "epochs and steps, oblique and nested bases, keys and values by themselves, and error against "
+    "solving time, in about an hour and a half."
 )
 BASELINE = "eigen-attention"
 ERROR = "layer_output_error"
@@ -58,10 +58,11 @@ def best_errors(results: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     rows = results[results["site"] == [x for x in SITE_TITLES if x in set(results["site"])][-1]]
     for column in ("key_grouping", "value_grouping"):
         rows = rows[rows[column] == rows[column].mode()[0]]
-    means = rows.groupby(["objective", "solver", "rank_ratio"])[ERROR].mean().unstack()
+    pairs = ["objective", "solver"]
+    means = rows.pivot_table(ERROR, index=pairs, columns="rank_ratio", sort=False)
     best = means.mean(axis=1).groupby("objective").idxmin()
     errors = means.loc[list(best)].droplevel("solver")
-    return errors.sort_values(_half(errors)), dict(best.str[1])
+    return errors.loc[errors[_half(errors)].sort_values().index], dict(best.str[1])
 
 
 def in_words(errors: pd.DataFrame) -> str:
@@ -93,7 +94,7 @@ def in_words_coded(coded: pd.DataFrame) -> str:
 
 
 def _half(errors: pd.DataFrame) -> float:
-    return min(errors.columns, key=lambda ratio: abs(ratio - 0.5))
+    return min(map(float, errors.columns), key=lambda ratio: abs(ratio - 0.5))
 
 
 def _by_loss(coded: pd.DataFrame) -> pd.DataFrame:
@@ -147,7 +148,10 @@ def summary(
                 *table(part),
             ]
     columns = ["objective", "added loss, nats per token", ""]
-    rows = [[row.objective, _loss(row), row.reason] for row in coded.fillna({"reason": ""}).itertuples()]
+    reasons = coded["reason"].astype(object).fillna("")
+    rows = [
+        [x.objective, _loss(x), why] for x, why in zip(coded.itertuples(), reasons, strict=True)
+    ]
     lines += ["", "## Coded at an eighth of the bytes", "", *common.table(columns, rows)]
     if skipped:
         lines += ["", "## Not solved", "", *[f"- {line}" for line in skipped]]
@@ -188,7 +192,7 @@ def overview(results: pd.DataFrame, coded: pd.DataFrame | None) -> Figure:
     errors, _ = best_errors(results)
     baseline = BASELINE if BASELINE in errors.index else str(errors.index[-1])
     losses = pd.DataFrame() if coded is None else _by_loss(coded)
-    figure, (left, *right) = panels(1 if losses.empty else 2, 4.2, 3.6)
+    figure, (left, *right) = panels(*((1, 7.0) if losses.empty else (2, 4.2)))
     names = [*dict.fromkeys([*errors.index, *losses.get("objective", [])])]
     for name, error in (100 * (errors / errors.loc[baseline] - 1)).iterrows():
         left.plot(error.index, error, label=name, ms=5, **mark_of(str(name), names).style)
@@ -198,9 +202,9 @@ def overview(results: pd.DataFrame, coded: pd.DataFrame | None) -> Figure:
         "at equal rank",
     )
     for axes in right:
-        for place, row in enumerate(losses.itertuples()):
-            style = {**mark_of(row.objective, names).style, "linestyle": "none"}
-            axes.errorbar([place], [row.added_nll], [row.nll_error], ms=7, capsize=3, **style)
+        for place, (_, row) in enumerate(losses.iterrows()):
+            style = {**mark_of(str(row["objective"]), names).style, "linestyle": "none"}
+            axes.errorbar(place, row["added_nll"], row["nll_error"], ms=7, capsize=3, **style)
         axes.set_xticks(range(len(losses)), losses["objective"])
         axes.margins(x=0.15)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
