@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import shlex
 import sys
@@ -16,9 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from manifoldkv import ManifoldKVError, load_model, open_text, sample_tokens
-from manifoldkv.core.errors import RunError
+from manifoldkv.core.errors import ArgumentError, RunError
 from manifoldkv.core.files import check_writable
 from manifoldkv.evaluate.diagnostics.figures import save_figure
+from manifoldkv.learn.objectives import OBJECTIVES
+from manifoldkv.learn.solvers import SOLVERS
 from manifoldkv.models.loading import check_device
 from manifoldkv.runs.checkpoints import Checkpoints
 from manifoldkv.runs.executors import set_threads
@@ -187,6 +190,33 @@ def load(name: str, **options: object) -> tuple[PreTrainedModel, PreTrainedToken
     return load_model(EMBEDDED.get(name, name), **options)  # type: ignore[arg-type]
 
 
+def import_methods(path: Path | None) -> None:
+    """Run a Python file whose decorators register objectives or solvers, if there is one.
+
+    Raises
+    ------
+    ArgumentError
+        If the file cannot be run, or registers nothing.
+    """
+    if path is None:
+        return
+    known = [*OBJECTIVES.names(), *SOLVERS.names()]
+    name = f"imported_{path.stem}"  # no module of a study has it
+    spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ArgumentError(f"--import {path}: there is no such Python file")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(sys.modules[name])
+    except Exception as error:
+        raise ArgumentError(f"--import {path}: {type(error).__name__}: {error}") from error
+    if known == [*OBJECTIVES.names(), *SOLVERS.names()]:
+        raise ArgumentError(
+            f"--import {path} registers nothing: decorate a class with @register_objective or "
+            "@register_solver"
+        )
+
+
 def tokens_of(
     text: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -222,11 +252,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def write_summary(out: Path, lines: Sequence[str]) -> None:
-    """Write and print summary.md, with the command of this run."""
+def write_summary(out: Path, lines: Sequence[str], shown: Sequence[str] | None = None) -> None:
+    """Write summary.md, with the command of this run; print it, or what is shown of it."""
     script = f"studies/{Path(sys.argv[0]).name}"
     command = shlex.join(["python", script, *sys.argv[1:]])
     text = "\n".join([*lines, "", f"Command: `{command}`", ""])
     (out / "summary.md").write_text(text, encoding="utf-8")
-    print(text)
+    print(text if shown is None else "\n".join(shown))
     print(f"written to {out}")

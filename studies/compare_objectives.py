@@ -1,21 +1,25 @@
 """Which objective, and which solver, gives the best low-rank basis of each layer?
 
-    python studies/compare_objectives.py          four minutes or less
+    python studies/compare_objectives.py          90 seconds on two idle cores
     python studies/compare_objectives.py --full   an hour and a half
     python studies/compare_objectives.py --model Qwen/Qwen3-0.6B --text wikitext:wikitext-2-raw-v1
-    python studies/compare_objectives.py --objectives eigen-attention layer-output --layers 0 5
+    python studies/compare_objectives.py --import mine.py --objectives mine kq-svd layer-output
 
 Every objective is solved with every solver that can solve it, per layer, site and rank, on
 calibration text: by a closed form where one exists, by the paper's predictor (an MLP with a QR
-head) and by descent on Stiefel, Grassmann and flag manifolds. The bases are then measured on
-held-out text. The default run takes one rank, one seed, shorter sequences and fewer epochs and
-steps; --full takes two ranks, three seeds and the solvers' own epochs and steps, and measures the
-layer-output error of every solver against its seconds, on more text. Any other option changes one
-setting of either run.
+head) and by descent on manifolds. The bases are then measured on held-out text. Beside these errors
+at equal rank stands the loss at equal bytes: every objective with a metric also makes coded caches
+of an eighth of the bytes, whose added loss is measured on the same text.
 
-Written into --out: results.csv (one row per measurement), with --full efficiency.csv (one row per
-run of a solver), summary.md (means over layers, printed at the end) and figures. An interrupted run
-continues when the same command is given again.
+The default run takes three ranks, one seed, shorter sequences and fewer epochs and steps, solvers
+of orthonormal bases and one basis for every head; --full takes two ranks, three seeds, all solvers
+with their own epochs and steps, keys and values by themselves, and keys of all heads in a shared
+basis, and measures the layer-output error of every solver against its seconds, on more text. Any
+other option changes one setting of either run.
+
+Written into --out: results.csv (one row per measurement), coded.csv (one row per objective), with
+--full efficiency.csv (one row per run of a solver), summary.md (all tables; the verdict is printed
+at the end) and figures. An interrupted run continues when the same command is given again.
 """
 
 from __future__ import annotations
@@ -23,70 +27,65 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import common
 import efficiency
 import pandas as pd
+from comparison import SPLITS, Inputs, Pair, Task, run, solver_named
 from reports import efficiency as solving_times
-from reports.objectives import CAPS, SITE_TITLES, figures, summary
+from reports.objectives import SITE_TITLES, figures, summary, verdict
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from manifoldkv.core.basis import Basis, HeadGrouping, Site, parse_grouping, rank_from_ratio
+from manifoldkv import fit
+from manifoldkv.core.basis import SITES, HeadGrouping, parse_grouping, rank_from_ratio
 from manifoldkv.core.errors import ArgumentError, ManifoldKVError
 from manifoldkv.core.seeds import check_seed
-from manifoldkv.evaluate.diagnostics import layer_errors
+from manifoldkv.evaluate import perplexity
 from manifoldkv.learn.objectives import OBJECTIVES
-from manifoldkv.learn.solvers import SOLVERS, Predictor, RiemannianAdam, RiemannianLBFGS, Solver
+from manifoldkv.learn.solvers import SOLVERS, Predictor, RiemannianAdam
 from manifoldkv.models.fingerprint import digest_of_model
 from manifoldkv.models.support import attention_of, decoder_layers
+from manifoldkv.recipes.bits import BitRecipe
 from manifoldkv.runs.checkpoints import Checkpoints, digest_of_tokens
-from manifoldkv.statistics.capture import capture
-from manifoldkv.statistics.layer import LayerActivations
+from manifoldkv.runs.executors import set_threads
+from manifoldkv.statistics.collect import collect
 from manifoldkv.text.docstrings import Split
 from manifoldkv.text.sources import HELP as TEXT_HELP
 
-SPLITS: tuple[Split, ...] = ("calibration", "held-out")
-EXACT = "exact"
-"""Grouping in the results of a site that is not projected."""
-SHORT = {"seeds": [0], "rank_ratios": [0.5], "sequence_length": 128, "epochs": 10, "steps": 80}
-FULL = {
+SHORT: dict[str, Any] = {
+    "sites": ["both"],
+    "key_grouping": "1",
+    "seeds": [0],
+    "rank_ratios": [0.25, 0.5, 0.75],
+    "sequence_length": 128,
+    "epochs": 4,
+    "steps": 30,
+}
+FULL: dict[str, Any] = {
+    "sites": list(SITE_TITLES),
+    "key_grouping": "shared",
     "seeds": [0, 1, 2],
     "rank_ratios": [0.5, 0.75],
     "sequence_length": 256,
     "epochs": Predictor().epochs,
     "steps": RiemannianAdam().steps,
 }
-EFFICIENCY = "efficiency.csv"
-NO_SETTINGS = ("out", "force", "redraw", "full", "layers")
-"""Options that no row depends on."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """An objective with a solver that can solve it, for one site under one head grouping."""
-
-    objective: str
-    solver: str
-    site: Site
-    grouping: str | int
-
-
-@dataclass(frozen=True)
-class Solved:
-    """A basis, and the seconds of solving for it."""
-
-    pair: Pair
-    rank: int
-    seed: int
-    basis: Basis
-    seconds: float
+ONLY_FULL = ("oblique", "flag", "oblique-flag")
+"""Solvers that the default run leaves out."""
+RESULTS, CODED, EFFICIENCY = "results.csv", "coded.csv", "efficiency.csv"
+NO_SETTINGS = (
+    *("out", "force", "redraw", "full", "layers", "threads", "verbose", "imported"),
+    *("objectives", "solvers"),
+)
+"""Options that no row of a pair depends on."""
 
 
 def main() -> int:
@@ -96,18 +95,16 @@ def main() -> int:
     add("--full", action="store_true", help="the long run, behind the committed results")
     add("--text", default="docstrings", help=f"calibration text: {TEXT_HELP} (%(default)s)")
     add("--eval-text", help="held-out text; without it a fifth of --text is held out")
-    parser.add_list("--objectives", OBJECTIVES.names())
-    parser.add_list("--solvers", SOLVERS.names())
+    add("--objectives", nargs="+", metavar="NAME", help=f"({' '.join(OBJECTIVES.names())})")
+    fewer = f"(all but {', '.join(ONLY_FULL)}; with --full {' '.join(SOLVERS.names())})"
+    add("--solvers", nargs="+", metavar="NAME", help=fewer)
+    own = "Python file whose @register_objective and @register_solver apply"
+    add("--import", dest="imported", type=Path, metavar="FILE", help=own)
     add("--rank-ratios", nargs="+", type=float, metavar="R", help=of_both("rank_ratios"))
     add("--layers", nargs="+", type=int, metavar="L", help="layer indices from 0 (all)")
-    add(
-        "--sites",
-        nargs="+",
-        choices=SITE_TITLES,
-        default=list(SITE_TITLES),
-        help="what is projected (all)",
-    )
-    add("--key-grouping", default="shared", help="shared, all or heads per basis (%(default)s)")
+    projected = f"what is projected {of_both('sites')}"
+    add("--sites", nargs="+", choices=SITE_TITLES, help=projected)
+    add("--key-grouping", help=f"shared, all or heads per basis {of_both('key_grouping')}")
     add("--value-grouping", default="1", help="shared, all or heads per basis (%(default)s)")
     rotary = "project keys before or after rotation (%(default)s)"
     add("--rotary", choices=("pre", "post"), default="pre", help=rotary)
@@ -117,7 +114,7 @@ def main() -> int:
     add("--epochs", type=int, help="of the predictor, at most " + of_both("epochs"))
     add("--steps", type=int, help="of each descent, at most " + of_both("steps"))
     parser.add_threads()
-    parser.set_defaults(threads=1)
+    add("--verbose", action="store_true", help="print all of summary.md")
     parser.add_out("figures/compare_objectives/<model>-short, with --full <model>")
     return common.run_study(parser, study)
 
@@ -126,12 +123,15 @@ def of_both(option: str) -> str:
     """Return the defaults of an option in both runs."""
 
     def shown(run: Mapping[str, Any]) -> str:
-        return str(run[option]).strip("[]").replace(",", "")
+        value = run[option]
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
     return f"({shown(SHORT)}; with --full {shown(FULL)})"
 
 
 def study(given: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    common.import_methods(given.imported)
     complete(given)
     pairs, skipped = solvable_pairs(given)
     name = Path(given.model).name
@@ -141,35 +141,32 @@ def study(given: argparse.Namespace) -> None:
         return
     model, tokenizer = common.load(given.model)
     layers = check_against_model(given, model)
+    set_threads(1)  # of each process: results do not depend on their number
     tokens = {
         split: read_tokens(given, tokenizer, split, given.sequences, given.sequence_length)
         for split in SPLITS
     }
     checkpoints = common.stored_in(out, given).keyed(weights=digest_of_model(model))
-    stored = checkpoints.keyed(
-        settings={name: value for name, value in vars(given).items() if name not in NO_SETTINGS},
-        tokens={split: digest_of_tokens(ids) for split, ids in tokens.items()},
-    )
-    stored = stored.made_by(
-        *(OBJECTIVES.get(name) for name in given.objectives),
-        *(SOLVERS.get(name) for name in given.solvers),
-    )
-    results = measure_layers(given, pairs, model, tokens, layers, stored)
-    results.to_csv(out / "results.csv", index=False)
-    lines = summary(results, given, skipped)
+    inputs = Inputs(given, model, tokens, layers, out / "steps" / "statistics.safetensors")
+    results, coded = measure(inputs, pairs, checkpoints)
+    results.to_csv(out / RESULTS, index=False)
+    coded.to_csv(out / CODED, index=False)
+    lines = summary(results, coded, given, skipped)
     if given.full and {"layer-output", "predictor"} <= {*given.objectives, *given.solvers}:
         read = partial(read_tokens, given, tokenizer)
-        times = efficiency.measure(
-            model, layers, read, given.solvers, checkpoints, given.threads
-        ).assign(model=name)
-        times.to_csv(out / EFFICIENCY, index=False)
-        lines += solving_times.summary(times)
+        times = efficiency.measure(model, layers, read, given.solvers, checkpoints, 1)
+        times.assign(model=name).to_csv(out / EFFICIENCY, index=False)
+        lines += solving_times.summary(times.assign(model=name))
     draw(out)
-    common.write_summary(out, lines)
+    shown = [*verdict(results, coded), "", f"{time.perf_counter() - began:.0f} seconds."]
+    lines[2:2] = [*shown, ""]
+    shown += ["", f"Picture: {out / 'overview.png'}. Explained in docs/concepts/bases.md."]
+    common.write_summary(out, lines, None if given.verbose else shown)
 
 
 def draw(out: Path) -> None:
-    common.draw(out, figures)
+    coded = pd.read_csv(out / CODED) if (out / CODED).is_file() else None
+    common.draw(out, partial(figures, coded=coded))
     if (out / EFFICIENCY).is_file():
         common.draw(out, solving_times.figures, EFFICIENCY)
 
@@ -179,6 +176,9 @@ def complete(given: argparse.Namespace) -> None:
     for option, value in (FULL if given.full else SHORT).items():
         if getattr(given, option) is None:
             setattr(given, option, value)
+    left_out = () if given.full else ONLY_FULL
+    given.objectives = given.objectives or OBJECTIVES.names()
+    given.solvers = given.solvers or [x for x in SOLVERS.names() if x not in left_out]
     for option, least in {"sequences": 1, "sequence_length": 2, "epochs": 1, "steps": 1}.items():
         if getattr(given, option) < least:
             name = option.replace("_", "-")
@@ -196,40 +196,32 @@ def solvable_pairs(given: argparse.Namespace) -> tuple[list[Pair], list[str]]:
     """Return all pairs that can be solved, and a line for each that cannot; raise without any."""
     pairs: list[Pair] = []
     skipped: list[str] = []
-    solvers = {name: build_solver(name, given) for name in given.solvers}
-    for objective_name in given.objectives:
-        objective = OBJECTIVES.get(objective_name)()
-        for solver_name, solver in solvers.items():
-            for site, grouping in wanted_sites(given):
+    wanted = {site for site in SITES if {site, "both"} & set(given.sites)}
+    asked = {"key": given.key_grouping, "value": given.value_grouping}
+    for name in dict.fromkeys(given.objectives):
+        objective = OBJECTIVES.get(name)()
+        sites = [site for site in SITES if site in wanted]
+        if objective.needs_statistics and given.rotary == "post" and "key" in sites:
+            sites.remove("key")
+            skipped.append(
+                f"{name}, keys: its metric is of keys before rotation, not --rotary post"
+            )
+        for solver_name in given.solvers:
+            solver, pair = solver_named(solver_name, given), Pair(name, solver_name, {})
+            for site in sites:
+                grouping = asked[site]
                 accepted, reason = solver.accepts(objective, site, grouping)
-                if accepted:
-                    pairs.append(Pair(objective_name, solver_name, site, grouping))
-                    continue
-                line = f"{objective_name} by {solver_name}, {site}s: {reason}"
-                if grouping == "shared" and solver.accepts(objective, site, 1)[0]:
-                    pairs.append(Pair(objective_name, solver_name, site, 1))
-                    line += " (solved with grouping 1 instead)"
-                skipped.append(line)
+                if not accepted:
+                    skipped.append(f"{name} by {solver_name}, {site}s: {reason}")
+                    if grouping != "shared" or not solver.accepts(objective, site, 1)[0]:
+                        continue
+                    grouping, skipped[-1] = 1, f"{skipped[-1]} (solved with grouping 1 instead)"
+                pair.groupings[site] = grouping
+            if set(given.sites) & {*pair.groupings, "both" if len(pair.groupings) == 2 else None}:
+                pairs.append(pair)
     if not pairs:
         raise ArgumentError("nothing to solve: " + "; ".join(skipped))
     return pairs, skipped
-
-
-def wanted_sites(given: argparse.Namespace) -> Iterator[tuple[Site, str | int]]:
-    if "key" in given.sites or "both" in given.sites:
-        yield "key", given.key_grouping
-    if "value" in given.sites or "both" in given.sites:
-        yield "value", given.value_grouping
-
-
-def build_solver(name: str, given: argparse.Namespace) -> Solver:
-    """Return a solver with the epochs or steps of this run."""
-    if name == "predictor":
-        return Predictor(epochs=given.epochs)
-    solver = SOLVERS.get(name)()
-    if isinstance(solver, RiemannianAdam | RiemannianLBFGS):
-        return replace(solver, steps=min(solver.steps, given.steps))
-    return solver
 
 
 def check_against_model(given: argparse.Namespace, model: PreTrainedModel) -> list[int]:
@@ -270,126 +262,55 @@ def read_tokens(
 # Measuring
 
 
-def measure_layers(
-    given: argparse.Namespace,
-    pairs: list[Pair],
-    model: PreTrainedModel,
-    tokens: dict[Split, Tensor],
-    layers: list[int],
-    stored: Checkpoints,
-) -> pd.DataFrame:
-    """Return the rows of all layers; those of finished layers are read from their checkpoints."""
-    jobs = [
-        (pair, seed)
-        for pair in pairs
-        for seed in (given.seeds[:1] if pair.solver == "closed-form" else given.seeds)
-    ]
-    missing = [layer for layer in layers if not stored.has_frame(f"layer-{layer}")]
-    if len(missing) < len(layers):
-        print(f"stored already: layers {', '.join(str(x) for x in layers if x not in missing)}")
-    if missing:
-        captured = zip(*(capture(model, tokens[split], missing) for split in SPLITS), strict=True)
-        with tqdm(total=len(missing) * len(jobs), unit="solve", disable=None) as bar:
-            for calibration, held_out in captured:
-                activations: dict[Split, LayerActivations] = {
-                    "calibration": calibration,
-                    "held-out": held_out,
-                }
-                compute = partial(measure_layer, given, jobs, activations, bar)
-                stored.frame(f"layer-{calibration.layer}", compute)
-    frames = [stored.frame(f"layer-{layer}", pd.DataFrame) for layer in layers]
-    return pd.concat(frames, ignore_index=True)
-
-
-def measure_layer(
-    given: argparse.Namespace,
-    jobs: list[tuple[Pair, int]],
-    activations: dict[Split, LayerActivations],
-    bar: tqdm[Any],
-) -> pd.DataFrame:
-    """Return the rows of one layer."""
-    calibration = activations["calibration"]
-    solved: list[Solved] = []
-    rows: list[dict[str, object]] = []
-    for pair, seed in jobs:
-        bar.set_description(
-            f"layer {calibration.layer} {pair.site}s {pair.objective} {pair.solver}"
-        )
-        found = list(solve(given, pair, seed, calibration))
-        for one in found if pair.site in given.sites else ():
-            rows += measure(given, [one], activations)
-        solved += found
-        bar.update()
-    if "both" in given.sites:
-        for couple in couples(solved):
-            rows += measure(given, couple, activations)
-    return pd.DataFrame(rows)
-
-
-def solve(
-    given: argparse.Namespace, pair: Pair, seed: int, activations: LayerActivations
-) -> Iterator[Solved]:
-    """Yield the bases of all ranks; those of a solver of all ranks have the seconds of all."""
-    grouping = HeadGrouping(pair.grouping, activations.kv_heads)
-    ranks = [rank_from_ratio(ratio, activations.head_dim) for ratio in given.rank_ratios]
-    solver = build_solver(pair.solver, given)
-    for together in [ranks] if solver.joint else [[rank] for rank in ranks]:
-        began = time.perf_counter()
-        problem = OBJECTIVES.get(pair.objective)().problem(
-            activations, pair.site, grouping, given.rotary
-        )
-        solutions = dict(solver.solve_ranks(problem, together, seed))
-        seconds = time.perf_counter() - began
-        for rank, solution in solutions.items():
-            yield Solved(pair, rank, seed, solution.basis, seconds)
-
-
-def couples(solved: list[Solved]) -> Iterator[list[Solved]]:
-    """Yield key and value bases of the same objective, solver, rank and seed."""
-    values = {
-        (s.pair.objective, s.pair.solver, s.rank, s.seed): s
-        for s in solved
-        if s.pair.site == "value"
-    }
-    for s in solved:
-        partner = values.get((s.pair.objective, s.pair.solver, s.rank, s.seed))
-        if s.pair.site == "key" and partner is not None:
-            yield [s, partner]
-
-
 def measure(
-    given: argparse.Namespace, solved: list[Solved], activations: dict[Split, LayerActivations]
-) -> list[dict[str, object]]:
-    """Return a row of results.csv for each split."""
-    by_site = {s.pair.site: s for s in solved}
-    key, value = by_site.get("key"), by_site.get("value")
-    first = solved[0]
-    rows = []
-    for split, measured in activations.items():
-        errors = layer_errors(
-            measured,
-            key.basis if key else None,
-            value.basis if value else None,
-            rotary=given.rotary,
+    inputs: Inputs, pairs: list[Pair], checkpoints: Checkpoints
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of all tasks; those of finished ones are read from their checkpoints."""
+    given = inputs.given
+    coded = [Task(name) for name in dict.fromkeys(given.objectives)]
+    solved = [Task(pair.objective, pair, layer) for layer in inputs.layers for pair in pairs]
+    texts = {split: digest_of_tokens(ids) for split, ids in inputs.tokens.items()}
+    settings = {name: value for name, value in vars(given).items() if name not in NO_SETTINGS}
+    of_coded = checkpoints.keyed(tokens=texts)
+    of_pairs = of_coded.keyed(settings=settings)
+
+    @cache
+    def stored_of(objective: str, solver: str | None) -> Checkpoints:
+        code = OBJECTIVES.get(objective), collect
+        if solver is None:
+            return of_coded.made_by(*code, fit, perplexity)
+        return of_pairs.made_by(*code, SOLVERS.get(solver))
+
+    def stored(task: Task) -> Checkpoints:
+        return stored_of(task.objective, task.pair.solver if task.pair else None)
+
+    tasks = [*coded, *solved]
+    missing = [task for task in tasks if not stored(task).has_frame(task.name)]
+    if len(missing) < len(tasks):
+        print(f"stored already: {len(tasks) - len(missing)} of {len(tasks)} steps")
+    with tqdm(total=len(missing), unit="step", disable=None) as bar:
+        if any(task.needs_statistics for task in missing):
+            bar.set_description("statistics")
+            collect_statistics(inputs)
+        inputs.layers = sorted({task.layer for task in missing if task.layer is not None})
+        for task, frame in run(inputs, missing, given.threads):
+            stored(task).frame(task.name, frame.copy)
+            bar.set_description(task.name)
+            bar.update()
+    read = [stored(task).frame(task.name, pd.DataFrame) for task in tasks]
+    coded_rows, rows = read[: len(coded)], read[len(coded) :]
+    return pd.concat(rows, ignore_index=True), pd.concat(coded_rows, ignore_index=True)
+
+
+def collect_statistics(inputs: Inputs) -> None:
+    """Write the statistics of the calibration text, without the tokens that coded caches keep."""
+    tokens, folder = inputs.tokens["calibration"], inputs.statistics_file.parent
+    first = min(BitRecipe().sinks, tokens.shape[1] - 1)
+    with redirect_stderr(StringIO()):  # its bars: the run has one
+        statistics = collect(
+            inputs.model, tokens, text=inputs.given.text, first=first, jacobian=True, folder=folder
         )
-        row: dict[str, object] = {
-            "model": Path(given.model).name,
-            "layer": measured.layer,
-            "site": "both" if len(solved) == 2 else first.pair.site,
-            "objective": first.pair.objective,
-            "solver": first.pair.solver,
-            "key_grouping": key.pair.grouping if key else EXACT,
-            "value_grouping": value.pair.grouping if value else EXACT,
-            "rotary": given.rotary,
-            "rank": first.rank,
-            "rank_ratio": first.rank / measured.head_dim,
-            "split": split,
-            **asdict(errors),
-            "seconds": sum(s.seconds for s in solved),
-            "seed": first.seed,
-        }
-        rows.append(row | {name: getattr(given, name) for name in CAPS})
-    return rows
+    statistics.save(inputs.statistics_file)
 
 
 if __name__ == "__main__":

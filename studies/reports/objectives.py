@@ -1,4 +1,4 @@
-"""The figures, tables and captions of compare_objectives, from its results."""
+"""The verdict, tables, figure and captions of compare_objectives, from its results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import common
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from manifoldkv.evaluate.diagnostics.figures import mark_of
 from manifoldkv.evaluate.diagnostics.figures.style import (
@@ -18,32 +16,98 @@ from manifoldkv.evaluate.diagnostics.figures.style import (
     finished,
     label_axes,
     panels,
-    reference,
-    title_above,
 )
+from manifoldkv.evaluate.perplexity import with_error
 
 SITE_TITLES = {"key": "keys", "value": "values", "both": "keys and values"}
 ERRORS = tuple(ERROR_LABELS)
 CAPS = ("epochs", "steps", "sequences", "sequence_length")
 """Columns of results.csv, the same in every row, which captions are written from."""
 LONG_RUN = (
-    "The long run, --full, adds rank ratio 0.75, two more seeds (the spread over them), twice the "
-    "tokens, all epochs and steps of the solvers, and error against solving time, in about an hour "
-    "and a half."
+    "The long run, --full, adds two more seeds (the spread over them), twice the tokens, all "
+    "epochs and steps, oblique and nested bases, keys and values by themselves, and error against "
+    "solving time, in about an hour and a half."
 )
 BASELINE = "eigen-attention"
-COMPARED = ("layer_output_error", "attention_output_error")
 ERROR = "layer_output_error"
+MOST_ROWS = 8
+"""Of the verdict."""
 
 
-def figures(results: pd.DataFrame) -> dict[str, Figure]:
-    drawn = {
-        "errors_per_layer": errors_per_layer(results),
-        "error_against_rank": error_against_rank(results),
-    }
-    for figure in drawn.values():
-        title_above(figure, f"{figure.get_suptitle()}\n{caption(results)}")
-    return drawn
+def verdict(results: pd.DataFrame, coded: pd.DataFrame) -> list[str]:
+    """Return the table of objectives, each with its best solver, and two sentences about it."""
+    errors, solvers = best_errors(results)
+    losses = coded.set_index("objective")
+    names = [*errors.index, *(name for name in losses.index if name not in errors.index)]
+    rows = []
+    for name in names[:MOST_ROWS]:
+        found = errors.loc[name] if name in errors.index else [float("nan")] * len(errors.columns)
+        cells = ["-" if pd.isna(error) else f"{error:.4f}" for error in found]
+        rows.append([name, solvers.get(name, "-"), *cells, _loss(losses.loc[name])])
+    of_ranks = [f"error at rank ratio {ratio:.3g}" for ratio in errors.columns]
+    columns = ["objective", "best solver", *of_ranks, "coded at 1/8, nats"]
+    return [*common.table(columns, rows), "", in_words(errors), in_words_coded(coded)]
+
+
+def best_errors(results: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return layer-output errors by objective and rank ratio, best first, and their solvers.
+
+    Errors are of keys and values together, or of the last site that was measured, means over layers
+    and seeds. Bases are shared by as many heads as most are.
+    """
+    rows = results[results["site"] == [x for x in SITE_TITLES if x in set(results["site"])][-1]]
+    for column in ("key_grouping", "value_grouping"):
+        rows = rows[rows[column] == rows[column].mode()[0]]
+    pairs = ["objective", "solver"]
+    means = rows.pivot_table(ERROR, index=pairs, columns="rank_ratio", sort=False)
+    best = means.mean(axis=1).groupby("objective").idxmin()
+    errors = means.loc[list(best)].droplevel("solver")
+    return errors.loc[errors[_half(errors)].sort_values().index], dict(best.str[1])
+
+
+def in_words(errors: pd.DataFrame) -> str:
+    """Return what the errors at half the rank say."""
+    ratio = _half(errors)
+    (first, least), *others = errors[ratio].items()
+    where = "half the rank" if ratio == 0.5 else f"{ratio:.3g} of the rank"
+    text = f"At {where} {first} has the least error at the layer's output ({least:.3f})"
+    if others:
+        text += f", {others[0][0]} next ({others[0][1]:.3f})"
+    further = dict(others[1:])
+    if further:
+        name = BASELINE if BASELINE in further else list(further)[-1]
+        text += f"; {name} {further[name]:.3f}"
+    return text + "."
+
+
+def in_words_coded(coded: pd.DataFrame) -> str:
+    """Return what the added losses say."""
+    measured = _by_loss(coded)
+    if measured.empty:
+        return "No objective has a metric, so that none makes coded caches."
+    first, *others = [f"{row.objective} adds {_loss(row)}" for row in measured.itertuples()]
+    further = "".join(f", {text.replace(' adds', '')}" for text in others)
+    return (
+        f"Coded at an eighth of the bytes, {first} nats per token{further} (± the standard error "
+        f"over {common.counted(int(measured['sequences'].iloc[0]), 'sequence')})."
+    )
+
+
+def _half(errors: pd.DataFrame) -> float:
+    return min(map(float, errors.columns), key=lambda ratio: abs(ratio - 0.5))
+
+
+def _by_loss(coded: pd.DataFrame) -> pd.DataFrame:
+    return coded.dropna(subset="added_nll").sort_values("added_nll")
+
+
+def _loss(row: Any) -> str:
+    """Return an added loss with its standard error, or a dash."""
+    return "-" if pd.isna(row.added_nll) else with_error(row.added_nll, row.nll_error)
+
+
+def figures(results: pd.DataFrame, coded: pd.DataFrame | None) -> dict[str, Figure]:
+    return {"overview": overview(results, coded)}
 
 
 def caption(results: pd.DataFrame) -> str:
@@ -56,9 +120,10 @@ def caption(results: pd.DataFrame) -> str:
     )
 
 
-def summary(results: pd.DataFrame, given: argparse.Namespace, skipped: list[str]) -> list[str]:
-    held_out = results[results["split"] == "held-out"]
-    layers = sorted(set(held_out["layer"]))
+def summary(
+    results: pd.DataFrame, coded: pd.DataFrame, given: argparse.Namespace, skipped: list[str]
+) -> list[str]:
+    layers = sorted(set(results["layer"]))
     lines = [
         f"# Objectives and solvers on {Path(given.model).name}",
         "",
@@ -67,14 +132,14 @@ def summary(results: pd.DataFrame, given: argparse.Namespace, skipped: list[str]
         + (f"evaluated on {given.eval_text}" if given.eval_text else "a fifth held out")
         + f"; {given.sequences} sequences of {given.sequence_length} tokens in each split. Keys "
         f"are projected {given.rotary}-rotation, the other site is exact unless the table says "
-        f"both. Seconds are per layer, on {common.counted(given.threads, 'thread')}. "
+        f"both. Seconds are per layer, on 1 thread. "
         + ("± is the standard deviation over seeds. " if len(set(given.seeds)) > 1 else "")
         + f"Settings: {caption(results)}.",
     ]
     if given.rotary == "pre" and "kq-svd" in given.objectives:
         lines += ["", "kq-svd uses unrotated queries and keys here, as keys are stored unrotated."]
     for site, title in SITE_TITLES.items():
-        for rank, part in held_out[held_out["site"] == site].groupby("rank"):
+        for rank, part in results[results["site"] == site].groupby("rank"):
             ratio = part["rank_ratio"].iloc[0]
             lines += [
                 "",
@@ -82,6 +147,12 @@ def summary(results: pd.DataFrame, given: argparse.Namespace, skipped: list[str]
                 "",
                 *table(part),
             ]
+    columns = ["objective", "added loss, nats per token", ""]
+    reasons = coded["reason"].astype(object).fillna("")
+    rows = [
+        [x.objective, _loss(x), why] for x, why in zip(coded.itertuples(), reasons, strict=True)
+    ]
+    lines += ["", "## Coded at an eighth of the bytes", "", *common.table(columns, rows)]
     if skipped:
         lines += ["", "## Not solved", "", *[f"- {line}" for line in skipped]]
     return lines if given.full else [*lines, "", LONG_RUN]
@@ -108,114 +179,34 @@ def table(part: pd.DataFrame) -> list[str]:
     return common.table(list(cells.columns), cells.to_numpy().tolist())
 
 
-def errors_per_layer(results: pd.DataFrame) -> Figure:
-    """Draw the errors of every objective relative to EigenAttention's, by layer, site and error.
+def overview(results: pd.DataFrame, coded: pd.DataFrame | None) -> Figure:
+    """Draw errors by rank relative to EigenAttention's, and losses of coded caches if measured.
 
     Parameters
     ----------
     results : DataFrame
-        ``results.csv`` of compare_objectives. Each objective is drawn at the smallest rank, with
-        the solver that has its lowest mean layer-output error; the band spans the seeds. Without
-        EigenAttention the first objective is the baseline.
+        ``results.csv``. Without EigenAttention the worst objective is the baseline.
+    coded : DataFrame, optional
+        ``coded.csv``.
     """
-    held_out = _at_smallest_rank(results)
-    sites = _in_order(held_out["site"])
-    figure = Figure(figsize=(3.1 * len(sites), 5.6), layout="constrained")
-    grid = figure.subplots(len(COMPARED), len(sites), squeeze=False, sharex=True, sharey="row")
-    for column, site in enumerate(sites):
-        series = _series(held_out[held_out["site"] == site])
-        baseline = next((s for s in series if s[0] == BASELINE), series[0])
-        level = _best_solver(baseline[2]).groupby("layer")[list(COMPARED)].mean()
-        for axes, error in zip(grid[:, column], COMPARED, strict=True):
-            reference(axes, 0, f"{baseline[0]} (0)")
-            for name, style, frame in series:
-                if name != baseline[0]:
-                    rows = _best_solver(frame)
-                    of_layer = rows["layer"].map(level[error])
-                    above = rows.assign(above=100 * (rows[error] / of_layer - 1))
-                    _line(axes, above, "layer", "above", name, style)
-            label = f"{ERROR_LABELS[error]},\n% above {baseline[0]}'s" if column == 0 else ""
-            label_axes(axes, "layer" if error == COMPARED[-1] else "", label)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        grid[0][column].set_title(SITE_TITLES[site], fontsize=9)
-    rank, lowest = int(held_out["rank"].iloc[0]), _lowest(held_out, sites[-1])
-    return finished(figure, f"{_model(results)}, rank {rank}, held-out text: {lowest}")
-
-
-def error_against_rank(results: pd.DataFrame) -> Figure:
-    """Draw held-out layer-output error, mean over layers, against rank ratio."""
-    held_out = results[results["split"] == "held-out"]
-    sites = _in_order(held_out["site"])
-    figure, row = panels(len(sites), 3.2, 3.4)
-    for axes, site in zip(row, sites, strict=True):
-        for name, style, frame in _series(held_out[held_out["site"] == site]):
-            best = pd.concat(_best_solver(part) for _, part in frame.groupby("rank"))
-            means = best.groupby(["rank_ratio", "seed"])[ERROR].mean().reset_index()
-            _line(axes, means, "rank_ratio", ERROR, name, style)
-        y = "layer-output error, held out" if axes is row[0] else ""
-        label_axes(axes, "rank r / head_dim", y, SITE_TITLES[site])
-        axes.set_ylim(bottom=0)
-    ranks = held_out.groupby("rank_ratio")
-    lowest = "; ".join(f"at {ratio:.3g}, {_lowest(part, sites[-1])}" for ratio, part in ranks)
-    return finished(figure, f"{_model(results)}, means over layers: {lowest}")
-
-
-def _at_smallest_rank(results: pd.DataFrame) -> pd.DataFrame:
-    held_out = results[results["split"] == "held-out"]
-    return held_out[held_out["rank"] == held_out["rank"].min()]
-
-
-def _series(at_site: pd.DataFrame) -> list[tuple[str, dict[str, Any], pd.DataFrame]]:
-    """Return name, style and rows of every line: one per objective and grouping of its keys.
-
-    The name leaves out the grouping of most rows.
-    """
-    usual = at_site["key_grouping"].mode()[0]
-    groups = at_site.groupby(["objective", "key_grouping"], sort=False)
-    named = {
-        str(objective) if grouping == usual else f"{objective}, {_grouped(grouping)}": rows
-        for (objective, grouping), rows in groups
-    }
-    return [
-        (name, {**mark_of(name, list(named)).style, "markersize": 4.5}, rows)
-        for name, rows in named.items()
-    ]
-
-
-def _grouped(grouping: object) -> str:
-    return "a basis per head" if str(grouping) == "1" else f"key grouping {grouping}"
-
-
-def _line(
-    axes: Axes, frame: pd.DataFrame, x: str, y: str, label: str, style: dict[str, Any]
-) -> None:
-    by_x = frame.groupby(x)[y]
-    mean = by_x.mean()
-    axes.plot(mean.index, mean, label=label, **style)
-    if len(set(frame["seed"])) > 1:
-        low, high = by_x.min(), by_x.max()
-        axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.2, linewidth=0)
-
-
-def _best_solver(frame: pd.DataFrame) -> pd.DataFrame:
-    columns = ["solver", "key_grouping", "value_grouping"]
-    parts = [part for _, part in frame.groupby(columns)]
-    return min(parts, key=lambda part: float(part[ERROR].mean()))
-
-
-def _lowest(held_out: pd.DataFrame, site: str) -> str:
-    """Return the objectives with the lowest and the highest mean error at a site, as a clause."""
-    series = _series(held_out[held_out["site"] == site])
-    means = sorted((_best_solver(rows)[ERROR].mean(), name) for name, _, rows in series)
-    (low, best), (high, worst) = means[0], means[-1]
-    clause = f"of {SITE_TITLES[site]}, {best} has the lowest layer-output error ({low:.3f}"
-    return clause + (")" if len(means) == 1 else f"; {worst} the highest, {high:.3f})")
-
-
-def _in_order(column: pd.Series) -> list[str]:
-    present = set(column)
-    return [name for name in SITE_TITLES if name in present]
-
-
-def _model(results: pd.DataFrame) -> str:
-    return str(results["model"].iloc[0])
+    errors, _ = best_errors(results)
+    baseline = BASELINE if BASELINE in errors.index else str(errors.index[-1])
+    losses = pd.DataFrame() if coded is None else _by_loss(coded)
+    figure, (left, *right) = panels(*((1, 7.0) if losses.empty else (2, 4.2)))
+    names = [*dict.fromkeys([*errors.index, *losses.get("objective", [])])]
+    for name, error in (100 * (errors / errors.loc[baseline] - 1)).iterrows():
+        left.plot(error.index, error, label=name, ms=5, **mark_of(str(name), names).style)
+    left.set_xticks(errors.columns)
+    label_axes(
+        *(left, "rank r / head_dim", f"layer-output error, held out,\n% above {baseline}'s"),
+        "at equal rank",
+    )
+    for axes in right:
+        for place, (_, row) in enumerate(losses.iterrows()):
+            style = {**mark_of(str(row["objective"]), names).style, "linestyle": "none"}
+            axes.errorbar(place, row["added_nll"], row["nll_error"], ms=7, capsize=3, **style)
+        axes.set_xticks(range(len(losses)), losses["objective"])
+        axes.margins(x=0.15)
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        label_axes(axes, "", "added loss, nats per token", "coded, at an eighth of the bytes")
+    return finished(figure, f"{results['model'].iloc[0]}. {in_words(errors)}")

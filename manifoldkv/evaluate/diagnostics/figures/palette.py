@@ -48,7 +48,7 @@ METHODS = {
     "eigen-attention": Mark(ORANGE, "s"),
     "grouped-orthonormal": Mark(ORANGE, "P"),
     "kq-svd": Mark(PURPLE, "d"),
-    "kq-svd, a basis per head": Mark(INDIGO, "H"),
+    "fisher": Mark(BLUE, "D"),
     "grouped kq-svd": Mark(PURPLE, "P"),
     "grouped": Mark(PURPLE, "P"),
     "grouped-optimal": Mark(PURPLE, "p"),
