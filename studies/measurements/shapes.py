@@ -160,7 +160,7 @@ class CompressedStep:
             Composer(self.plan.layers), 0, torch.float32, query.queries.device
         )
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
-        seen = Seen(0, n, [], None)
+        seen = Seen([self._layer], angles, n, n, [], None)
         rotation = Rotation.of(rotate_halves, random_model.HEAD_DIM, random_model.HEAD_DIM)
         assert rotation is not None
         latents = [_latents(plan.key.quantizer), _latents(plan.value.quantizer)]
@@ -171,7 +171,7 @@ class CompressedStep:
         rebuilt = _without(tables, groups=(2, 3), segments=(), pairs=())
         unpacked = _without(rebuilt, blocks=(1,))
         codes = self._packed()
-        (by_head,) = backend.scores([self._layer], seen, angles, query.by_head)
+        (by_head,) = backend.scores(seen, query.by_head)
         by_row = by_head.unflatten(2, (-1, 1))
         weights = by_head.softmax(dim=-1)
 
@@ -187,11 +187,11 @@ class CompressedStep:
                     mix(nothing, packed, of, nothing.new_zeros(1, 0, len(of.fields)))
 
         return {
-            "scores": lambda: list(backend.scores([self._layer], seen, angles, query.by_head)),
+            "scores": lambda: list(backend.scores(seen, query.by_head)),
             "keys only": partial(rebuild, rebuilt),
             "key latents only": partial(rebuild, unpacked),
             "softmax": lambda: weights_from_scores(by_row, None, self._settings),
-            "mixture": lambda: backend.mix([self._layer], seen, weights),
+            "mixture": lambda: backend.mix(seen, weights),
             "mixed latents only": unpack_for_mixing,
         }
 
@@ -203,13 +203,13 @@ class CompressedStep:
         dtype = random_model.dtype_on(device)
         backend = TritonBackend.of(Composer(self.plan.layers), 0, dtype, device)
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
-        seen = Seen(0, n, [], None)
-        by_head = backend.scores([self._layer], seen, angles, query.by_head)
+        seen = Seen([self._layer], angles, n, n, [], None)
+        (by_head,) = backend.scores(seen, query.by_head)
         by_row, weights = by_head.unflatten(2, (-1, 1)), by_head.softmax(dim=-1)
         return {
-            "scores": lambda: backend.scores([self._layer], seen, angles, query.by_head),
+            "scores": lambda: list(backend.scores(seen, query.by_head)),
             "softmax": lambda: weights_from_scores(by_row, None, self._settings),
-            "mixture": lambda: backend.mix([self._layer], seen, weights),
+            "mixture": lambda: backend.mix(seen, weights),
         }
 
     def _packed(self) -> list[Packed]:

@@ -92,44 +92,44 @@ class CachedAttention:
         # The last query sees all tokens but padding.
         shown = None if mask is None else mask[:, 0, -1, past:]
         layer.sinks.take(keys, values, past, shown, angles)
-        if self._reconstructs(count, settings):
+        many = count >= MANY_QUERIES and settings.is_plain
+        if many:
             if not past and mask is None:
-                return self._attend_causally(
-                    layers, queries * settings.scaling, keys, values, angles
-                )
+                seen = Seen(layers, angles, count, count, [], None)
+                return self._attend_causally(queries * settings.scaling, keys, values, seen)
             blocks = _blocks(count, visible, MASKED_AT_A_TIME)
         else:
             scores = queries.shape[0] * queries.shape[1] * visible
             blocks = _blocks(count, scores, SCORES_AT_A_TIME)
         outputs = []
         for rows in blocks:
-            seen, of_seen = self._seen(layer, rows, past, mask, (keys, values), angles)
-            of_rows = layers, queries[:, :, rows], seen, of_seen, settings
-            if self._reconstructs(rows.stop - rows.start, settings):
-                outputs.append(self._attend_reconstructed(*of_rows, tile_tokens(keys)))
+            seen = self._seen(layers, rows, past, mask, (keys, values), angles)
+            of_rows = queries[:, :, rows]
+            if many:
+                scaled, size = of_rows * settings.scaling, tile_tokens(keys)
+                outputs.append(self._attend_reconstructed(scaled, seen, size))
             else:
-                outputs.append(self._backend.attend(*of_rows))
+                outputs.append(self._backend.attend(of_rows, seen, settings))
         return joined(outputs, dim=2)
 
     def _seen(
         self,
-        layer: CompressedLayer,
+        layers: Sequence[CompressedLayer],
         rows: slice,
         past: int,
         mask: Tensor | None,
         new: tuple[Tensor, Tensor],
         angles: Angles | None,
-    ) -> tuple[Seen, Angles | None]:
-        """Return the tokens that queries `rows` of a call attend to, and the angles of latents.
+    ) -> Seen:
+        """Return what queries `rows` of a call attend to.
 
         Before the call, `past` tokens were visible; keys and values of the call's are `new`.
         """
-        count, device = new[0].shape[2], new[0].device
+        count, device, layer = new[0].shape[2], new[0].device, layers[0]
         tokens = past + count
         own = past if self._exact_prefill and count > 1 else tokens
         stop = tokens if mask is not None else past + rows.stop
         sees = _rows_of_mask(mask, rows, past, stop, device)
-        offset = layer.tokens_held - tokens
         latents = min(own, stop)
         exact, of_sinks = [], None
         if layer.sinks.are_first and sees is None and latents == stop:
@@ -138,7 +138,7 @@ class CachedAttention:
             if angles is not None:
                 angles = angles.of_tokens(skipped, latents)
             sinks = [layer.sinks.seen()]
-            return Seen(offset + skipped, latents - skipped, sinks, None), angles
+            return Seen(layers, angles, tokens - skipped, latents - skipped, sinks, None)
         if layer.sinks.size:
             if sees is None:
                 sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
@@ -152,28 +152,14 @@ class CachedAttention:
         if sees is not None and of_sinks is not None:
             exact.append(layer.sinks.seen())
             sees = torch.cat([sees, of_sinks], dim=-1)
-        return Seen(offset, latents, exact, sees), angles
+        return Seen(layers, angles, tokens, latents, exact, sees)
 
-    def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
-        """Return whether queries attend to reconstructed keys and values."""
-        return settings.is_plain and rows >= MANY_QUERIES
+    def _attend_reconstructed(self, queries: Tensor, seen: Seen, size: int) -> Tensor:
+        """Run torch's kernel on keys and values, which are reconstructed `size` tokens at a time.
 
-    def _attend_reconstructed(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles | None,
-        settings: AttentionSettings,
-        size: int,
-    ) -> Tensor:
-        """Run torch's kernel on reconstructed keys and values.
-
-        Keys and values are reconstructed `size` tokens at a time. Other parameters, and what is
-        returned, are as in `AttentionBackend.attend`.
+        Queries are scaled, (B, H_q, m, d); the output is alike.
         """
-        queries = queries * settings.scaling
-        keys, values = self._backend.reconstruct(layers, seen, angles, size)
+        keys, values = self._backend.reconstruct(seen, size)
         for exact_keys, exact_values in seen.exact:
             keys.append(exact_keys)
             values.append(exact_values)
@@ -191,28 +177,21 @@ class CachedAttention:
             outputs.append(_attention(queries[:, :, start:stop], *shown))
         return joined(outputs, dim=2)
 
-    def _attend_causally(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        angles: Angles | None,
-    ) -> Tensor:
+    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
         """Return the attention output of all tokens of a text to those before them.
 
         Queries are scaled, (B, H_q, n, d). Torch's kernel computes half of the scores if it is told
         so in place of a mask.
         """
-        layer, tokens = layers[0], queries.shape[2]
         if self._exact_prefill:
-            seen_keys = keys if angles is None else angles.tile(keys.to(angles.cos), 0, tokens)
-            return _attention(queries, seen_keys, values, None, is_causal=True)
-        seen = Seen(layer.tokens_held - tokens, tokens, [], None)
-        tiles = self._backend.reconstruct(layers, seen, angles, tile_tokens(keys))
+            if seen.angles is not None:
+                keys = seen.rotated(keys.to(seen.angles.cos), 0, seen.latents)
+            return _attention(queries, keys, values, None, is_causal=True)
+        tiles = self._backend.reconstruct(seen, tile_tokens(keys))
         keys, values = (joined(x, dim=2) for x in tiles)
-        if layer.sinks.size:
-            sink_keys, sink_values = layer.sinks.seen()
+        sinks = seen.layers[0].sinks
+        if sinks.size:
+            sink_keys, sink_values = sinks.seen()
             stored = sink_keys.shape[2]
             keys = torch.cat([sink_keys, keys[:, :, stored:]], dim=2)
             values = torch.cat([sink_values, values[:, :, stored:]], dim=2)

@@ -12,9 +12,11 @@ from torch import Tensor
 from manifoldkv.models.interface import AttentionSettings, weights_from_scores
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.composition import Composer
-from manifoldkv.plan.predictor import PredictorContext
+from manifoldkv.plan.predictor import Input, PredictorContext
 from manifoldkv.serve.cache.latents import product, scores_of
 from manifoldkv.serve.cache.layers import CompressedLayer
+from manifoldkv.serve.cache.mixed import WidthStore
+from manifoldkv.serve.cache.storage import Store
 
 ELEMENTS_AT_A_TIME = 1 << 19
 """Elements of up-projected keys or dequantized latents held at a time, for a processor's cache."""
@@ -24,15 +26,19 @@ ELEMENTS_ON_GPU = 1 << 26
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens that some queries attend to: latents, then uncompressed tokens, then sink tokens.
+    """What some queries attend to: latents, then uncompressed tokens, then sink tokens.
 
     Tokens are counted from the first visible one. Sink tokens have latents too: the mask shows each
     of them to a query once.
 
     Parameters
     ----------
-    offset : int
-        Index of the first visible token in the stores of latents.
+    layers : sequence of CompressedLayer
+        The layer of the cache and those below that predictors depend on, downwards.
+    angles : Angles or None
+        Of the visible latents, for keys stored before rotation.
+    newest : int
+        Number of stored tokens from the first visible one on, the same in all layers.
     latents : int
         Number of first tokens that are visible as latents.
     exact : list of tuple of Tensor
@@ -42,17 +48,33 @@ class Seen:
         all of them.
     """
 
-    offset: int
+    layers: Sequence[CompressedLayer]
+    angles: Angles | None
+    newest: int
     latents: int
     exact: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
 
+    def store(self, one: Input) -> tuple[Store, int]:
+        """Return the store of keys or values of a layer, and its first visible token."""
+        below, site = one
+        layer = self.layers[below]
+        store = layer.key_store if site == "key" else layer.value_store
+        return store, len(store) - self.newest
+
+    def packed(self, one: Input) -> tuple[WidthStore, int, int]:
+        """Return a packed store, and the first and the last (exclusive) of its visible tokens."""
+        store, first = self.store(one)
+        assert isinstance(store, WidthStore)
+        return store, first, first + self.latents
+
+    def rotated(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """Return keys (B, H_kv, stop - start, d) of consecutive tokens as they are scored."""
+        return keys if self.angles is None else self.angles.tile(keys, start, stop)
+
 
 class AttentionBackend(ABC):
-    """Attention of one layer over the latents of its keys and values.
-
-    Methods take the layer of the cache and those below it, in this order.
-    """
+    """Attention of one layer over the latents of its keys and values."""
 
     @classmethod
     @abstractmethod
@@ -91,38 +113,24 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def attend(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles | None,
-        settings: AttentionSettings,
-    ) -> Tensor:
+    def attend(self, queries: Tensor, seen: Seen, settings: AttentionSettings) -> Tensor:
         """Return the attention output of a few queries, (B, H_q, m, d).
 
         Parameters
         ----------
-        layers : sequence of CompressedLayer
-            The layer and those below.
         queries : Tensor
             Rotated queries, (B, H_q, m, d).
         seen : Seen
-            Visible tokens, the new ones included.
-        angles : Angles or None
-            Of the visible latents, for keys stored before rotation.
+            What they attend to, the new tokens included.
         settings : AttentionSettings
             Scaling, soft cap and sink logits.
         """
 
     @abstractmethod
-    def reconstruct(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return rotated keys and values of the visible latents, (B, H_kv, t, d) by tile.
 
-        Tiles have at most `size` tokens where they are computed. Other parameters are as in
-        `attend`.
+        Tiles have at most `size` tokens where they are computed.
         """
 
 

@@ -17,11 +17,9 @@ from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.plan.predictor import Input, PredictorContext
-from manifoldkv.serve.cache.backend import Seen
 from manifoldkv.serve.cache.encoding import TokenEncoder
 from manifoldkv.serve.cache.layers import CompressedLayer
-from manifoldkv.serve.cache.mixed import WidthStore
-from manifoldkv.serve.cache.storage import Store, constant_dtype, working_dtype
+from manifoldkv.serve.cache.storage import constant_dtype, working_dtype
 from manifoldkv.serve.kernels.tables import LatentTables
 
 Maps = dict[Input, Tensor]
@@ -64,6 +62,7 @@ class LayerMaps:
     ) -> None:
         layers, plan = composer.layers, composer.layers[index]
         self.grouping = plan.key.grouping
+        self.heads = self.grouping.heads
         self.working = working_dtype(dtype, device)
 
         def constant(x: Tensor) -> Tensor:
@@ -83,7 +82,7 @@ class LayerMaps:
         """Columns of the latents of every source of the values, in mixtures."""
         mean = value.mean.to(device, held).unsqueeze(1)
         values = torch.cat([mean, *by_source.values()], dim=1)  # (D, 1 + r)
-        self.values = values.unflatten(0, (self.grouping.heads, -1)).mT.contiguous()
+        self.values = values.unflatten(0, (self.heads, -1)).mT.contiguous()
         """Mean and maps of the values by head, (H_kv, 1 + r, d)."""
         ups = {"key": constant(stored((0, "key"), key.up).mT).unsqueeze(0)}  # (1, r, D)
         ups["value"] = self.values[:, self.columns[0, "value"]]
@@ -163,7 +162,7 @@ class LayerMaps:
 
     def by_rotation(self, make: Callable[[Rotation], Tables]) -> ByRotation[Tables]:
         """Return the tables that `make` returns for the rotation of keys."""
-        return ByRotation(make, len(self.key_mean) // self.grouping.heads)
+        return ByRotation(make, len(self.key_mean) // self.heads)
 
 
 class ByRotation(Generic[Tables]):
@@ -205,27 +204,6 @@ def latent_tables(
 ) -> dict[Input, LatentTables]:
     """Return the tables of latents that kernels of a layer read."""
     return {one: LatentTables.of_quantizer(packed_quantizer(layers, index, one)) for one in inputs}
-
-
-def store_of(layers: Sequence[CompressedLayer], one: Input) -> Store:
-    """Return the store of keys or values of the layer or of one below."""
-    below, site = one
-    return layers[below].key_store if site == "key" else layers[below].value_store
-
-
-def offset_of(layers: Sequence[CompressedLayer], store: Store, seen: Seen) -> int:
-    """Return the first visible token in a store: all stores hold the same newest tokens."""
-    return len(store) - (layers[0].tokens_held - seen.offset)
-
-
-def store_and_range(
-    layers: Sequence[CompressedLayer], one: Input, seen: Seen
-) -> tuple[WidthStore, int, int]:
-    """Return a packed store, and the first and the last (exclusive) of its visible tokens."""
-    store = store_of(layers, one)
-    assert isinstance(store, WidthStore)
-    first = offset_of(layers, store, seen)
-    return store, first, first + seen.latents
 
 
 def _columns(latents: dict[Input, int]) -> dict[Input, slice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from manifoldkv.serve.cache.backend import (
     split_queries,
 )
 from manifoldkv.serve.cache.layers import CompressedLayer
-from manifoldkv.serve.cache.maps import LayerMaps, latent_tables, store_and_range
+from manifoldkv.serve.cache.maps import LayerMaps, latent_tables
 from manifoldkv.serve.cache.storage import split_tiles
 from manifoldkv.serve.cache.torch_backend import TorchBackend
 from manifoldkv.serve.kernels.decode import mix, project, scores
@@ -69,31 +69,19 @@ class NumbaBackend(AttentionBackend):
     ) -> None:
         self._maps.store(layer, keys, values, context)
 
-    def attend(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles | None,
-        settings: AttentionSettings,
-    ) -> Tensor:
-        heads, tables = self._maps.grouping.heads, self._tables.under(angles)
-        if tables is None or angles is None or not seen.latents:
-            return self._torch.attend(layers, queries, seen, angles, settings)
-        if seen.mask is None and settings.is_plain and self.attends(angles):
-            by_head = split_queries(queries, heads).float() * settings.scaling
-            further = _exact(seen, by_head)
-            packed = partial(_packed, layers, seen)
-            output = self.attend_packed(by_head.contiguous(), packed, angles, further)
-            return output.to(queries.dtype).reshape(queries.shape)
-        of_queries = partial(self.scores, layers, seen, angles)
-        of_weights = partial(self.mix, layers, seen)
-        return attend_by_scores(queries, heads, seen, settings, of_queries, of_weights)
+    def attend(self, queries: Tensor, seen: Seen, settings: AttentionSettings) -> Tensor:
+        heads, angles = self._maps.heads, seen.angles
+        if angles is None or self._tables.under(angles) is None or not seen.latents:
+            return self._torch.attend(queries, seen, settings)
+        if seen.mask is not None or not settings.is_plain or not self.attends(angles):
+            scores, mix = partial(self.scores, seen), partial(self.mix, seen)
+            return attend_by_scores(queries, heads, seen, settings, scores, mix)
+        by_head = (split_queries(queries, heads).float() * settings.scaling).contiguous()
+        output = self.attend_packed(by_head, partial(_packed, seen), angles, _exact(seen, by_head))
+        return output.to(queries.dtype).reshape(queries.shape)
 
-    def reconstruct(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        return self._torch.reconstruct(layers, seen, angles, size)
+    def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        return self._torch.reconstruct(seen, size)
 
     def attends(self, angles: Angles) -> bool:
         """Return whether `attend_packed` takes a rotation, and the number of the sources."""
@@ -122,47 +110,47 @@ class NumbaBackend(AttentionBackend):
         """
         tables = self._tables.under(angles)
         assert tables is not None
-        sources = [packed(one) for one in self._sources]
+        latents = {one: packed(one) for one in self._latents}
+        sources = [latents[one] for one in self._sources]
         cos, sin = angles.cos.float(), angles.sin.float()
-        return attend(queries, packed((0, "key")), sources, tables, cos, sin, sinks, tiles)
+        return attend(queries, latents[0, "key"], sources, tables, cos, sin, sinks, tiles)
 
-    def scores(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles, queries: Tensor
-    ) -> Iterator[Tensor]:
+    def scores(self, seen: Seen, queries: Tensor) -> Iterator[Tensor]:
         """Yield the scores (B, H_kv, R, t) of the visible latents for scaled queries."""
-        tables, queries, size = self._tables.under(angles), queries.float(), seen.latents
+        tables, queries, size = self._tables.under(seen.angles), queries.float(), seen.latents
         assert tables is not None
+        assert seen.angles is not None
         of_others = self._maps.key_predicted
         if of_others:
             size = TOKENS_AT_A_TIME
         for start, stop in split_tiles(0, seen.latents, size):
-            tile = replace(seen, offset=seen.offset + start, latents=stop - start)
+            tile = replace(seen, newest=seen.newest - start, latents=stop - start)
             predicted = None
             if of_others:
                 rank = len(next(iter(of_others.values())))
                 predicted = queries.new_zeros(len(queries), rank, stop - start)
                 for one, part in of_others.items():
-                    project(_packed(layers, tile, one), self._latents[one], part, predicted)
-            of_tile = angles.of_tokens(start, stop)
+                    project(_packed(tile, one), self._latents[one], part, predicted)
+            of_tile = seen.angles.of_tokens(start, stop)
             cos, sin = of_tile.cos.float(), of_tile.sin.float()
             out = queries.new_empty(*queries.shape[:3], stop - start)
-            packed = _packed(layers, tile, (0, "key"))
+            packed = _packed(tile, (0, "key"))
             scores(queries, packed, tables.keys, cos, sin, predicted, out.flatten(1, 2))
             yield out
 
-    def mix(self, layers: Sequence[CompressedLayer], seen: Seen, weights: Tensor) -> Tensor:
+    def mix(self, seen: Seen, weights: Tensor) -> Tensor:
         """Return the values of latents mixed by weights (B, H_kv, R, n), (B, H_kv, R, d)."""
         rows, values = weights[..., : seen.latents].float().flatten(1, 2), self._maps.values
         mixed = rows.new_zeros(*rows.shape[:2], values.shape[1])  # (B, H_q·m, 1 + r)
         mixed[..., 0] = rows.sum(dim=-1)
         for one, columns in self._maps.columns.items():
-            mix(rows, _packed(layers, seen, one), self._latents[one], mixed, columns.start)
+            mix(rows, _packed(seen, one), self._latents[one], mixed, columns.start)
         mixed *= self._mixed_factors
         return mixed.unflatten(1, weights.shape[1:3]) @ values
 
     def _tabulated(self, rotation: Rotation) -> StepTables:
         maps, latents = self._maps, self._latents
-        given = maps.packed_up, maps.key_mean, maps.grouping.heads, rotation, maps.prediction
+        given = maps.packed_up, maps.key_mean, maps.heads, rotation, maps.prediction
         sources = [
             Source(latents[one], maps.key_predicted.get(one), one in maps.columns)
             for one in self._sources
@@ -171,9 +159,9 @@ class NumbaBackend(AttentionBackend):
         return StepTables(keys, tuple(sources), maps.values, self._mixed_factors)
 
 
-def _packed(layers: Sequence[CompressedLayer], seen: Seen, one: Input) -> Packed:
+def _packed(seen: Seen, one: Input) -> Packed:
     """Return the visible latents of keys or values."""
-    store, first, stop = store_and_range(layers, one, seen)
+    store, first, stop = seen.packed(one)
     return store.packed(first, stop)
 
 

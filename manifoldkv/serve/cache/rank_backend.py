@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from manifoldkv.models.interface import AttentionSettings
-from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.predictor import PredictorContext
 from manifoldkv.serve.cache.backend import (
@@ -53,51 +52,35 @@ class RankBackend(AttentionBackend):
         layer.key_store.append(self._key.latents(keys))
         layer.value_store.append(self._value.latents(values))
 
-    def attend(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles | None,
-        settings: AttentionSettings,
-    ) -> Tensor:
-        layer = layers[0]
-        if angles is None and not seen.exact and self._fits_kernel(layer, settings):
-            return self._attend_to_latents(layer, queries, seen, settings.scaling)
-        scores = partial(self._scores, layer, seen, angles)
-        mix = partial(self._mix, layer.value_store, seen)
+    def attend(self, queries: Tensor, seen: Seen, settings: AttentionSettings) -> Tensor:
+        if seen.angles is None and not seen.exact and self._fits_kernel(seen.layers[0], settings):
+            return self._attend_to_latents(queries, seen, settings.scaling)
+        scores, mix = partial(self._scores, seen), partial(self._mix, seen)
         return attend_by_scores(queries, self._heads, seen, settings, scores, mix)
 
-    def reconstruct(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        keys = [
-            x if angles is None else angles.tile(x, start, stop)
-            for start, stop, x in self._keys(layers[0], seen, size)
-        ]
-        values = _tiles(layers[0].value_store, seen, size)
+    def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        keys = [seen.rotated(x, start, stop) for start, stop, x in self._keys(seen, size)]
+        values = _tiles(seen.layers[0].value_store, seen, size)
         return keys, [self._value.up_project(latents) for _, _, latents in values]
 
-    def _scores(
-        self, layer: CompressedLayer, seen: Seen, angles: Angles | None, queries: Tensor
-    ) -> Iterator[Tensor]:
-        if angles is None:
+    def _scores(self, seen: Seen, queries: Tensor) -> Iterator[Tensor]:
+        if seen.angles is None:
             queries = self._key.queries(queries)
-            for _, _, latents in _tiles(layer.key_store, seen, tile_tokens(queries)):
+            for _, _, latents in _tiles(seen.layers[0].key_store, seen, tile_tokens(queries)):
                 yield self._key.scores(queries, latents)
             return
-        for start, stop, keys in self._keys(layer, seen, tile_tokens(queries)):
-            yield scores_of(queries, angles.tile(keys.to(angles.cos.dtype), start, stop))
+        for start, stop, keys in self._keys(seen, tile_tokens(queries)):
+            yield scores_of(queries, seen.rotated(keys.to(seen.angles.cos.dtype), start, stop))
 
-    def _mix(self, store: Store, seen: Seen, weights: Tensor) -> Tensor:
+    def _mix(self, seen: Seen, weights: Tensor) -> Tensor:
         mixed = weights.new_zeros(*weights.shape[:3], self._value.features)
-        for start, stop, latents in _tiles(store, seen, tile_tokens(mixed)):
+        for start, stop, latents in _tiles(seen.layers[0].value_store, seen, tile_tokens(mixed)):
             mixed = mixed + self._value.mix(weights[..., start:stop], latents)
         return self._value.finish(mixed, weights[..., : seen.latents])
 
-    def _keys(self, layer: CompressedLayer, seen: Seen, size: int) -> Iterator[Tile]:
+    def _keys(self, seen: Seen, size: int) -> Iterator[Tile]:
         """Yield reconstructed keys (B, H_kv, t, d), before rotation if they are stored so."""
-        for start, stop, latents in _tiles(layer.key_store, seen, size):
+        for start, stop, latents in _tiles(seen.layers[0].key_store, seen, size):
             for first, last in split_tiles(start, stop, size):
                 yield first, last, self._key.up_project(latents[:, :, first - start : last - start])
 
@@ -110,12 +93,10 @@ class RankBackend(AttentionBackend):
             and settings.is_plain
         )
 
-    def _attend_to_latents(
-        self, layer: CompressedLayer, queries: Tensor, seen: Seen, scaling: float
-    ) -> Tensor:
+    def _attend_to_latents(self, queries: Tensor, seen: Seen, scaling: float) -> Tensor:
         """Run torch's kernel on latents, for the queries of all heads of a group."""
-        _, _, keys = next(_tiles(layer.key_store, seen, seen.latents))
-        _, _, values = next(_tiles(layer.value_store, seen, seen.latents))
+        _, _, keys = next(_tiles(seen.layers[0].key_store, seen, seen.latents))
+        _, _, values = next(_tiles(seen.layers[0].value_store, seen, seen.latents))
         by_head = split_queries(queries, self._heads) * scaling
         by_group = self._key.queries(by_head)  # (B, G, w·R, w·r)
         mask = seen.mask
@@ -129,7 +110,7 @@ def _tiles(store: Store, seen: Seen, size: int) -> Iterator[Tile]:
     """Yield the visible latents by tile."""
     if not seen.latents:
         return
-    for start, stop, latents in store.tiles(seen.offset, size):
+    for start, stop, latents in store.tiles(len(store) - seen.newest, size):
         stop = min(stop, seen.latents)
         if start < stop:
             yield start, stop, latents[:, :, : stop - start]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from triton import language as tl
 
 from manifoldkv.models.interface import AttentionSettings
-from manifoldkv.models.rotary import Angles
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.predictor import Input, PredictorContext
@@ -22,7 +21,7 @@ from manifoldkv.serve.cache.backend import (
     split_queries,
 )
 from manifoldkv.serve.cache.layers import CompressedLayer
-from manifoldkv.serve.cache.maps import LayerMaps, latent_tables, store_and_range
+from manifoldkv.serve.cache.maps import LayerMaps, latent_tables
 from manifoldkv.serve.cache.storage import constant_dtype
 from manifoldkv.serve.cache.torch_backend import TorchBackend
 from manifoldkv.serve.kernels.triton.latents import zeros_beside
@@ -66,56 +65,36 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         self._maps.store(layer, keys, values, context)
 
-    def attend(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles | None,
-        settings: AttentionSettings,
-    ) -> Tensor:
-        heads = self._maps.grouping.heads
-        if angles is None or self._tables.under(angles) is None or not seen.latents:
-            return self._torch.attend(layers, queries, seen, angles, settings)
+    def attend(self, queries: Tensor, seen: Seen, settings: AttentionSettings) -> Tensor:
+        if self._tables.under(seen.angles) is None or not seen.latents:
+            return self._torch.attend(queries, seen, settings)
         if seen.mask is None and settings.is_plain:
-            return self._attend_to_all(layers, queries, seen, angles, settings.scaling)
+            return self._attend_to_all(queries, seen, settings.scaling)
+        scores, mix = partial(self.scores, seen), partial(self.mix, seen)
+        return attend_by_scores(queries, self._maps.heads, seen, settings, scores, mix)
 
-        def of_queries(queries: Tensor) -> Iterator[Tensor]:
-            yield self.scores(layers, seen, angles, queries)
+    def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        return self._torch.reconstruct(seen, size)
 
-        of_weights = partial(self.mix, layers, seen)
-        return attend_by_scores(queries, heads, seen, settings, of_queries, of_weights)
-
-    def reconstruct(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        return self._torch.reconstruct(layers, seen, angles, size)
-
-    def scores(
-        self,
-        layers: Sequence[CompressedLayer],
-        seen: Seen,
-        angles: Angles,
-        queries: Tensor,
-        scaling: float = 1.0,
-    ) -> Tensor:
-        """Return the scores of the visible latents, (B, H_kv, R, n), float32."""
-        keys = self._tables.under(angles)
+    def scores(self, seen: Seen, queries: Tensor, scaling: float = 1.0) -> Iterator[Tensor]:
+        """Yield the scores of all visible latents at once, (B, H_kv, R, n), float32."""
+        keys = self._tables.under(seen.angles)
         assert keys is not None
-        codes = _packed(layers, seen, (0, "key"))
+        assert seen.angles is not None
+        codes = _packed(seen, (0, "key"))
         predicted = None
         for one, part in self._maps.key_predicted.items():
             if predicted is None:
                 predicted = zeros_beside(codes, len(part))
-            packed = _packed(layers, seen, one)
+            packed = _packed(seen, one)
             project(part, packed, self._latents[one], predicted, self._operands)
-        given = codes, keys, angles.cos, angles.sin, predicted
-        return scores(queries, *given, scaling=scaling, dtype=self._operands)
+        given = codes, keys, seen.angles.cos, seen.angles.sin, predicted
+        yield scores(queries, *given, scaling=scaling, dtype=self._operands)
 
-    def mix(self, layers: Sequence[CompressedLayer], seen: Seen, weights: Tensor) -> Tensor:
+    def mix(self, seen: Seen, weights: Tensor) -> Tensor:
         """Return the values of latents mixed by weights (B, H_kv, R, n), (B, H_kv, R, d)."""
         rows, values = weights.float().flatten(1, 2), self._maps.values  # (B, H_q·m, n)
-        sources = [(_packed(layers, seen, one), self._latents[one]) for one in self._maps.columns]
+        sources = [(_packed(seen, one), self._latents[one]) for one in self._maps.columns]
         by_row = mix(rows, seen.latents, sources, self._operands) * self._mixed_factors
         # By head, of all sequences: (H_kv, B·R, 1 + r).
         by_head = (
@@ -124,20 +103,13 @@ class TritonBackend(AttentionBackend):
         mixed = torch.bmm(by_head, values)
         return mixed.unflatten(1, (len(weights), -1)).transpose(0, 1)
 
-    def _attend_to_all(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        angles: Angles,
-        scaling: float,
-    ) -> Tensor:
+    def _attend_to_all(self, queries: Tensor, seen: Seen, scaling: float) -> Tensor:
         """Return the attention output without mask, soft cap and learnt sinks."""
-        by_head = split_queries(queries, self._maps.grouping.heads)
-        tiles = [self.scores(layers, seen, angles, by_head, scaling)]
+        by_head = split_queries(queries, self._maps.heads)
+        tiles = [*self.scores(seen, by_head, scaling)]
         tiles += [by_head.float() @ (scaling * keys.float().mT) for keys, _ in seen.exact]
         weights = joined(tiles).softmax(dim=-1)
-        output, start = self.mix(layers, seen, weights), seen.latents
+        output, start = self.mix(seen, weights), seen.latents
         for _, values in seen.exact:
             stop = start + values.shape[2]
             output = output + weights[..., start:stop] @ values.float()
@@ -155,7 +127,7 @@ class TritonBackend(AttentionBackend):
         )
 
 
-def _packed(layers: Sequence[CompressedLayer], seen: Seen, one: Input) -> Tensor:
+def _packed(seen: Seen, one: Input) -> Tensor:
     """Return the visible latents of keys or values."""
-    store, first, stop = store_and_range(layers, one, seen)
+    store, first, stop = seen.packed(one)
     return store.visible(first, stop)
