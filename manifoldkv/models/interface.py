@@ -48,6 +48,11 @@ class AttentionSettings:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether weights are a softmax of scaled scores alone."""
+        return self.softcap is None and self.sinks is None
+
     @classmethod
     def from_arguments(cls, module: nn.Module, arguments: dict[str, Any]) -> AttentionSettings:
         """Return the settings in the keywords that a module passes to its attention function.

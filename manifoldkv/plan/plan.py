@@ -19,8 +19,7 @@ from manifoldkv.plan.card import card_of
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.compute import AttentionShape, check_shape, relative_compute
 from manifoldkv.plan.files import PlanContents
-from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, EntropyCoded, frame_bytes
-from manifoldkv.plan.formats.mixed import MixedWidths
+from manifoldkv.plan.formats.entropy import TOKEN_ID_BYTES, frame_bytes
 from manifoldkv.plan.hub import OnHub
 from manifoldkv.plan.layer import LayerPlan, check_layers
 from manifoldkv.plan.model import ModelView, agree, check_view
@@ -117,7 +116,7 @@ class CompressionPlan(OnHub):
         if len({planned.quantizer.attended for planned in self._sites}) > 1:
             raise PlanError("the latents of all sites must be entropy-coded, or those of no site")
         if self.predictor_depth is not None and not all(
-            isinstance(planned.quantizer, MixedWidths | EntropyCoded) for planned in self._sites
+            planned.quantizer.variable_width for planned in self._sites
         ):
             raise PlanError("a plan with predictors needs coded latents at all sites")
 

@@ -16,6 +16,7 @@ from manifoldkv.core.basis import (
     orthonormality_error,
 )
 from manifoldkv.core.errors import PlanError
+from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.quantizer import Quantizer, check_numbers
 from manifoldkv.plan.formats.quantizers import Unquantized, quantizer_from
 from manifoldkv.plan.predictor import LinearPredictor, PredictorContext
@@ -81,6 +82,11 @@ class SitePlan:
         """Return whether the basis is all of it: nothing is quantised or subtracted."""
         plain = isinstance(self.quantizer, Unquantized)
         return plain and self.mean is None and self.predictor is None
+
+    @property
+    def packed(self) -> MixedWidths | None:
+        """Return the quantizer if kernels attend to its packed latents, None otherwise."""
+        return self.quantizer if isinstance(self.quantizer, MixedWidths) else None
 
     @property
     def of_all_heads(self) -> bool:

@@ -23,10 +23,10 @@ from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.formats.quantizer import Quantizer
 from manifoldkv.plan.predictor import PredictorContext
-from manifoldkv.serve.cache.compiled import CompiledSites
+from manifoldkv.serve.cache.backend import Seen
 from manifoldkv.serve.cache.layers import CompressedLayer
+from manifoldkv.serve.cache.numba_backend import NumbaBackend
 from manifoldkv.serve.cache.running import running_attention
-from manifoldkv.serve.cache.sites import Seen
 from manifoldkv.serve.cache.storage import can_compile
 from manifoldkv.serve.kernels.decode import mix, runs_triton, scores
 from manifoldkv.serve.kernels.tables import KeyTables, LatentTables
@@ -156,9 +156,11 @@ class CompressedStep:
         unpack latents.
         """
         plan, query, n = self.plan.layers[0], self._query, self.tokens
-        sites = CompiledSites(Composer(self.plan.layers), 0, torch.float32, query.queries.device)
+        backend = NumbaBackend.of(
+            Composer(self.plan.layers), 0, torch.float32, query.queries.device
+        )
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
-        seen = Seen(0, n, [], None)
+        seen = Seen([self._layer], angles, n, n, [], None)
         rotation = Rotation.of(rotate_halves, random_model.HEAD_DIM, random_model.HEAD_DIM)
         assert rotation is not None
         latents = [_latents(plan.key.quantizer), _latents(plan.value.quantizer)]
@@ -169,7 +171,7 @@ class CompressedStep:
         rebuilt = _without(tables, groups=(2, 3), segments=(), pairs=())
         unpacked = _without(rebuilt, blocks=(1,))
         codes = self._packed()
-        (by_head,) = sites.scores([self._layer], query.by_head, angles, seen)
+        (by_head,) = backend.scores(seen, query.by_head)
         by_row = by_head.unflatten(2, (-1, 1))
         weights = by_head.softmax(dim=-1)
 
@@ -185,28 +187,29 @@ class CompressedStep:
                     mix(nothing, packed, of, nothing.new_zeros(1, 0, len(of.fields)))
 
         return {
-            "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
+            "scores": lambda: list(backend.scores(seen, query.by_head)),
             "keys only": partial(rebuild, rebuilt),
             "key latents only": partial(rebuild, unpacked),
             "softmax": lambda: weights_from_scores(by_row, None, self._settings),
-            "mixture": lambda: sites.mix([self._layer], weights, seen),
+            "mixture": lambda: backend.mix(seen, weights),
             "mixed latents only": unpack_for_mixing,
         }
 
     def _parts_on_gpu(self) -> Steps:
         """Return parts of a step by name, on the Triton kernels."""
-        from manifoldkv.serve.cache.gpu import GPUSites
+        from manifoldkv.serve.cache.triton_backend import TritonBackend
 
         device, n, query = self._query.queries.device, self.tokens, self._query
-        sites = GPUSites(Composer(self.plan.layers), 0, random_model.dtype_on(device), device)
+        dtype = random_model.dtype_on(device)
+        backend = TritonBackend.of(Composer(self.plan.layers), 0, dtype, device)
         angles = Angles(query.angles.cos[:, :n], query.angles.sin[:, :n], rotate_halves)
-        seen = Seen(0, n, [], None)
-        (by_head,) = sites.scores([self._layer], query.by_head, angles, seen)
+        seen = Seen([self._layer], angles, n, n, [], None)
+        (by_head,) = backend.scores(seen, query.by_head)
         by_row, weights = by_head.unflatten(2, (-1, 1)), by_head.softmax(dim=-1)
         return {
-            "scores": lambda: list(sites.scores([self._layer], query.by_head, angles, seen)),
+            "scores": lambda: list(backend.scores(seen, query.by_head)),
             "softmax": lambda: weights_from_scores(by_row, None, self._settings),
-            "mixture": lambda: sites.mix([self._layer], weights, seen),
+            "mixture": lambda: backend.mix(seen, weights),
         }
 
     def _packed(self) -> list[Packed]:

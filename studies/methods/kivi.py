@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from manifoldkv.evaluate import Perplexity
 from manifoldkv.plan.formats.integers import TokenIntegers
-from manifoldkv.serve.cache.packed import RangeStore
+from manifoldkv.serve.cache.integers import RangeStore
 from methods.base import Setting, losses, register_method
 from methods.grids import randomized_hadamard
 from methods.rounding import RoundingMethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from manifoldkv.core.basis import Basis
 from manifoldkv.core.errors import PlanError
 from manifoldkv.plan.formats.integers import PLANES
+from manifoldkv.plan.formats.planes import BitPlanes
 from manifoldkv.plan.formats.quantizer import (
     Quantizer,
     check_coded,
@@ -88,6 +89,12 @@ class MixedWidths(Quantizer):
     def stored(self) -> int:
         """Return the number of latents with bits: the first ones."""
         return int((self.bits > 0).sum())
+
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """Return where kernels find the stored latents: fields and centres of `LatentTables`."""
+        bits = self.bits[: self.stored].cpu()
+        fields = BitPlanes(bits.tolist(), bits.device).fields()
+        return fields, 2.0 ** (bits.float() - 1) - 0.5
 
     def latents(self, features: int) -> int:
         return self.stored

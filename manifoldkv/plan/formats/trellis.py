@@ -243,6 +243,9 @@ class TrellisCoded(MixedWidths):
         arrays = own.numpy(), torch.stack(numbers).contiguous().numpy(), books.numpy()
         return *arrays, short_scales().numpy(), np.float32(noise)
 
+    def layout(self) -> tuple[Tensor, Tensor]:
+        return stream_layout(self.own_bits)
+
     def nbytes(self, tokens: int, features: int, itemsize: int) -> int:
         return tokens * self.stream_bytes
 
@@ -281,6 +284,17 @@ def state_fields(bits: Tensor) -> Tensor:
     beyond = (start + length - stop).clamp(min=0)
     mask = STATES - (1 << beyond)
     return torch.stack([*rows, 24 - length - start % 8, mask], dim=1)
+
+
+def stream_layout(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fields and centres of `LatentTables` of latents of some own bits, (r,)."""
+    found = state_fields(bits)
+    fields = torch.zeros(len(bits), 4, 4, dtype=torch.int64)
+    fields[:, 0] = found[:, :4]
+    codes = [CODES[own] for own in bits.tolist()]
+    fields[:, 1, 0], fields[:, 3, 0] = found[:, 4], 1
+    fields[:, 1, 1:3] = torch.tensor([code[:2] for code in codes]).view(-1, 2)
+    return fields, torch.tensor([code.unit for code in codes])
 
 
 def search(scaled: Tensor, bits: Tensor, weights: Tensor, codebooks: Tensor) -> NDArray[np.uint16]:

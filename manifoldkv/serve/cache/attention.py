@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from manifoldkv.models.interface import AttentionSettings, weights_from_scores
+from manifoldkv.models.interface import AttentionSettings
 from manifoldkv.models.rotary import Angles
 from manifoldkv.plan.predictor import PredictorContext
-from manifoldkv.serve.cache.latents import product, scores_of
+from manifoldkv.serve.cache.backend import AttentionBackend, Seen, joined, tile_tokens
 from manifoldkv.serve.cache.layers import CompressedLayer
-from manifoldkv.serve.cache.sites import Seen, Sites, tile_tokens
 from manifoldkv.serve.cache.storage import split_tiles
 
 SCORES_AT_A_TIME = 1 << 24
@@ -39,24 +38,21 @@ class CachedAttention:
 
     Parameters
     ----------
-    sites : Sites
-        Keys and values of the layer.
-    heads : int
-        Number of KV heads.
+    backend : AttentionBackend
+        Of the layer.
     exact_prefill : bool
         Whether tokens of the same call attend to each other's uncompressed keys and values.
     """
 
-    def __init__(self, sites: Sites, heads: int, exact_prefill: bool) -> None:
-        self._sites = sites
-        self._heads = heads
+    def __init__(self, backend: AttentionBackend, exact_prefill: bool) -> None:
+        self._backend = backend
         self._exact_prefill = exact_prefill
 
     def store(
         self, layer: CompressedLayer, keys: Tensor, values: Tensor, context: PredictorContext
     ) -> None:
-        """Store new tokens; parameters as in `Sites.store`."""
-        self._sites.store(layer, keys, values, context)
+        """Store new tokens; parameters as in `AttentionBackend.store`."""
+        self._backend.store(layer, keys, values, context)
 
     def attend(
         self,
@@ -90,56 +86,59 @@ class CachedAttention:
         """
         layer = layers[0]
         count = queries.shape[2]
-        sees_all = count == 1 and mask is None
-        if sees_all and angles is not None and self._sites.decodes(layer, settings, angles):
-            scaling = settings.scaling
-            return self._sites.decode(layers, queries, keys, values, scaling, angles, context)
         visible, _ = layer.get_mask_sizes(count)
         past = visible - count
-        self.store(layer, keys, values, context)
+        self._backend.store(layer, keys, values, context)
         # The last query sees all tokens but padding.
         shown = None if mask is None else mask[:, 0, -1, past:]
         layer.sinks.take(keys, values, past, shown, angles)
-        if self._reconstructs(count, settings):
+        many = count >= MANY_QUERIES and settings.is_plain
+        if many:
             if not past and mask is None:
-                return self._attend_causally(
-                    layers, queries * settings.scaling, keys, values, angles
-                )
+                seen = Seen(layers, angles, count, count, [], None)
+                return self._attend_causally(queries * settings.scaling, keys, values, seen)
             blocks = _blocks(count, visible, MASKED_AT_A_TIME)
         else:
             scores = queries.shape[0] * queries.shape[1] * visible
             blocks = _blocks(count, scores, SCORES_AT_A_TIME)
         outputs = []
         for rows in blocks:
-            seen = self._seen(layer, rows, past, mask, (keys, values), angles)
-            outputs.append(self._attend_rows(layers, queries[:, :, rows], seen, settings, angles))
-        return _joined(outputs, dim=2)
+            seen = self._seen(layers, rows, past, mask, (keys, values), angles)
+            of_rows = queries[:, :, rows]
+            if many:
+                scaled, size = of_rows * settings.scaling, tile_tokens(keys)
+                outputs.append(self._attend_reconstructed(scaled, seen, size))
+            else:
+                outputs.append(self._backend.attend(of_rows, seen, settings))
+        return joined(outputs, dim=2)
 
     def _seen(
         self,
-        layer: CompressedLayer,
+        layers: Sequence[CompressedLayer],
         rows: slice,
         past: int,
         mask: Tensor | None,
         new: tuple[Tensor, Tensor],
         angles: Angles | None,
     ) -> Seen:
-        """Return the tokens that queries `rows` of a call attend to.
+        """Return what queries `rows` of a call attend to.
 
         Before the call, `past` tokens were visible; keys and values of the call's are `new`.
         """
-        count, device = new[0].shape[2], new[0].device
+        count, device, layer = new[0].shape[2], new[0].device, layers[0]
         tokens = past + count
         own = past if self._exact_prefill and count > 1 else tokens
         stop = tokens if mask is not None else past + rows.stop
         sees = _rows_of_mask(mask, rows, past, stop, device)
-        offset = layer.tokens_held - tokens
         latents = min(own, stop)
         exact, of_sinks = [], None
         if layer.sinks.are_first and sees is None and latents == stop:
             # Latents of sink tokens are left out, so that no mask has to hide them.
             skipped = layer.sinks.size
-            return Seen(offset + skipped, latents - skipped, [layer.sinks.seen()], None, skipped)
+            if angles is not None:
+                angles = angles.of_tokens(skipped, latents)
+            sinks = [layer.sinks.seen()]
+            return Seen(layers, angles, tokens - skipped, latents - skipped, sinks, None)
         if layer.sinks.size:
             if sees is None:
                 sees = torch.ones(1, 1, 1, stop, dtype=torch.bool, device=device)
@@ -153,114 +152,50 @@ class CachedAttention:
         if sees is not None and of_sinks is not None:
             exact.append(layer.sinks.seen())
             sees = torch.cat([sees, of_sinks], dim=-1)
-        return Seen(offset, latents, exact, sees)
+        return Seen(layers, angles, tokens, latents, exact, sees)
 
-    def _attend_rows(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        seen: Seen,
-        settings: AttentionSettings,
-        angles: Angles | None,
-    ) -> Tensor:
-        """Return the attention output of some queries (B, H_q, m, d) of a call."""
-        batch, heads, rows, head_dim = queries.shape
-        if angles is not None and seen.skipped:
-            angles = angles.of_tokens(seen.skipped, seen.skipped + seen.latents)
-        queries = queries.reshape(batch, self._heads, -1, head_dim)  # (B, H_kv, R, d)
-        queries = queries * settings.scaling
-        if angles is None and not seen.exact and self._sites.fits_kernel(layers[0], settings):
-            output = self._sites.attend_to_latents(layers[0], queries, seen)
-            return output.reshape(batch, heads, rows, -1)
-        if self._reconstructs(rows, settings):
-            output = self._attend_reconstructed(layers, queries, rows, seen, angles)
-            return output.reshape(batch, heads, rows, -1)
-        scores = list(self._sites.scores(layers, queries, angles, seen))
-        scores += [scores_of(queries, keys) for keys, _ in seen.exact]
-        by_row = _joined(scores).unflatten(2, (-1, rows))  # (B, H_kv, H_q / H_kv, m, n)
-        by_row = by_row.to(torch.promote_types(by_row.dtype, torch.float32))
-        weights = weights_from_scores(by_row, seen.mask, settings).flatten(2, 3)  # (B, H_kv, R, n)
-        output = self._sites.mix(layers, weights, seen)
-        start = seen.latents
-        for _, values in seen.exact:
-            stop = start + values.shape[2]
-            output = output + product(weights[..., start:stop].to(values.dtype), values)
-            start = stop
-        # Reconstructed values are in float32 on a CPU, and so is a sum with them.
-        return output.to(queries.dtype).reshape(batch, heads, rows, -1)
+    def _attend_reconstructed(self, queries: Tensor, seen: Seen, size: int) -> Tensor:
+        """Run torch's kernel on keys and values, which are reconstructed `size` tokens at a time.
 
-    def _reconstructs(self, rows: int, settings: AttentionSettings) -> bool:
-        """Return whether queries attend to reconstructed keys and values."""
-        plain = settings.softcap is None and settings.sinks is None
-        return plain and rows >= MANY_QUERIES
-
-    def _attend_reconstructed(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        rows: int,
-        seen: Seen,
-        angles: Angles | None,
-    ) -> Tensor:
-        """Run torch's kernel on reconstructed keys and values.
-
-        Queries are scaled, (B, H_kv, R, d) with `rows` of every query head; the output is alike.
+        Queries are scaled, (B, H_q, m, d); the output is alike.
         """
-        keys, values = self._reconstructed(layers, seen, angles, tile_tokens(queries))
+        keys, values = self._backend.reconstruct(seen, size)
         for exact_keys, exact_values in seen.exact:
             keys.append(exact_keys)
             values.append(exact_values)
-        by_head = queries.unflatten(2, (-1, rows)).flatten(1, 2)  # (B, H_q, m, d)
-        all_keys, all_values, mask = _joined(keys, dim=2), _joined(values, dim=2), seen.mask
+        all_keys, all_values, mask = joined(keys, dim=2), joined(values, dim=2), seen.mask
         if mask is None:
-            return _attention(by_head, all_keys, all_values, None)
+            return _attention(queries, all_keys, all_values, None)
         mask = mask | ~mask.any(dim=-1, keepdim=True)  # no empty rows for padded queries
         if queries.device.type != "cpu":
-            return _attention(by_head, all_keys, all_values, mask)
+            return _attention(queries, all_keys, all_values, mask)
         outputs = []
-        for start, stop in split_tiles(0, rows, QUERIES_AT_A_TIME):
+        for start, stop in split_tiles(0, queries.shape[2], QUERIES_AT_A_TIME):
             of_rows = mask[:, :, start:stop]
             visible = of_rows.any(dim=2).any(dim=0)[0]
             shown = all_keys[:, :, visible], all_values[:, :, visible], of_rows[..., visible]
-            outputs.append(_attention(by_head[:, :, start:stop], *shown))
-        return _joined(outputs, dim=2)
+            outputs.append(_attention(queries[:, :, start:stop], *shown))
+        return joined(outputs, dim=2)
 
-    def _attend_causally(
-        self,
-        layers: Sequence[CompressedLayer],
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        angles: Angles | None,
-    ) -> Tensor:
+    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
         """Return the attention output of all tokens of a text to those before them.
 
         Queries are scaled, (B, H_q, n, d). Torch's kernel computes half of the scores if it is told
         so in place of a mask.
         """
-        layer, tokens = layers[0], queries.shape[2]
         if self._exact_prefill:
-            seen_keys = keys if angles is None else angles.tile(keys.to(angles.cos), 0, tokens)
-            return _attention(queries, seen_keys, values, None, is_causal=True)
-        seen = Seen(layer.tokens_held - tokens, tokens, [], None)
-        tiles = self._reconstructed(layers, seen, angles, tile_tokens(queries))
-        keys, values = (_joined(x, dim=2) for x in tiles)
-        if layer.sinks.size:
-            sink_keys, sink_values = layer.sinks.seen()
+            if seen.angles is not None:
+                keys = seen.rotated(keys.to(seen.angles.cos), 0, seen.latents)
+            return _attention(queries, keys, values, None, is_causal=True)
+        tiles = self._backend.reconstruct(seen, tile_tokens(keys))
+        keys, values = (joined(x, dim=2) for x in tiles)
+        sinks = seen.layers[0].sinks
+        if sinks.size:
+            sink_keys, sink_values = sinks.seen()
             stored = sink_keys.shape[2]
             keys = torch.cat([sink_keys, keys[:, :, stored:]], dim=2)
             values = torch.cat([sink_values, values[:, :, stored:]], dim=2)
         return _attention(queries, keys, values, None, is_causal=True)
-
-    def _reconstructed(
-        self, layers: Sequence[CompressedLayer], seen: Seen, angles: Angles | None, size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tiles of rotated keys and of values of the visible latents."""
-        keys = [
-            x if angles is None else angles.tile(x, start, stop)
-            for start, stop, x in self._sites.keys(layers, seen, size)
-        ]
-        return keys, list(self._sites.values(layers, seen, size))
 
 
 def _attention(
@@ -277,10 +212,6 @@ def _attention(
         scale=1.0,
         enable_gqa=True,
     ).to(queries.dtype)
-
-
-def _joined(tiles: list[Tensor], dim: int = -1) -> Tensor:
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=dim)
 
 
 def _blocks(rows: int, elements_per_row: int, elements: int) -> Iterator[slice]:

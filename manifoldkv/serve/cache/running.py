@@ -8,22 +8,21 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from manifoldkv.plan.composition import Composer
-from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.serve.cache.attention import CachedAttention
-from manifoldkv.serve.cache.compiled import CompiledSites
-from manifoldkv.serve.cache.composed import ComposedSites
-from manifoldkv.serve.cache.grouped import GroupedSites
-from manifoldkv.serve.cache.latents import RunningBasis
-from manifoldkv.serve.cache.sites import Sites
+from manifoldkv.serve.cache.backend import AttentionBackend
+from manifoldkv.serve.cache.numba_backend import NumbaBackend
+from manifoldkv.serve.cache.rank_backend import RankBackend
 from manifoldkv.serve.cache.storage import can_compile
+from manifoldkv.serve.cache.torch_backend import TorchBackend
 from manifoldkv.serve.kernels.decode import runs_triton
 
 Place = tuple[torch.dtype, torch.device]
 """Dtype and device of a layer."""
 
 _HELD = WeakIdKeyDictionary()
-"""Places of the layers of a plan, their kinds of sites, and the sites: the latest of every plan."""
+"""Kinds of the backends of a plan's layers with their places, and the backends: the latest ones of
+every plan."""
 
 
 def running_attentions(
@@ -43,16 +42,14 @@ def running_attentions(
     exact_prefill : bool
         As in `CachedAttention`.
     """
-    wanted = [(*place, _kind(plan, index, *place)) for index, place in enumerate(places)]
+    kinds = [_kind(plan, index, *place) for index, place in enumerate(places)]
+    wanted = list(zip(kinds, places, strict=True))
     held = _HELD.get(plan)
     if held is None or held[0] != wanted:
         composer = Composer(plan.layers)
-        sites = [_sites(plan, index, *place, composer) for index, place in enumerate(places)]
-        _HELD[plan] = held = wanted, sites
-    heads = (layer.key.grouping.heads for layer in plan.layers)
-    return [
-        CachedAttention(*of_layer, exact_prefill) for of_layer in zip(held[1], heads, strict=True)
-    ]
+        backends = [kind.of(composer, i, *place) for i, (kind, place) in enumerate(wanted)]
+        _HELD[plan] = held = wanted, backends
+    return [CachedAttention(backend, exact_prefill) for backend in held[1]]
 
 
 def running_attention(
@@ -77,34 +74,19 @@ def running_attention(
     composer : Composer
         Of the layers of the plan.
     """
-    sites = _sites(plan, index, dtype, device, composer)
-    return CachedAttention(sites, plan.layers[index].key.grouping.heads, exact_prefill=False)
+    backend = _kind(plan, index, dtype, device).of(composer, index, dtype, device)
+    return CachedAttention(backend, exact_prefill=False)
 
 
 def _kind(
     plan: CompressionPlan, index: int, dtype: torch.dtype, device: torch.device
-) -> type[Sites]:
-    """Return the class of the sites of a layer."""
-    mixed = all(isinstance(x.quantizer, MixedWidths) for _, x in plan.layers[index].sites)
-    if plan.rotary == "post" or not mixed:
-        return GroupedSites
+) -> type[AttentionBackend]:
+    """Return the kind of a layer's backend."""
+    packed = all(planned.packed is not None for _, planned in plan.layers[index].sites)
+    if plan.rotary == "post" or not packed:
+        return RankBackend
     if runs_triton(device):
-        from manifoldkv.serve.cache.gpu import GPUSites
+        from manifoldkv.serve.cache.triton_backend import TritonBackend
 
-        return GPUSites
-    return CompiledSites if can_compile(dtype, device) else ComposedSites
-
-
-def _sites(
-    plan: CompressionPlan,
-    index: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    composer: Composer,
-) -> Sites:
-    """Return the sites of a layer; parameters as in `running_attention`."""
-    layer, kind = plan.layers[index], _kind(plan, index, dtype, device)
-    if issubclass(kind, ComposedSites):
-        return kind(composer, index, dtype, device)
-    key, value = (RunningBasis(x.basis, dtype, device, x.mean) for _, x in layer.sites)
-    return GroupedSites(key, value)
+        return TritonBackend
+    return NumbaBackend if can_compile(dtype, device) else TorchBackend

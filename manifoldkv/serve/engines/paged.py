@@ -21,9 +21,9 @@ from manifoldkv.plan.composition import Composer
 from manifoldkv.plan.plan import CompressionPlan
 from manifoldkv.plan.predictor import Input, PredictorContext
 from manifoldkv.serve.cache.attention import CachedAttention
-from manifoldkv.serve.cache.compiled import CompiledSites
 from manifoldkv.serve.cache.layers import CompressedCache, CompressedLayer
 from manifoldkv.serve.cache.mixed import WidthStore
+from manifoldkv.serve.cache.numba_backend import NumbaBackend
 from manifoldkv.serve.engines.pages import LayerPages, PageLayout, Places, SinkPages
 from manifoldkv.serve.kernels.views import Array, Packed
 
@@ -118,16 +118,14 @@ class PagedCache:
         self._angles = Angles(cos, sin, angles.rotate)
         self._inverse = self._angles.inverse()
         count, composer = len(plan.layers), Composer(plan.layers)
-        self._sites = [CompiledSites(composer, i, dtype, CPU) for i in range(count)]
-        if not all(sites.attends(self._angles) for sites in self._sites):
+        self._backends = [NumbaBackend.of(composer, i, dtype, CPU) for i in range(count)]
+        if not all(backend.attends(self._angles) for backend in self._backends):
             raise PlanError(
                 "a layer of the plan depends on the latents of too many layers, or its rotation is "
                 "not in pairs of features: make a plan with recipe bits"
             )
         self._heads = plan.layers[0].key.grouping.heads
-        self._attentions = [
-            CachedAttention(x, self._heads, exact_prefill=False) for x in self._sites
-        ]
+        self._attentions = [CachedAttention(x, exact_prefill=False) for x in self._backends]
         head_dim = plan.layers[0].key.features // self._heads
         self.sinks = SinkPages(count, (self._heads, plan.sinks, head_dim), dtype)
         self._pages: dict[int, LayerPages] = {}
@@ -224,9 +222,9 @@ class PagedCache:
     ) -> Tensor:
         """Return the attention output of one new token of every text, (texts, H_q, d)."""
         new.context.begin(index)
-        layer, sites = self._new.layers[index], self._sites[index]
+        layer, backend = self._new.layers[index], self._backends[index]
         before, values = _unrotated(keys, new.inverse), values.transpose(0, 1).unsqueeze(0)
-        sites.store(layer, before, values, new.context)
+        backend.store(layer, before, values, new.context)
         self._write(index, layer, new.places)
         for store in (layer.key_store, layer.value_store):
             store.drop_last(len(new.rows))
@@ -236,8 +234,10 @@ class PagedCache:
         def packed(one: Input) -> Packed:
             return self._pages[index - one[0]].packed(one[1])
 
-        output = sites.attend(by_head.contiguous(), packed, self._angles, sinks, new.tiles)
-        return output.flatten(1, 2).to(queries.dtype)
+        attended = backend.attend_packed(
+            by_head.contiguous(), packed, self._angles, sinks, new.tiles
+        )
+        return attended.flatten(1, 2).to(queries.dtype)
 
     def _read(
         self, index: int, text: _Text, queries: Tensor, keys: Tensor, values: Tensor

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from manifoldkv.core.basis import SITES, Site
 from manifoldkv.core.errors import CacheError, PlanError
-from manifoldkv.plan.formats.mixed import MixedWidths
 from manifoldkv.plan.layer import LayerPlan
 from manifoldkv.serve.kernels.views import Array, Packed
 
@@ -47,12 +46,12 @@ class PageLayout:
         """
         rows = []
         for _, planned in layer.sites:
-            if not isinstance(planned.quantizer, MixedWidths):
+            if planned.packed is None:
                 raise PlanError(
                     f"pages hold latents in mixed widths, and the plan has {planned.quantizer.name}"
                     ": make a plan with recipe bits"
                 )
-            rows.append(planned.quantizer.nbytes(1, planned.quantizer.stored, 1))
+            rows.append(planned.packed.nbytes(1, planned.latents, 1))
         return cls(tokens, (rows[0], rows[1]))
 
     @property

@@ -15,8 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.formats.mixed import MixedWidths
-from manifoldkv.plan.formats.planes import BitPlanes
-from manifoldkv.plan.formats.trellis import CODES, TrellisCoded, state_fields
 from manifoldkv.serve.kernels.views import Array
 
 GROUP_ROWS = 64
@@ -49,29 +47,8 @@ class LatentTables:
         """Return the tables of the stored latents of a site, made once for every quantizer."""
         tables = _OF_QUANTIZERS.get(quantizer)
         if tables is None:
-            if isinstance(quantizer, TrellisCoded):
-                tables = cls.of_trellis(quantizer.own_bits)
-            else:
-                bits = quantizer.bits[: quantizer.stored]
-                tables = cls.of(BitPlanes(bits.tolist(), bits.device), bits)
-            _OF_QUANTIZERS[quantizer] = tables
+            tables = _OF_QUANTIZERS[quantizer] = cls(*quantizer.layout())
         return tables
-
-    @classmethod
-    def of(cls, planes: BitPlanes, bits: Tensor) -> LatentTables:
-        """Return the tables of latents of some bits, (r,), all of which are stored."""
-        return cls(planes.fields(), 2.0 ** (bits.cpu().float() - 1) - 0.5)
-
-    @classmethod
-    def of_trellis(cls, bits: Tensor) -> LatentTables:
-        """Return the tables of trellis-coded latents of some own bits, (r,)."""
-        found = state_fields(bits)
-        fields = torch.zeros(len(bits), 4, 4, dtype=torch.int64)
-        fields[:, 0] = found[:, :4]
-        codes = [CODES[own] for own in bits.tolist()]
-        fields[:, 1, 0], fields[:, 3, 0] = found[:, 4], 1
-        fields[:, 1, 1:3] = torch.tensor([code[:2] for code in codes]).view(-1, 2)
-        return cls(fields, torch.tensor([code.unit for code in codes]))
 
     @property
     def is_trellis(self) -> bool:

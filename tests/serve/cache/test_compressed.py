@@ -15,7 +15,7 @@ from manifoldkv.models.interface import rotation_of
 from manifoldkv.models.rotary import rotate_halves, rotation_of_keys
 from manifoldkv.models.support import decoder_layers
 from manifoldkv.serve.cache import attention as cache_attention
-from manifoldkv.serve.cache import sites as cache_sites
+from manifoldkv.serve.cache import backend as cache_backend
 from tests.families import KINDS, tiny_model, tiny_tokens
 from tests.plans import projected_by_hooks, random_plan
 
@@ -143,7 +143,7 @@ def test_tiles_and_blocks_of_queries_change_nothing(
     model, tokens = tiny_model("mistral"), tiny_tokens(2, LONG)
     plan = random_plan(model, rotary=rotary)
     whole = steps(model, plan, tokens, [LONG])
-    monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), whole)
     assert_equal(steps(model, plan, tokens, [9, 1, 4]), whole)
@@ -157,7 +157,7 @@ class TestManyQueries:
         monkeypatch.setattr(cache_attention, "MANY_QUERIES", 2)
         monkeypatch.setattr(cache_attention, "MASKED_AT_A_TIME", LONG * 6)
         monkeypatch.setattr(cache_attention, "QUERIES_AT_A_TIME", 4)
-        monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+        monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
 
     @pytest.mark.parametrize("rotary", ROTARIES)
     @pytest.mark.parametrize("family", KINDS)

@@ -12,10 +12,10 @@ from manifoldkv import CompressionPlan, compressed
 from manifoldkv.core.basis import Site
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.compute import multiplications, stock_multiplications
-from manifoldkv.serve.cache import compiled, mixed, running
-from manifoldkv.serve.cache import sites as cache_sites
+from manifoldkv.serve.cache import backend as cache_backend
+from manifoldkv.serve.cache import mixed, numba_backend, running
 from manifoldkv.serve.cache.attention import CachedAttention
-from manifoldkv.serve.cache.composed import ComposedSites
+from manifoldkv.serve.cache.torch_backend import TorchBackend
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import DESIGNS, designed_plan, random_plan
 
@@ -71,7 +71,7 @@ def decoded(
         cache = new_cache()
         model(ids[:, :-1], past_key_values=cache)
         patched.setattr(CachedAttention, "attend", recorded)
-        patched.setattr(ComposedSites, "values", None)  # reconstructed for prompts alone
+        patched.setattr(TorchBackend, "reconstruct", None)  # reconstructed for prompts alone
         model(ids[:, -1:], past_key_values=cache)
     return found
 
@@ -146,12 +146,12 @@ def test_no_tensor_of_a_step_holds_keys_or_values_of_all_tokens(
     """
     if by_kernels:
         pytest.importorskip("numba")
-        monkeypatch.setattr(compiled, "TOKENS_AT_A_TIME", 8)
+        monkeypatch.setattr(numba_backend, "TOKENS_AT_A_TIME", 8)
     else:
         monkeypatch.setattr(running, "can_compile", lambda dtype, device: False)
     family = "llama" if by_kernels else "gpt-oss"
     plan = designed(kind, family)()
     if not by_kernels:
         assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) >= 16 * MANY
-    monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 16 * 8)
+    monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 16 * 8)
     assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) < 16 * MANY

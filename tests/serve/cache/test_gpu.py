@@ -21,7 +21,7 @@ from tests.plans import DESIGNS, designed_plan
 triton = pytest.importorskip("triton")
 # The interpreter computes with what lies in memory beyond the last token, and stores none of it.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-from manifoldkv.serve.cache.gpu_trellis import GPUTrellisStore  # noqa: E402
+from manifoldkv.serve.cache.trellis_triton import TritonTrellisStore  # noqa: E402
 from manifoldkv.serve.kernels.triton import encode as gpu_encode  # noqa: E402
 
 PROMPT, TOKENS = 9, 14
@@ -101,7 +101,7 @@ def test_a_store_reads_what_a_store_on_a_cpu_does(
     quantizer = TrellisCoded(widths, *ones)
     stores = [
         TrellisStore(quantizer, torch.float32, torch.device("cpu")),
-        GPUTrellisStore(quantizer, torch.float32, device),
+        TritonTrellisStore(quantizer, torch.float32, device),
     ]
     x = torch.randn(2, 1, 5, len(widths), generator=torch.Generator().manual_seed(0))
     found = []

@@ -27,7 +27,7 @@ from manifoldkv.plan.formats.trellis import (
 )
 from manifoldkv.plan.site import SitePlan
 from manifoldkv.serve.cache import attention as cache_attention
-from manifoldkv.serve.cache import sites as cache_sites
+from manifoldkv.serve.cache import backend as cache_backend
 from manifoldkv.statistics.capture import capture
 from tests.families import FAMILIES, MORE_FAMILIES, tiny_model, tiny_tokens
 from tests.plans import DESIGNS, designed_plan
@@ -260,7 +260,7 @@ def test_any_way_into_the_cache_is_the_reference(
 ) -> None:
     """Chunks longer than a window, by both paths through attention and in several tiles; padding;
     sequences that are chosen by a beam; tokens that are taken back."""
-    monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 3 * 4 * 8 * 2 * 4)
+    monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 3 * 4 * 8 * 2 * 4)
     monkeypatch.setattr(cache_attention, "MANY_QUERIES", 6)
     model, tokens = tiny_model(family, **heads), tiny_tokens(3, LENGTH)
     plan = designed_plan(model, kind, sinks=2)

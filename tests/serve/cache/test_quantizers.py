@@ -24,8 +24,8 @@ from manifoldkv.plan.formats.quantizers import Unquantized
 from manifoldkv.plan.formats.scales import LARGEST_SCALE, scale_codes, scales_of
 from manifoldkv.plan.formats.trellis import TrellisCoded
 from manifoldkv.plan.formats.uniform import quantized
+from manifoldkv.serve.cache.integers import pack, unpack
 from manifoldkv.serve.cache.mixed import MixedWidthStore
-from manifoldkv.serve.cache.packed import pack, unpack
 from manifoldkv.serve.cache.stores import store_for
 from manifoldkv.testing import QuantizerConformance
 from manifoldkv.testing.quantizers import read

@@ -10,7 +10,7 @@ from manifoldkv import CompressionPlan, Quantization, compressed
 from manifoldkv.core.errors import PlanError
 from manifoldkv.recipes.rounding import quantize
 from manifoldkv.serve.cache import attention as cache_attention
-from manifoldkv.serve.cache import sites as cache_sites
+from manifoldkv.serve.cache import backend as cache_backend
 from manifoldkv.serve.cache.sinks import Sinks
 from manifoldkv.statistics.capture import capture
 from tests.families import KINDS, tiny_model, tiny_tokens
@@ -63,7 +63,7 @@ def test_heads_together_in_blocks_of_queries_and_tiles(
     options = {"key_grouping": "all", "value_grouping": "all", "oblique": True}
     plan = random_plan(model, rotary=rotary, sinks=3, **options)
     expected = reference(model, plan, tokens)
-    monkeypatch.setattr(cache_sites, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
+    monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 2 * 2 * 8 * 3)
     monkeypatch.setattr(cache_attention, "SCORES_AT_A_TIME", 2 * 4 * LONG * 5)
     assert_equal(steps(model, plan, tokens, [LONG]), expected)
     assert_equal(steps(model, plan, tokens, [2, 7, 1, 4]), expected)

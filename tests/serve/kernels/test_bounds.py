@@ -100,7 +100,9 @@ class TestCompiledKernels:
         further += [{"out": x} for x in (out[:1], out[:, 1:], torch.empty(BATCH, 4, TOKENS + 1))]
         check(scores, of_scores, [*wrong, *further])
         source = Source(site.tables, normal(PREDICTED, LATENTS), is_mixed=True)
-        step = StepTables(keys, (source,), normal(HEADS, 1 + LATENTS, HEAD_DIM))
+        step = StepTables(
+            keys, (source,), normal(HEADS, 1 + LATENTS, HEAD_DIM), torch.ones(1 + LATENTS)
+        )
         none = normal(BATCH, HEADS, 0, HEAD_DIM)
         given |= {"sources": [site.packed], "tables": step, "sinks": (none, none)}
         one = normal(BATCH, HEADS, 1, HEAD_DIM)

@@ -27,7 +27,7 @@ from manifoldkv.models.rotary import rotate_halves
 from manifoldkv.models.rotation import Rotation
 from manifoldkv.plan.formats.planes import BitPlanes
 from manifoldkv.plan.formats.scales import NAN_CODE, NAN_SHORT, scale_codes, scales_of, short_scales
-from manifoldkv.plan.formats.trellis import STATES, codebooks
+from manifoldkv.plan.formats.trellis import STATES, codebooks, stream_layout
 from manifoldkv.serve.kernels import decode
 from manifoldkv.serve.kernels.decode import mix, project, scores, unpack
 from manifoldkv.serve.kernels.numba import products as cpu
@@ -87,7 +87,7 @@ def drawn_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
     planes.unpack(codes, unpacked)
     half = 2.0 ** (bits.float() - 1).view(-1, 1)
     latents = scales_of(codes[:, -1:]) * (unpacked.float() + 0.5 - half)
-    return Site(codes, latents, LatentTables.of(planes, bits))
+    return Site(codes, latents, LatentTables(planes.fields(), 2.0 ** (bits.float() - 1) - 0.5))
 
 
 def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) -> Site:
@@ -106,7 +106,7 @@ def drawn_trellis_site(widths: list[int], batch: int, tokens: int, seed: int) ->
         state = stream[start : start + length]
         index = sum(bit.astype(np.int64) << (length - 1 - i) for i, bit in enumerate(state))
         latents.append(codebooks()[width][torch.as_tensor(index)] * short_scales()[short])
-    tables = LatentTables.of_trellis(bits)
+    tables = LatentTables(*stream_layout(bits))
     return Site(codes.transpose(0, 1).clone(), torch.stack(latents, dim=1), tables)
 
 

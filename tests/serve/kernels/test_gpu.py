@@ -20,7 +20,7 @@ from manifoldkv.plan.formats.scales import (
     scales_of,
     short_scales,
 )
-from manifoldkv.plan.formats.trellis import codebooks
+from manifoldkv.plan.formats.trellis import codebooks, stream_layout
 
 triton = pytest.importorskip("triton")
 # The interpreter computes with what lies in memory beyond the last token, and stores none of it.
@@ -118,7 +118,7 @@ class Step:
         for latent, first in enumerate((widths.cumsum(0) - widths).tolist()):
             state = (followed[:, first : first + 10] << torch.arange(9, -1, -1).view(10, 1)).sum(1)
             z[:, latent] = codebooks()[case.widths[latent]][state]
-        return LatentTables.of_trellis(widths), z, packed
+        return LatentTables(*stream_layout(widths)), z, packed
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)

@@ -14,7 +14,7 @@ from manifoldkv.serve.cache.trellis import TrellisStore
 from manifoldkv.serve.kernels.triton.encode import EncoderTables, encode, read
 
 
-class GPUTrellisStore(TrellisStore):
+class TritonTrellisStore(TrellisStore):
     """A `TrellisStore` that searches for bits, and reads them, by Triton kernels."""
 
     def __init__(self, quantizer: TrellisCoded, dtype: torch.dtype, device: torch.device) -> None:
