@@ -102,8 +102,8 @@ class Compress(ModelOptions):
         typer.Option(
             metavar="NUMBER",
             show_default="4 with recipe bits, inf with best",
-            help="Most multiplications of a decode step over those of stock attention; inf is no "
-            "limit.",
+            help="Most multiplications of a decode step over those of uncompressed attention; inf "
+            "is no limit.",
         ),
     ] = None
     nats: Annotated[
