@@ -17,7 +17,8 @@ from tests.studies.running import STUDIES, run_apart, run_here
 NAMES = sorted(
     path.stem
     for path in STUDIES.glob("*.py")
-    if path.stem not in ("benchmark", "common", "comparison", "efficiency") and not path.stem.startswith("train_")
+    if path.stem not in ("benchmark", "common", "comparison", "efficiency")
+    and not path.stem.startswith("train_")
 )
 LOSS, RECALL, AGREEMENT, STORAGE, SPEED = [
     ("benchmark", kind) for kind in ("loss", "recall", "agreement", "storage", "speed")
