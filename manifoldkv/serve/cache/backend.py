@@ -1,4 +1,4 @@
-"""Attention of one layer over its compressed cache: what a backend of it implements."""
+"""The interface of attention over the compressed cache of a layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTS_ON_GPU = 1 << 26
 
 @dataclass(frozen=True)
 class Seen:
-    """What some queries attend to: latents, then uncompressed tokens, then sink tokens.
+    """Tokens that some queries attend to: latents, then uncompressed tokens, then sink tokens.
 
     Tokens are counted from the first visible one. Sink tokens have latents too: the mask shows each
     of them to a query once.
@@ -121,7 +121,7 @@ class AttentionBackend(ABC):
         queries : Tensor
             Rotated queries, (B, H_q, m, d).
         seen : Seen
-            What they attend to, the new tokens included.
+            Tokens that they attend to, the new ones included.
         settings : AttentionSettings
             Scaling, soft cap and sink logits.
         """
