@@ -102,8 +102,8 @@ class LayerMaps:
         expansion = encoders[0].expansion
         self.key_expansion = None if expansion is None else expansion.mT  # (D, rank)
         self.factors: dict[Input, Tensor] = {}
-        """Latents over the numbers that kernels unpack, which are stored integers less their centres,
-        or codewords if they are trellis-coded, (r,), float32; none without kernels."""
+        """Latents over the numbers that kernels unpack, stored integers less their centres or
+        codewords, (r,), float32; none without kernels."""
         if packed:
             self._scale(composer, index, device)
 

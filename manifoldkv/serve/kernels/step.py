@@ -49,7 +49,7 @@ class StepTables:
         Mean of the values, and map of the latents of all mixed sources, by head,
         (H_kv, 1 + r, d), float32.
     factors : Tensor
-        1, and the latents of all mixed sources over what is read of them, (1 + r,), float32.
+        1, and the latents of all mixed sources over the numbers read of them, (1 + r,), float32.
     """
 
     keys: KeyTables
