@@ -69,7 +69,7 @@ class Seen:
         return store, first, first + self.latents
 
     def rotated(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Return keys (B, H_kv, stop - start, d) of consecutive tokens in the form that is scored."""
+        """Return keys (B, H_kv, stop - start, d) of consecutive tokens, rotated."""
         return keys if self.angles is None else self.angles.tile(keys, start, stop)
 
 
