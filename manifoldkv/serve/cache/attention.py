@@ -121,7 +121,7 @@ class CachedAttention:
         new: tuple[Tensor, Tensor],
         angles: Angles | None,
     ) -> Seen:
-        """Return what queries `rows` of a call attend to.
+        """Return the tokens that queries `rows` of a call attend to.
 
         Before the call, `past` tokens were visible; keys and values of the call's are `new`.
         """

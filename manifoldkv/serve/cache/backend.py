@@ -26,7 +26,7 @@ ELEMENTS_ON_GPU = 1 << 26
 
 @dataclass(frozen=True)
 class Seen:
-    """Visible tokens of a layer: latents, then uncompressed tokens, then sink tokens.
+    """Tokens that some queries attend to: latents, then uncompressed tokens, then sink tokens.
 
     Tokens are counted from the first visible one. Sink tokens have latents too: the mask shows each
     of them to a query once.
@@ -69,7 +69,7 @@ class Seen:
         return store, first, first + self.latents
 
     def rotated(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """Return keys (B, H_kv, stop - start, d) of consecutive tokens as they are scored."""
+        """Return keys (B, H_kv, stop - start, d) of consecutive tokens, rotated."""
         return keys if self.angles is None else self.angles.tile(keys, start, stop)
 
 
@@ -121,7 +121,7 @@ class AttentionBackend(ABC):
         queries : Tensor
             Rotated queries, (B, H_q, m, d).
         seen : Seen
-            Visible tokens, the new ones included.
+            Tokens that they attend to, the new ones included.
         settings : AttentionSettings
             Scaling, soft cap and sink logits.
         """

@@ -44,7 +44,7 @@ class LayerMaps:
     held : torch.dtype
         In which matrices are held.
     packed : bool
-        Whether predictions of keys are maps of what kernels read in place of latents.
+        Whether predictions of keys are maps of the numbers that kernels unpack, not of latents.
     few_tokens : int
         Most new tokens that a kernel encodes.
     """
@@ -101,13 +101,13 @@ class LayerMaps:
         expansion = encoders[0].expansion
         self.key_expansion = None if expansion is None else expansion.mT  # (D, rank)
         self.factors: dict[Input, Tensor] = {}
-        """Latents over what kernels read, which is stored integers less their centres, or codewords
-        if they are trellis-coded, (r,), float32; none if kernels read nothing."""
+        """Latents over the numbers that kernels unpack, stored integers less their centres or
+        codewords, (r,), float32; none without kernels."""
         if packed:
             self._scale(composer, index, device)
 
     def _scale(self, composer: Composer, index: int, device: torch.device) -> None:
-        """Make predictions maps of what kernels read."""
+        """Make predictions maps of the numbers that kernels unpack."""
         for one in self.sources | {(0, SITES[0]): None}:
             quantizer = packed_quantizer(composer.layers, index, one)
             of_stored = (quantizer.step * quantizer.gain)[: quantizer.stored]
@@ -118,7 +118,7 @@ class LayerMaps:
 
     @property
     def sources(self) -> dict[Input, None]:
-        """Return what values or predictions of keys depend on, in the order of `columns`."""
+        """Return the latents of values and of predictions of keys, in the order of `columns`."""
         return dict.fromkeys([*self.columns, *self.key_predicted])
 
     @property
@@ -129,7 +129,7 @@ class LayerMaps:
 
     @property
     def packed_up(self) -> Tensor:
-        """Return the up-projection of what kernels read of keys, (D, r), float32."""
+        """Return the up-projection of the numbers that kernels unpack of keys, (D, r), float32."""
         return self.key_up.float().mT * self.factors[0, "key"]
 
     @property

@@ -18,7 +18,6 @@ from manifoldkv.serve.cache.backend import (
     AttentionBackend,
     Seen,
     attend_by_scores,
-    joined,
     split_queries,
 )
 from manifoldkv.serve.cache.layers import CompressedLayer
@@ -77,7 +76,11 @@ class NumbaBackend(AttentionBackend):
             scores, mix = partial(self.scores, seen), partial(self.mix, seen)
             return attend_by_scores(queries, heads, seen, settings, scores, mix)
         by_head = (split_queries(queries, heads).float() * settings.scaling).contiguous()
-        output = self.attend_packed(by_head, partial(_packed, seen), angles, _exact(seen, by_head))
+        no_tokens = by_head[:, :, :0]
+        (keys, values), *others = seen.exact or [(no_tokens, no_tokens)]
+        assert not others  # sink tokens alone, or new ones alone
+        exact = keys.float().contiguous(), values.float().contiguous()
+        output = self.attend_packed(by_head, partial(_packed, seen), angles, exact)
         return output.to(queries.dtype).reshape(queries.shape)
 
     def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -163,11 +166,3 @@ def _packed(seen: Seen, one: Input) -> Packed:
     """Return the visible latents of keys or values."""
     store, first, stop = seen.packed(one)
     return store.packed(first, stop)
-
-
-def _exact(seen: Seen, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of uncompressed tokens, float32 and contiguous."""
-    if not seen.exact:
-        return queries[:, :, :0].contiguous(), queries[:, :, :0].contiguous()
-    keys, values = (joined(list(x), dim=2) for x in zip(*seen.exact, strict=True))
-    return keys.float().contiguous(), values.float().contiguous()
