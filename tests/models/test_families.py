@@ -74,7 +74,7 @@ class TestTable:
         assert len(ROW.findall(SECTION)) == len(ROWS)
 
     def test_the_readme_counts_them(self) -> None:
-        assert f"[{len(WORKING)} families of transformers decoders]" in README
+        assert f"[{len(WORKING)} families of decoders]" in README
 
     def test_every_row_names_its_test(self) -> None:
         for name, row in ROWS.items():
