@@ -55,7 +55,7 @@ def evaluate(options: Evaluate) -> Answer:
 
 
 def _layers(options: Evaluate) -> Answer:
-    """Measure the error of every layer by itself."""
+    """Measure the error of each layer, on the inputs of the uncompressed model."""
     if options.tasks is not None:
         raise ArgumentError("--layers and --tasks exclude each other: give one")
     inputs = open_inputs(options, options.plan, attended=False)

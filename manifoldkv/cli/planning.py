@@ -24,7 +24,7 @@ from manifoldkv.recipes.compress import check as check_before_text
 from manifoldkv.recipes.compress import compress as find_plan
 from manifoldkv.recipes.compress import frontier, ratio_from_bytes
 from manifoldkv.recipes.config import CompressionConfig
-from manifoldkv.recipes.own import OWN_SEQUENCES, own_text
+from manifoldkv.recipes.self_generated import OWN_SEQUENCES, own_text
 from manifoldkv.text.sources import OWN, TextSource, open_text
 from manifoldkv.text.tokens import LENGTH
 

@@ -70,7 +70,7 @@ def open_text(name: str) -> TextSource:
     if name == OWN:
         raise ArgumentError(
             f"{OWN} is calibration text that a model writes itself "
-            "(manifoldkv.recipes.own.own_text): name another one"
+            "(manifoldkv.recipes.self_generated.own_text): name another one"
         )
     if name == "docstrings":
         return TextSource(name, read_docstrings)

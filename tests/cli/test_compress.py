@@ -11,7 +11,7 @@ import torch
 from manifoldkv import CompressionPlan, compress, load_model
 from manifoldkv.cli import inputs, planning
 from manifoldkv.plan.formats.quantizers import Unquantized
-from manifoldkv.recipes.own import own_text
+from manifoldkv.recipes.self_generated import own_text
 from tests.cli.running import EIGHT, FEW, MODEL, Done, facts, fail, interrupt, lines, run
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import bits_plan

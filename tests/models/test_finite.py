@@ -8,7 +8,7 @@ from manifoldkv import compress
 from manifoldkv.core.errors import ModelError
 from manifoldkv.models.offloading import named_weights
 from manifoldkv.models.weights import check_finite
-from manifoldkv.recipes.own import own_text
+from manifoldkv.recipes.self_generated import own_text
 from manifoldkv.statistics.capture import capture
 from manifoldkv.text.sources import TextSource
 from tests.families import FAMILIES, tiny_model, tiny_tokens

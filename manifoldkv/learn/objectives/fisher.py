@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manifoldkv.core.basis import Basis, Site
-from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.basis import Site
 from manifoldkv.learn.objectives.base import Problem, register_objective
 from manifoldkv.learn.objectives.gram import GramObjective
 from manifoldkv.learn.objectives.linear_algebra import diagonal_blocks, gram_by_group
@@ -27,6 +26,7 @@ class Fisher(GramObjective):
     """
 
     needs_statistics: ClassVar[bool] = True
+    weighs_residuals: ClassVar[bool] = True
 
     def metric(self, statistics: Statistics, layer: int, site: Site) -> Tensor:
         """Return F, whose costs are in nats for all layers alike."""
@@ -41,17 +41,3 @@ class Fisher(GramObjective):
         )
         assert problem.metric is not None  # the problem has checked it
         return gram, diagonal_blocks(problem.metric.to(gram.device), problem.grouping)
-
-    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
-        if grouping == "shared":
-            return False, (
-                "fisher has no closed form for a basis shared by all heads: each head weighs the "
-                "residual differently; use grouping 1, a number of heads, or all"
-            )
-        return True, ""
-
-    def closed_form(self, problem: Problem, rank: int) -> Basis:
-        exists, reason = self.has_closed_form(problem.site, problem.grouping.name)
-        if not exists:
-            raise ArgumentError(reason)
-        return super().closed_form(problem, rank)

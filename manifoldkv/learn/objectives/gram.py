@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manifoldkv.core.basis import Basis, Site
+from manifoldkv.core.errors import ArgumentError
 from manifoldkv.learn.objectives.base import Objective, Problem
 from manifoldkv.learn.objectives.linear_algebra import leading_basis, weighted_closed_form
 from manifoldkv.statistics.layer import Batch
@@ -30,6 +31,8 @@ class GramObjective(Objective):
 
     full_batch_is_cheap: ClassVar[bool] = True
     has_metric: ClassVar[bool] = True
+    weighs_residuals: ClassVar[bool] = False
+    """Whether `matrices` returns a W, by head group."""
 
     @abstractmethod
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -63,10 +66,18 @@ class GramObjective(Objective):
         return (error / (gram * weight).sum()).to(basis.down.dtype)
 
     def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
+        if self.weighs_residuals and grouping == "shared":
+            return False, (
+                f"{type(self).__name__} has no closed form for a basis shared by all heads: each "
+                "head weighs the residual differently; use grouping 1, a number of heads, or all"
+            )
         return True, ""
 
     def closed_form(self, problem: Problem, rank: int) -> Basis:
         """Return leading eigenvectors of G; with a weight, the pair of `weighted_closed_form`."""
+        exists, reason = self.has_closed_form(problem.site, problem.grouping.name)
+        if not exists:
+            raise ArgumentError(reason)
         gram, weight = problem.once(self._all_matrices)
         dtype, grouping = problem.activations.dtype, problem.grouping
         if weight is None:

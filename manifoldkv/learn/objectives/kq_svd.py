@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manifoldkv.core.basis import Basis, HeadGrouping, Site
-from manifoldkv.core.errors import ArgumentError
+from manifoldkv.core.basis import HeadGrouping
 from manifoldkv.learn.objectives.base import Problem, register_objective
 from manifoldkv.learn.objectives.gram import GramObjective
 from manifoldkv.learn.objectives.linear_algebra import block_diagonal, gram_by_group
@@ -26,6 +26,8 @@ class KQSVD(GramObjective):
     Values: ||(V - V down upᵀ) W_O||², summed over the query heads that read the KV head.
     """
 
+    weighs_residuals: ClassVar[bool] = True
+
     def matrices(self, problem: Problem, sequences: Tensor | None) -> tuple[Tensor, Tensor]:
         if problem.site == "key":
             gram, weight = problem.summed(lambda part: _key_matrices(problem, part), sequences)
@@ -40,20 +42,6 @@ class KQSVD(GramObjective):
 
     def weight(self, statistics: TensorStatistics) -> Tensor:
         return torch.block_diag(*statistics.readers)
-
-    def has_closed_form(self, site: Site, grouping: str | int) -> tuple[bool, str]:
-        if grouping == "shared":
-            return False, (
-                "kq-svd has no closed form for a basis shared by all heads: each head weighs the "
-                "residual differently; use grouping 1, a number of heads, or all"
-            )
-        return True, ""
-
-    def closed_form(self, problem: Problem, rank: int) -> Basis:
-        exists, reason = self.has_closed_form(problem.site, problem.grouping.name)
-        if not exists:
-            raise ArgumentError(reason)
-        return super().closed_form(problem, rank)
 
 
 def _key_matrices(problem: Problem, sequences: Tensor) -> Tensor:

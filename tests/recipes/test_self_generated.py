@@ -5,7 +5,7 @@ import torch
 
 from manifoldkv import open_text
 from manifoldkv.core.errors import ArgumentError
-from manifoldkv.recipes.own import own_text
+from manifoldkv.recipes.self_generated import own_text
 from tests.families import tiny_model
 
 
