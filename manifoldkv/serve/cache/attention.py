@@ -105,7 +105,7 @@ class CachedAttention:
         for rows in blocks:
             seen = self._seen(layers, rows, past, mask, (keys, values), angles)
             of_rows = queries[:, :, rows]
-            if many:
+            if many and not self._backend.attends_to_latents(seen, settings):
                 scaled, size = of_rows * settings.scaling, tile_tokens(keys)
                 outputs.append(self._attend_reconstructed(scaled, seen, size))
             else:

@@ -126,6 +126,10 @@ class AttentionBackend(ABC):
             Scaling, soft cap and sink logits.
         """
 
+    def attends_to_latents(self, seen: Seen, settings: AttentionSettings) -> bool:
+        """Return whether `attend` runs torch's attention kernel on latents, for any queries."""
+        return False
+
     @abstractmethod
     def reconstruct(self, seen: Seen, size: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return rotated keys and values of the visible latents, (B, H_kv, t, d) by tile.

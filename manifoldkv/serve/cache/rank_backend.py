@@ -53,7 +53,7 @@ class RankBackend(AttentionBackend):
         layer.value_store.append(self._value.latents(values))
 
     def attend(self, queries: Tensor, seen: Seen, settings: AttentionSettings) -> Tensor:
-        if seen.angles is None and not seen.exact and self._fits_kernel(seen.layers[0], settings):
+        if self.attends_to_latents(seen, settings):
             return self._attend_to_latents(queries, seen, settings.scaling)
         scores, mix = partial(self._scores, seen), partial(self._mix, seen)
         return attend_by_scores(queries, self._heads, seen, settings, scores, mix)
@@ -84,10 +84,11 @@ class RankBackend(AttentionBackend):
             for first, last in split_tiles(start, stop, size):
                 yield first, last, self._key.up_project(latents[:, :, first - start : last - start])
 
-    def _fits_kernel(self, layer: CompressedLayer, settings: AttentionSettings) -> bool:
-        """Return whether torch's attention kernel can run on the latents of keys and values."""
+    def attends_to_latents(self, seen: Seen, settings: AttentionSettings) -> bool:
         return (
-            all(isinstance(store, ExactStore) for store in layer.stores)
+            seen.angles is None
+            and not seen.exact
+            and all(isinstance(store, ExactStore) for store in seen.layers[0].stores)
             and self._key.grouping.width == self._value.grouping.width
             and self._key.features == self._value.features
             and settings.is_plain

@@ -12,9 +12,10 @@ from manifoldkv import CompressionPlan, compressed
 from manifoldkv.core.basis import Site
 from manifoldkv.plan.composition import sources
 from manifoldkv.plan.compute import multiplications, stock_multiplications
+from manifoldkv.serve.cache import attention, mixed, numba_backend, running
 from manifoldkv.serve.cache import backend as cache_backend
-from manifoldkv.serve.cache import mixed, numba_backend, running
 from manifoldkv.serve.cache.attention import CachedAttention
+from manifoldkv.serve.cache.rank_backend import RankBackend
 from manifoldkv.serve.cache.torch_backend import TorchBackend
 from tests.families import tiny_model, tiny_tokens
 from tests.plans import DESIGNS, designed_plan, random_plan
@@ -155,3 +156,18 @@ def test_no_tensor_of_a_step_holds_keys_or_values_of_all_tokens(
         assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) >= 16 * MANY
     monkeypatch.setattr(cache_backend, "ELEMENTS_AT_A_TIME", 16 * 8)
     assert max(one.largest for one in decoded(plan, MANY, monkeypatch, family)) < 16 * MANY
+
+
+def test_a_continued_prompt_attends_to_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reconstruct(*_: object) -> None:
+        raise AssertionError("keys and values of all tokens were reconstructed")
+
+    monkeypatch.setattr(RankBackend, "reconstruct", reconstruct)
+    model = tiny_model("llama")
+    plan = random_plan(model, key_rank=4, key_grouping=1, rotary="post")
+    tokens = tiny_tokens(2, 8 + attention.MANY_QUERIES)
+    with torch.no_grad(), compressed(model, plan) as new_cache:
+        cache = new_cache()
+        model(tokens[:, :8], past_key_values=cache)
+        output = model(tokens[:, 8:], past_key_values=cache)
+    assert output.logits.isfinite().all()
